@@ -74,7 +74,8 @@ $(VENV)/.models: $(VENV)/.installed
 
 # torch first and pinned: a looser request would bring the CUDA build and its gigabytes.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("this is Python %d.%d, and 3.11 is the oldest that can be used; type: make PYTHON=python3.11" % sys.version_info[:2])'
+	"$(PYTHON)" -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch==2.13.0 numpy
 	$(PIP_INSTALL) -c constraints.txt -e '.[wandb,analysis,dev]'
 	touch $@

@@ -4,22 +4,26 @@ Alone it composes, freezes and launches. Started as one rank (torchrun, srun) it
 and publishes the run, the others wait for it. Nothing here imports torch before a request is known to be good.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
+
+from harness.store import interpreter
 
 if __name__ == "__main__":  # asked to end while we import: nothing has begun that must end
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, lambda number, _: os._exit(130 if number == signal.SIGINT else 75))
 
+if __name__ == "__main__":
+    interpreter.require()
+
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
 import contextlib
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -34,6 +38,7 @@ from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
+from harness.store.screen import unfiltered
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
@@ -56,7 +61,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        return tell(error) if place is None or place.rank == 0 else exit_code(error)
+        return tell(error, argv) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
 
@@ -146,7 +151,9 @@ def work(answer: Answer, place: RankPlace) -> int:
     from harness.worker import main as worker
 
     display = RunDisplay(Terminal(), "") if place.rank == 0 else None
-    code = worker(Path(answer.run), answer.attempt, place, display)
+    place = replace(place, start=place.start or answer.start)
+    with unfiltered():
+        code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:
         print(f"next: {commands.verb(f'show {shlex.quote(str(answer.run))}')}")
     with contextlib.suppress(OSError):  # a log on a full disk must not change the exit code

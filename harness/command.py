@@ -1,17 +1,18 @@
 """The console script `harness`, and `python -m harness`: `run ...` is run.py; any other word is a verb."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import signal
 import sys
+
+from harness.store import interpreter
 
 
 def main() -> int:
     """Carry out a command line; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
+    interpreter.require()
     from harness.store import commands
 
     if os.path.splitext(os.path.basename(sys.argv[0]))[0] == commands.SCRIPT:

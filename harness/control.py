@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from harness.data.order import MASK64
 from harness.engines.protocol import Ranks
 from harness.fsdp import watched
 from harness.probe.collectives import CollectiveMeter
@@ -22,8 +24,10 @@ class StepReport(NamedTuple):
 
     losses: list[float]
     """Mean loss of each global microbatch, in global order, fp64."""
-    digests: list[int]
-    """Data digest of each rank with data of its own, unsigned 64-bit."""
+    held: list[int]
+    """Digest of what the data source holds for each rank with data of its own, unsigned 64-bit."""
+    fed: list[int]
+    """Digest of what these were fed."""
     stop: bool
     """Whether any rank was asked to stop."""
     save: bool = False
@@ -86,27 +90,53 @@ class Control:
 
         return end
 
-    def report(self, losses: Sequence[float], digest: int, stop: bool, save: bool = False) -> StepReport:
-        """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
-        return self.begin_report(losses, digest, stop, save)()
+    def report(self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False) -> StepReport:
+        """One exchange a step: this rank's losses in order, the digests of what the data source holds for it and of
+        what it was fed, whether it was asked to stop, and whether it finds a save due."""
+        return self.begin_report(losses, held, fed, stop, save)()
 
     def begin_report(
-        self, losses: Sequence[float], digest: int, stop: bool, save: bool = False
+        self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False
     ) -> Callable[[], StepReport]:
         """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
-        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(digest), int(stop) + 2 * int(save)])
+        asked = int(stop) + 2 * int(save)
+        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), asked])
 
         def end() -> StepReport:
             rows = gathered()
-            told = rows[:: self.ranks.tp]  # tensor-parallel ranks say the same of the same data
+            peers = [rows[first : first + self.ranks.tp] for first in range(0, len(rows), self.ranks.tp)]
+            told = [_fed_otherwise(each) for each in peers]  # tensor-parallel ranks say the same of the same data
             return StepReport(
-                losses=[_float(bits) for row in told for bits in row[:-2]],
-                digests=[row[-2] & ((1 << 64) - 1) for row in told],
+                losses=[_float(bits) for row in told for bits in row[:-3]],
+                held=[row[-3] & MASK64 for row in told],
+                fed=[row[-2] & MASK64 for row in told],
                 stop=any(row[-1] & 1 for row in rows),
                 save=any(row[-1] & 2 for row in rows),
             )
 
         return end
+
+
+def _fed_otherwise(rows: Sequence[list[int]]) -> list[int]:
+    """The first of ranks with the same data that was fed something else than the source holds, or the first."""
+    return next((row for row in rows if row[-3] != row[-2]), rows[0])
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """A JSON value of every rank, by rank; of this one alone without a group. *Collective over `group`*, of gloo.
+
+    Text and not torch's object collectives: those are pickles, and reading a pickle runs what it holds.
+    """
+    text = json.dumps(value).encode()
+    if group is None:
+        return [json.loads(text)]
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    sizes = [int(length) for length in lengths]
+    rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(sizes) - len(text))), group=group)
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _bits(value: float) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,9 +35,17 @@ settings.load_profile(os.environ["TESTS_PROFILE"])
 
 gc.set_threshold(*SELDOM)
 
-# What is printed is what one types here (`harness.store.commands`): as after `source .venv/bin/activate`.
+# A shell has what it starts with `&` ignore Ctrl-C, and that is inherited; tests send it to what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is printed is what one types here (`harness.store.commands`): as after `. .venv/bin/activate`.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-os.environ.pop("HARNESS_TYPED", None)
+# A job's or a hook's place is not that of what tests start, nor are a user's settings those of the tests' repositories.
+LAUNCHED = r"(SLURM|SBATCH)_.*|(LOCAL_)?RANK|WORLD_SIZE|GIT_(DIR|WORK_TREE|INDEX_FILE|COMMON_DIR)|HARNESS_TYPED"
+for name in filter(re.compile(LAUNCHED).fullmatch, list(os.environ)):
+    del os.environ[name]
+os.environ["GIT_CONFIG_GLOBAL"] = os.devnull
 
 pytest_plugins = ("tests.support.mutants",)
 

@@ -86,7 +86,7 @@ def two_ranks(rank: int) -> dict[str, float]:
     config = idle_config(2)
     with closing(CollectiveMeter()) as meter:
         control = Control(ranks_of(config, rank), dist.new_group(backend="gloo"), meter)
-        exchange = timed(lambda: control.report([1.0, 1.0], rank, False), CALLS)
+        exchange = timed(lambda: control.report([1.0, 1.0], rank, rank, False), CALLS)
     costs = loop_cost(rank, 2)
     return costs | {"of_which_control": exchange}
 

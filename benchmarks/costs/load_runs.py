@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import yaml
 
 from benchmarks.costs.verdict_time import Copied
-from harness.store import judged
+from harness.store import checksums, judged
 from harness.store.identity import directory_name, signature
 from harness.store.reading import Loader
 from harness.store.rundir import Dumper
@@ -56,6 +56,7 @@ def study_of(source: Path, root: Path) -> None:
         target = root / "many" / directory_name(own)
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("capture", "vouch", "ckpt"))
         (target / "config.yaml").write_text(yaml.dump(own, Dumper=Dumper, sort_keys=False), encoding="utf-8")
+        checksums.renew(target)
         cells.append(Copied(own))
         paths.append(target)
     first = signature(cells[0].config)

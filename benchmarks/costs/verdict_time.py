@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
+from harness.store import checksums
 from harness.store.identity import directory_name, signature
 from harness.store.metrics import encode
 from harness.store.reading import Loader
@@ -91,6 +92,7 @@ def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[s
     lines = [json.loads(line) for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines += [{**lines[-1], "step": step} for step in range(len(lines) + 1, steps + 1)]
     (target / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in lines), encoding="utf-8")
+    checksums.renew(target)
     return Copied(config)
 
 

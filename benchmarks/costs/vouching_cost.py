@@ -22,8 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,17 @@ class EveryOther:
 
     def __init__(self, vouching: Vouching) -> None:
         self.vouching, self.step, self.seconds = vouching, 0, 0.0
+        timers = vouching.session.meters.timers
+        inner = timers.aside
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            began = time.perf_counter()
+            with inner():
+                yield
+            self.seconds += self.looks * (time.perf_counter() - began)
+
+        timers.aside = aside  # type: ignore[method-assign] # all that is done within a step, hooks too
 
     def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         began = time.perf_counter()
@@ -105,7 +116,7 @@ class EveryOther:
     def before(self) -> None:
         self.step += 1  # what the last step that was looked at left is another's by now, and costs as much to compare
         if self.looks:
-            self._timed(self.vouching.before)
+            self.vouching.before()
 
     def work_out_again(self, step: int) -> None:
         """Once in a run, and no part of a step's cost."""
@@ -113,13 +124,9 @@ class EveryOther:
     def watch(self, step: int) -> Any:
         return self.vouching.watch(step) if self.looks else nullcontext()
 
-    def watched_for(self) -> float:
-        return self.vouching.watched_for() if self.looks else 0.0
-
     def reduced(self) -> None:
         if self.looks:
-            self.seconds += self.vouching.watched_for()
-            self._timed(self.vouching.reduced)
+            self.vouching.reduced()
 
     def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
         if not self.looks:

@@ -4,7 +4,7 @@ that is stable or hot; and clean pairs of all of it.
 The cell is the one in which late faults were found to pass: 12 steps without warm-up, batch 8, sequences of 32, four
 ranks where a fault asks for them, else two. All runs capture what is captured by default, gradients and updates; faults
 at full strength, and what they are held against, capture the gradients of every step. A *view* hides what a run with
-other settings would not have (`harness.parity.record.Record.seen_at`), so that all views judge the same runs.
+other settings would not have (`seen_at` of `whole_runs.py`), so that all views judge the same runs.
 
 [Note: New third] A third of the faults and of the clean groups is held out, by a hash that has nothing to do with that
 of `benchmarks.power.steps`, and judged once, after judges and bounds were frozen.

@@ -17,8 +17,8 @@ import os
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -196,8 +196,23 @@ def _record(path: Path) -> Record:
 def _view(path: Path, view: str) -> Record:
     record = _record(path)
     if not view.startswith("full"):
-        record = record.seen_at(*defaults())
+        record = seen_at(record, *defaults())
     return record.unwitnessed() if view.endswith("unwitnessed") else record
+
+
+def seen_at(run: Record, captured: Collection[int], updated: Collection[int]) -> Record:
+    """A run as it would be, had it captured no more than these steps, and the updates of those."""
+    chosen = {"measure.capture_steps": sorted(captured), "measure.update_steps": sorted(updated)}
+    return replace(
+        run,
+        config={**run.config, **chosen},
+        captures={step: each for step, each in run.captures.items() if step in captured},
+        updates={step: each for step, each in run.updates.items() if step in updated},
+        witnesses={step: each for step, each in run.witnesses.items() if step in captured},
+        weights={step: each for step, each in run.weights.items() if step in updated},
+        moments={step: each for step, each in run.moments.items() if step in updated},
+        final=None,
+    )
 
 
 def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:

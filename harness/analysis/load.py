@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from harness.analysis.labels import labels
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.judged import outcomes
 from harness.store.metrics import iter_metrics, last_numbers, last_record
@@ -94,10 +94,14 @@ STEP_COLUMNS = (
     "forward_s",
     "backward_s",
     "optimizer_s",
+    "other_s",
     "exposed_comm_s",
     "sent_bytes",
     "rss_bytes",
 )
+
+DAMAGED = "damaged"
+"""State of a run that cannot be read, or is not as it was left."""
 
 SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
 """Numbers of a step that a run's row is made of, beside those of its last step."""
@@ -131,7 +135,8 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
         named = labels(known, controls & known.keys()) if len(known) > 1 or len(mine) == 1 else {}
         judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
         for path, (row, _) in mine.items():
-            row |= {"label": named.get(path, Path(path).name), "verdict": judged.get(path)}
+            found = None if row["state"] == DAMAGED else judged.get(path)
+            row |= {"label": named.get(path, Path(path).name), "verdict": found}
     return pd.DataFrame([row for row, _ in rows], columns=list(RUN_COLUMNS))
 
 
@@ -154,9 +159,10 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         row |= {"state": state.state.value, "reason": state.reason} if state else {"state": "not started", "reason": ""}
         row |= {column: config.get(key) for column, key in SETTINGS.items()}
         row |= {"mesh": mesh_of(config), "microbatches": _microbatches(config)}
+        checksums.demand(run.path, *checksums.TOLD)
         row |= _origin(provenance.read(run.path)) | _results(run, read_summary(run) or {})
     except StoreError as error:
-        row |= {"state": "damaged", "reason": str(error)}
+        row |= {"state": DAMAGED, "reason": str(error)}
     return row, config
 
 
@@ -234,6 +240,7 @@ def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> lis
     found = []
     for path in paths:
         try:
+            checksums.demand(Path(path), *checksums.TOLD)
             found += of(RunDir(Path(path)))
         except StoreError:
             continue
@@ -275,6 +282,8 @@ def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFra
     from harness.parity.record import load
     from harness.parity.tiers.gradients import compare
 
+    for path in (arm, control):
+        checksums.demand(Path(path))
     left, right = load(Path(arm)), load(Path(control))
     pairs = (
         compare(left.captures[step], right.captures[step]) if step in left.captures and step in right.captures else ()

@@ -14,8 +14,8 @@ PARTS = {
 }
 """What a step's time is made of, by column of `load.steps`."""
 
-WARM_UP = 2
-"""First steps left out of every cost: a declared number, never chosen by looking."""
+WARM_UP = 1
+"""First steps left out of every cost, as a run's own summary does."""
 
 
 def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataFrame:
@@ -66,15 +66,20 @@ def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
 def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
     """Where a step's time goes: a row a run and part, `run`, `part`, `seconds` (median over steps).
 
-    The parts are those of `PARTS`, and `the rest`: what the median step takes beside them. A run that does not tell its
-    forward apart has no forward and no backward; both are in the rest.
+    The parts are those of `PARTS`, and `other`: what a step takes beside them. A run that does not tell its forward
+    apart has no forward and no backward; both are in `other`. Runs that did not record `other_s` may have counted
+    their checks among the parts, which then exceed the step: nothing is told apart of these.
     """
     rows: list[tuple[str, str, float]] = []
     for run, own in steps[steps["step"] > warm_up].groupby("run", sort=False):
         known = {name: own[column].astype(float).median() for column, name in PARTS.items()}
         known = {name: value for name, value in known.items() if value == value}
-        rest = max(0.0, float(own["step_time_s"].median()) - sum(known.values()))
-        rows += [(str(run), name, value) for name, value in (*known.items(), ("the rest", rest))]
+        other = own["step_time_s"] - own[list(PARTS)].astype(float).sum(axis=1)
+        if "other_s" in own and own["other_s"].notna().all():
+            other = own["other_s"].astype(float)
+        elif other.median() < 0:
+            known, other = {}, own["step_time_s"]
+        rows += [(str(run), name, value) for name, value in (*known.items(), ("other", float(other.median())))]
     return pd.DataFrame(rows, columns=["run", "part", "seconds"])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.stats import median
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
@@ -19,7 +19,7 @@ from harness.store.screen import counted
 from harness.store.shapes import TIMED
 from harness.store.status import State
 
-PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
 """What the record splits a step's time into; exposed communication lies within the others."""
 
 OTHERS_LIMIT_CORES = 0.25
@@ -99,6 +99,8 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
+    if damaged := checksums.unfit(path, *checksums.TOLD):
+        return f"done, but its record is damaged: {'; '.join(damaged)}"
     config = checked(run.config(), TIMED, str(run.path / CONFIG))
     summary, lines = read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
@@ -124,7 +126,7 @@ def _process(
         config=config,
         ended=ended,
         step_s=tuple(_number(line["step_time_s"]) for line in timed),
-        parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
+        parts={part: _median_or_none([line["time"].get(part) for line in timed]) for part in PARTS},
         tokens=_number(timed[-1]["tokens"]),
         loss=timed[-1]["loss"],
         comm=timed[-1]["comm"],

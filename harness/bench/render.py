@@ -19,6 +19,7 @@ HEAD = (
     "forward",
     "backward",
     "optimizer",
+    "other",
     "exposed",
     "tokens/s",
     "peak MiB",
@@ -30,6 +31,7 @@ TARGET_HEAD = ("strategy", "native", "best of the others", "native / best", "fin
 LEGEND = (
     "ms/step: median over blocks of each process's median timed step; IQR steps: spread within a process, IQR blocks: "
     "between them.",
+    "other: what is left of a step beside these three and loading; - where runs did not record it.",
     "exposed: the part of a step in which the host stood still for a collective; - where an engine does not tell.",
     "peak, kept: bytes of tensor storage within and between steps, of the rank that holds most; sent: by rank 0, a "
     "step.",
@@ -89,6 +91,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         ms(row.parts["forward_s"]),
         ms(row.parts["backward_s"]),
         ms(row.parts["optimizer_s"]),
+        ms(row.parts["other_s"]),
         ms(row.parts["exposed_comm_s"]),
         f"{row.tokens_per_s:.0f}",
         mib(row.peak_bytes),

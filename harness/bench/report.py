@@ -14,11 +14,11 @@ from harness.bench.record import PARTS, Process, arm_of, load, workload_of
 from harness.bench.stats import Interval, median, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
-from harness.store import commands
+from harness.parity.study import unknown
 from harness.store.errors import StoreError
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, flatten
-from harness.store.study import asked_for, read_study
+from harness.store.study import read_study
 
 NATIVE = "native"
 """The engine held against the others of its strategy."""
@@ -130,9 +130,7 @@ def report(root: Path | str, study: str) -> Report:
     """
     record = read_study(Path(root), study)
     if record is None:
-        known = ", ".join(asked_for(Path(root))) or "none yet"
-        text = f"no study of this name was run under {root}"
-        raise refuse(f"bench {study}", text, choices=known, fix=commands.request("-m study=NAME"))
+        raise unknown(f"bench {study}", Path(root), study)
     folder = Path(root) / study
     loaded = {cell["signature"]: _load(folder / cell["directory"]) for cell in record["cells"]}
     if all(isinstance(found, str) for found in loaded.values()):

@@ -17,6 +17,7 @@ from harness.config.errors import BadRequest, refuse
 from harness.launch.room import NoRoom
 from harness.parity import Outcome, Verdict
 from harness.parity.versions import Side, changed_defaults, compare_versions
+from harness.store.redaction import redacted
 from harness.store.screen import counted
 
 Tell = Callable[[str], None]
@@ -214,7 +215,7 @@ class Bisection:
         except NoRoom:
             raise
         except BadRequest as error:
-            self._reasons[at] = " ".join(error.violations[0].problem.split())
+            self._reasons[at] = redacted(" ".join(error.violations[0].problem.split()))
             self._tell(f"{head}: skipped, {self._reasons[at]}")
             return Answer.unresolved
         self._verdicts[at] = verdict

@@ -23,7 +23,7 @@ from harness.bisect.trials import ROOM, Request, answer_of, brief, check_ends
 from harness.config.compose import Cell, compose_cell
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
-from harness.config.words import as_word, is_usual, setting
+from harness.config.words import as_word, in_store
 from harness.launch.room import NoRoom, check_room
 from harness.launch.terminal import Terminal
 from harness.parity import Verdict, compare
@@ -32,6 +32,7 @@ from harness.parity.versions import own_fault
 from harness.store import commands
 from harness.store.errors import EXIT_BUSY, Busy
 from harness.store.identity import EXCLUDED
+from harness.store.redaction import redacted
 from harness.store.rundir import RunDir, Store, flatten
 from harness.store.screen import counted
 from harness.study.replay import replay
@@ -141,7 +142,7 @@ class KeySearch:
         except NoRoom:
             raise
         except BadRequest as error:
-            self._tell(f"{head}: skipped, {' '.join(str(error.violations[0]).split())}")
+            self._tell(f"{head}: skipped, {redacted(' '.join(str(error.violations[0]).split()))}")
             return Answer.unresolved
         answer = answer_of(verdict, self._sought, undecided=self._request.undecided)
         self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
@@ -191,8 +192,7 @@ class KeySearch:
 
     def _next(self, found: tuple[str, ...], verdict: Verdict) -> tuple[str, ...]:
         again = shlex.join(["--from", str(self._good_run.path), *self._request.words, *self._words(found)])
-        where = "" if is_usual(self._store.root) else f" {setting('launch.root', str(self._store.root))}"
-        return (commands.request(f"{again}{where}"), *verdict.commands[:1])
+        return (commands.request(" ".join([again, *in_store(self._store.root)])), *verdict.commands[:1])
 
 
 def _counts(key: str, left: Frozen, right: Frozen) -> bool:

@@ -20,7 +20,7 @@ from harness.config.errors import refuse
 from harness.config.words import quote
 from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.files import Lock
 from harness.store.provenance import OF_ANOTHER, PACKAGE
 from harness.store.rank_place import FOREIGN
@@ -164,6 +164,7 @@ class Snapshot:
         if not provenance.read(run).get("git"):
             held = {"sha": self.version.commit, "branch": "", "dirty": self.version.asked == WORKTREE, "changed": []}
             provenance.merge(run, {"git": held})
+            checksums.renew(run)
 
 
 def _own_words(log: Path) -> str:

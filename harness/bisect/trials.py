@@ -80,8 +80,7 @@ class Request:
     def command(self, *before: str) -> str:
         """A command line of ours that asks the same."""
         flags = ["--bitwise"] * self.bitwise + ["--undecided"] * (self.undecided and before[0] == "bisect")
-        flags += [] if Path(self.root) == Path("runs") else ["--root", self.root]
-        return commands.verb(shlex.join([*before, *self.words, *flags]))
+        return commands.verb(shlex.join([*before, *self.words, *flags]), self.root)
 
 
 def unfit(verdict: Verdict) -> str:

@@ -24,6 +24,7 @@ from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
+from harness.store.screen import filtered
 
 REFUSED = (
     BadRequest,
@@ -107,11 +108,10 @@ def _import(arguments: argparse.Namespace) -> str:
         manifest = foreign.import_dcp(arguments.source, arguments.target, foreign.parse_renames(arguments.rename))
     else:
         manifest = foreign.import_hugging_face(arguments.source, arguments.target)
-    return (
-        f"{arguments.target}: {len(manifest.tensors)} tensors, {manifest.bytes} bytes\n"
-        f"next: {commands.request(setting('ckpt.load', str(arguments.target)))}"
-    )
+    look = commands.request(f"{setting('ckpt.load', str(arguments.target))} launch.dry_run=true")
+    return f"{arguments.target}: {len(manifest.tensors)} tensors, {manifest.bytes} bytes\nnext: {look}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with filtered():
+        sys.exit(main(sys.argv[1:]))

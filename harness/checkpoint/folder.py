@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.checkpoint import tensor_file
 from harness.checkpoint.manifest import Damaged, Manifest
+from harness.store.files import private_folder
 
 PREFIX, UNFINISHED, REPLACED = "step-", ".tmp", ".old"
 
@@ -30,7 +31,8 @@ def begin(folder: Path, step: int) -> Path:
     unfinished = path_of(folder, step).with_suffix(UNFINISHED)
     for left in folder.glob(f"{PREFIX}*{UNFINISHED}"):
         shutil.rmtree(left, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    private_folder(folder)
+    unfinished.mkdir()
     return unfinished
 
 

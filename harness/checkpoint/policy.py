@@ -31,7 +31,7 @@ from harness.checkpoint.snapshot import LoadPlanner, SavePlanner, Snapshots
 from harness.checkpoint.storage import Comparer, Reader, Writer, dtype_of
 from harness.config.schedule import lr_at
 from harness.config.schema import Config
-from harness.control import Control
+from harness.control import Control, gather_json
 from harness.engines.protocol import Engine, Ranks
 from harness.store.errors import StoreError
 from harness.store.rundir import checkpoint_folder
@@ -247,7 +247,7 @@ class Checkpoints:
 
     def _check_finite(self, path: Path, reader: Reader) -> None:
         """A run's own checkpoint is gone on with whatever it holds, as if never interrupted; another's is refused."""
-        found = set().union(*_everyone(reader.not_finite, self.control))
+        found = set().union(*_everyone(sorted(reader.not_finite), self.control))
         weights = sorted(key for key in found if key.startswith("weights/"))
         if not weights:
             return
@@ -279,7 +279,7 @@ class Checkpoints:
         mine = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         wanted: dict[str, tuple[int, ...]] = {}
         for theirs in _everyone(mine, self.control):
-            wanted |= theirs
+            wanted |= {key: tuple(shape) for key, shape in theirs.items()}
         held = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(RNG)}
         if parts := manifest.values.get("parts"):  # weights alone, say: the rest stays as a new run has it
             wanted = {key: shape for key, shape in wanted.items() if key.startswith(tuple(parts))}
@@ -319,7 +319,7 @@ class Checkpoints:
         state, comparer = engine.state(), Comparer(path, manifest)
         tensors = self._own(state.tensors, portable=state.portable)
         self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})
-        return tuple(sorted(set().union(*_everyone(comparer.wrong, self.control))))
+        return tuple(sorted(set().union(*_everyone(sorted(comparer.wrong), self.control))))
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -390,14 +390,9 @@ def data_position(config: Config, step: int) -> dict[str, Any]:
 
 
 def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank."""
-    chosen = group or control.group
-    if chosen is None:
-        return [value]
-    found: list[Any] = [None] * chosen.size()
+    """Every rank's value, by rank; a value of JSON."""
     with control.meter.muted():
-        dist.all_gather_object(found, value, group=chosen)
-    return found
+        return gather_json(value, group or control.group)
 
 
 def _dcp(what: str, call: Callable[[], object]) -> None:

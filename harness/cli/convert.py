@@ -12,7 +12,8 @@ from harness.cli.verb import Verb
 from harness.config.adapter import environment
 from harness.config.errors import refuse
 from harness.config.schema import Dtype
-from harness.store.rundir import Store
+from harness.store import checksums
+from harness.store.rundir import CONFIG, Store
 
 
 def _format_argument(parser: ArgumentParser) -> None:
@@ -46,6 +47,7 @@ def _export_arguments(parser: ArgumentParser) -> None:
 
 def _export(arguments: Namespace) -> int:
     run = Store(arguments.root).find(arguments.run)
+    checksums.demand(run.path, CONFIG)
     return _convert("export", str(run.path), arguments)
 
 

@@ -6,15 +6,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from harness.config.doc import settings
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store import screen
 from harness.store.errors import Busy, StoreError
+from harness.store.redaction import without_secrets
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 """What a wrong request, or a machine that does not let us, rather than wrong code, raises."""
@@ -31,13 +34,19 @@ def explained(error: Exception) -> str:
     return str(explain(error))
 
 
-def tell(error: Exception) -> int:
+def tell(error: Exception, words: Sequence[str] = ()) -> int:
     """Print the message of one of REQUEST_ERRORS, where it can be printed; returns the exit code.
 
-    A terminal's width folds it; in a pipe or a file a line stays one, so that grep finds all of it.
+    A terminal's width folds it; in a pipe or a file a line stays one, so that grep finds all of it. No secret is said
+    back, be it typed or in the environment.
+
+    Args:
+        error: why the request is refused.
+        words: the request, as typed.
     """
+    message = screen.visible(without_secrets(explained(error), words, settings()))
     try:
-        print(screen.message(explained(error), sys.stderr), file=sys.stderr, flush=True)
+        print(screen.message(message, sys.stderr), file=sys.stderr, flush=True)
     except OSError:  # a log on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is left would be tried again at the end
     return exit_code(error)

@@ -17,7 +17,7 @@ from harness.parity import StudyVerdict, Verdict, against, compare, scripted, st
 from harness.store import commands
 from harness.store.judged import keep
 from harness.store.rundir import Store
-from harness.store.screen import painted
+from harness.store.screen import show
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def _compare_code(arguments: Namespace) -> int:
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
     told = text(found, explained=arguments.explain)
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
+    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(told)
     return found.exit_code
 
 
@@ -107,7 +107,7 @@ def _verdict(arguments: Namespace) -> int:
     if found.study:
         keep_verdict(Store(root).root, found)
     told = study_text(found, explained=arguments.explain)
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
+    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(told)
     return found.exit_code
 
 

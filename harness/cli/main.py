@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        return tell(error)
+        return tell(error, words)
     except KeyboardInterrupt:
         return 130
 

@@ -78,9 +78,8 @@ def _where(arguments: Namespace) -> tuple[str, str]:
 
 
 def _command(arguments: Namespace, root: str, name: str) -> str:
-    under = "" if Path(root) == Path("runs") else f" --root {shlex.quote(root)}"
     flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
-    return commands.verb(f"report {shlex.quote(name)}{flags}{under}")
+    return commands.verb(f"report {shlex.quote(name)}{flags}", root)
 
 
 def _write(target: Path, text: str) -> None:

@@ -12,21 +12,19 @@ from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
 from harness.store import commands, status
-from harness.store.errors import StoreError
 from harness.store.gc import gc
-from harness.store.rundir import CONFIG, RunDir, Store
+from harness.store.rundir import CONFIG, Store
 from harness.store.show import diff, show
 from harness.store.status import State
-from harness.store.study import judging_verb
+from harness.store.study import comparable, judging_verb
 
 RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
 
 
 def say_next(arguments: Namespace, *verbs: str) -> None:
     """End with the commands most likely to follow, under the same root."""
-    root = "" if Path(arguments.root) == Path("runs") else f" --root {shlex.quote(str(arguments.root))}"
     for verb in verbs:
-        print(f"next: {commands.verb(f'{verb}{root}')}")
+        print(f"next: {commands.verb(verb, arguments.root)}")
 
 
 def located(root: str, word: str) -> tuple[str, str]:
@@ -59,19 +57,9 @@ def _watch(arguments: Namespace) -> int:
         say_next(arguments, f"watch {shlex.quote(study)}")
         return 0
     siblings = store.runs(study)
-    done = [run for run in siblings if _is_done(run)]
-    first, last = (done or siblings)[0], (done or siblings[:1])[-1]  # what has not ended well is not compared
-    ends = [shlex.quote(store.short(run)) for run in dict.fromkeys((first, last))]
-    say_next(arguments, judging_verb(store.root, study, ends, f"show {ends[0]}"))
+    look = f"show {shlex.quote(store.short(siblings[0]))}"
+    say_next(arguments, judging_verb(store, study, siblings, look))
     return 0
-
-
-def _is_done(run: RunDir) -> bool:
-    try:
-        found = run.status()
-    except StoreError:  # the table has named it
-        return False
-    return found is not None and found.state is State.done
 
 
 def _run_argument(parser: ArgumentParser) -> None:
@@ -90,9 +78,9 @@ def _show(arguments: Namespace) -> int:
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
         say_next(arguments, f"retry {name}")
     else:
-        other = next((each for each in store.runs(study) if each != run), None)
-        beside = f"compare {name} {shlex.quote(store.short(other))}" if other else f"watch {shlex.quote(study)}"
-        say_next(arguments, beside)
+        alike = next((group for group in comparable(store.runs(study)) if run in group), [])
+        others = [shlex.quote(store.short(each)) for each in alike if each != run]
+        say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {shlex.quote(study)}")
     return 0
 
 
@@ -103,8 +91,10 @@ def _diff_arguments(parser: ArgumentParser) -> None:
 
 def _diff(arguments: Namespace) -> int:
     store = Store(arguments.root)
-    print(diff(store.find(arguments.a), store.find(arguments.b)))
-    say_next(arguments, f"compare {shlex.quote(arguments.a)} {shlex.quote(arguments.b)}")
+    runs = [store.find(each) for each in (arguments.a, arguments.b)]
+    print(diff(*runs))
+    words = [shlex.quote(each) for each in (arguments.a, arguments.b)]
+    say_next(arguments, f"compare {' '.join(words)}" if comparable(dict.fromkeys(runs)) else f"show {words[-1]}")
     return 0
 
 
@@ -118,11 +108,8 @@ def _retry(arguments: Namespace) -> int:
 
 def _cancel(arguments: Namespace) -> int:
     store, ref = Store(arguments.root), arguments.ref
-    code = cancel(store, ref)
-    if code is None:  # who wanted nothing to run is not told how to start it
-        say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")
-        return 0
-    say_next(arguments, f"retry {shlex.quote(ref)}")
+    code = cancel(store, ref)  # who wants nothing to run is not told how to start it
+    say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")
     return code
 
 
@@ -132,8 +119,9 @@ def _gc_arguments(parser: ArgumentParser) -> None:
 
 
 def _gc(arguments: Namespace) -> int:
-    gc(Store(arguments.root), probe(), checkpoints=arguments.checkpoints, apply=arguments.yes)
-    say_next(arguments, "watch")
+    store = Store(arguments.root)
+    gc(store, probe(), checkpoints=arguments.checkpoints, apply=arguments.yes)
+    say_next(arguments, *["watch"] * bool(store.runs()))
     return 0
 
 

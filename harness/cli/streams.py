@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from harness.store.screen import filtered
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -28,7 +30,8 @@ def standard_streams() -> Iterator[Output]:
 
     A closed stream becomes /dev/null before a file of ours can take its number, which children would be given as their
     input or output. A character that the output's encoding lacks is written as an escape. What was printed is written
-    out here: left to the interpreter's end, a reader that has seen enough would be an error.
+    out here: left to the interpreter's end, a reader that has seen enough would be an error. What a terminal would obey
+    is written as an escape, too (`Visible`).
 
     Raises:
         OSError: what was printed is needed and cannot be written, as to a full disk.
@@ -40,7 +43,8 @@ def standard_streams() -> Iterator[Output]:
     logging.raiseExceptions = False  # Hydra's --info prints by it, with a traceback a line that cannot be written
     output = Output()
     try:
-        yield output
+        with filtered():
+            yield output
     except OSError as error:
         # One without a file may come of an output that keeps nothing back (python -u): another line tells.
         lost = _write_out("\n" if error.errno in NO_ROOM and error.filename is None else "")

@@ -44,7 +44,7 @@ class ClusterConfig:
     """Bind each CUDA rank to those of its processors that are on the NUMA node of its device."""
     interface: str | None = None
     """Network interface of gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr shows it.
-    null: gloo uses the one that leads to rank 0, and NCCL chooses."""
+    null: loopback where all ranks are on one host; else gloo uses the one that leads to rank 0, and NCCL chooses."""
     slots: int = number(2, 1, 2**16, "ranks")
     """Ranks that may run at a time on this machine. A sweep starts cells while slots are free, at least one cell."""
     partition: str | None = None

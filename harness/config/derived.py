@@ -22,8 +22,6 @@ from harness.config.schema import (
 from harness.fsdp import options
 from harness.fsdp.storage.placement import On, Placements
 
-"""Bytes of one element."""
-
 
 def global_microbatches(cfg: Config) -> int:
     """M: microbatches of one step over all ranks. Exact only where the batch rules hold."""

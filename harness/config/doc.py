@@ -1,6 +1,6 @@
 """What every setting is: its path, type, range, default and sentence, read from the schema's own source.
 
-`python -m harness.config.doc` prints the guide kept in docs/configuration.md; error messages quote the same sentences.
+Error messages quote the sentences, and docs/configuration.md has them all (`benchmarks/pages/settings_page.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from enum import Enum
 from typing import Any
 
 from harness.config import cluster_group, engine_group, model_group, network, schema
-from harness.config.capabilities import ENGINES
 from harness.fsdp import options
 from harness.fsdp.facts import Range
-from harness.fsdp.vocabulary import Choice
 
 
 @dataclass(frozen=True)
@@ -181,43 +179,3 @@ def as_typed(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{as_typed(v)}" for k, v in value.items()) + "}"
     return str(value)
-
-
-def guide() -> str:
-    """The configuration guide as Markdown: a table a group."""
-    lines = [
-        "# Every setting",
-        "",
-        "*Reference. Every setting, with its values, default and meaning. Made by `python -m harness.config.doc >",
-        "docs/configuration.md` from `harness/config/schema.py`.*",
-        "",
-        "Set a value with `group.key=value`; `group=option` selects a file of `conf/`, whose values replace defaults.",
-    ]
-    for group, sentence in groups().items():
-        lines += ["", f"## {group}", "", sentence, "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(s) for path, s in settings().items() if path.startswith(f"{group}.")]
-    lines += ["", "## Outside the groups", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(s) for path, s in settings().items() if "." not in path]
-    return "\n".join(lines) + "\n"
-
-
-def _row(s: Setting) -> str:
-    default = as_typed(s.default) or "''"
-    return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence}{meanings(s.type)}{_takers(s.path)} |"
-
-
-def _takers(path: str) -> str:
-    """Which engines take a setting, where not all do, as a sentence to append."""
-    names = [engine.name for engine, can in ENGINES.items() if path in can.settings]
-    return f" Taken by {', '.join(names)}." if names else ""
-
-
-def meanings(kind: Any) -> str:
-    """What each word of the engine's vocabulary means, as sentences to append; "" for other types."""
-    if not (isinstance(kind, type) and issubclass(kind, Choice)):
-        return ""
-    return "".join(f" *{member.name}*: {member.sentence}" for member in kind)
-
-
-if __name__ == "__main__":
-    print(guide(), end="")

@@ -158,6 +158,8 @@ def explain_option(group: str, option: object, catalog: Catalog | None = None) -
     meant = [OPTION_SYNONYMS.get(group, {}).get(word.lower(), "")]
     meant = [m for m in meant if m in options] or nearest(word, options)
     fix = _did_you_mean([f"{group}={name}" for name in meant])
+    if group == "fault":
+        fix = fix or "fault.name=package.module:function"
     return Violation(f"{group}={word}", "no such option", ", ".join(options) or "none yet", fix)
 
 

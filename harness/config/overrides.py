@@ -27,6 +27,7 @@ from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, file_of, load_
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
+from harness.config.hydra_settings import in_option, in_study_file, is_hydra, refusal
 from harness.config.root import OPEN_DICTS, typed_root
 from harness.config.words import quote
 from harness.store import commands
@@ -101,12 +102,8 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
     key = str(override.key_or_group)
     if text.startswith(("+", "~")):
         return [appending(text)]
-    if key.partition(".")[0].partition("/")[0] == "hydra":
-        return [
-            Violation(
-                text, "Hydra's own settings are fixed: the harness decides where and how cells run", fix="leave it out"
-            )
-        ]
+    if is_hydra(key):
+        return [refusal(text, key)]
     if override.package is not None and key:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
     if override.is_interval_sweep():
@@ -152,25 +149,24 @@ def _is_setting(key: str) -> bool:
 
 def _group(text: str, group: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
     values = list(_values(override, catalog.options[group]))
-    wrong = [v for value in values if (v := _option_violation(group, value.parsed, catalog))]
+    wrong = [v for value in values for v in _option_violations(group, value.parsed, catalog)]
     if not values:
         return [Violation(text, "matches no option", ", ".join(catalog.options[group]))]
     return wrong or Word(text, group, tuple(v.text for v in values), is_group=True)
 
 
-def _option_violation(group: str, option: Any, catalog: Catalog) -> Violation | None:
+def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violation]:
     if option is None and group in NULLABLE:
-        return None
+        return []
     if group == "study" and (file := study_path(str(option))) is not None:
-        return None if file.is_file() else _no_study_file(str(option), file, catalog)
+        return list(in_study_file(file)) if file.is_file() else [_no_study_file(str(option), file, catalog)]
     if isinstance(option, dict):
         inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
-        return Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)
-    return (
-        _own_fault(group, str(option))
-        if str(option) in catalog.options[group]
-        else explain_option(group, option, catalog)
-    )
+        return [Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)]
+    if str(option) not in catalog.options[group]:
+        return [explain_option(group, option, catalog)]
+    fault = _own_fault(group, str(option))
+    return [fault] if fault else list(in_option(group, str(option)))
 
 
 def _own_fault(group: str, option: str) -> Violation | None:

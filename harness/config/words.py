@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
 
 from harness.store import commands
-from harness.store.study import asking_word
+from harness.store.study import asked
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*|\.{1,2}(/[\w./-]*)?", re.ASCII)
 """Texts that Hydra's grammar takes without quotes; what begins as a number does may be read as one."""
@@ -39,13 +40,15 @@ def setting(key: str, value: object) -> str:
     return shlex.quote(f"{key}={as_word(value)}")
 
 
-def is_usual(root: Path | str) -> bool:
-    """Whether a store is the one that a command without `--root` and `launch.root` takes."""
-    return Path(root).absolute() == Path("runs").absolute()
+def in_store(root: Path | str, folder: str = "") -> tuple[str, ...]:
+    """The word by which a request typed in `folder`, by default here, goes to a store; none where it is the usual."""
+    there = Path(root).absolute()
+    usual = there == Path(folder).absolute() / commands.USUAL
+    return () if usual else (setting("launch.root", str(there if folder else root)),)
 
 
 def ask_again(root: Path | str, study: str, *more: str) -> str:
-    """The command that asks for a study again, in the store in which it lies.
+    """The command that asks for a study again, with every word it was asked with, in the store in which it lies.
 
     Args:
         root: the store.
@@ -55,5 +58,6 @@ def ask_again(root: Path | str, study: str, *more: str) -> str:
     Raises:
         StoreError: the study's record is damaged.
     """
-    where = () if is_usual(root) else (setting("launch.root", str(root)),)
-    return commands.request(" ".join(["-m", asking_word(Path(root), study), *more, *where]))
+    words, folder = asked(Path(root), study)
+    elsewhere = folder if os.path.isdir(folder) and not os.path.samefile(folder, os.curdir) else ""
+    return commands.request(" ".join(["-m", shlex.join(words), *more, *in_store(root, elsewhere)]), elsewhere)

@@ -1,4 +1,4 @@
-"""This rank's share of every step's global batch, and the digest of what was fed.
+"""This rank's share of every step's global batch, and the digest of sequences.
 
 The global batch of step s (counted from 1) is positions [(s - 1) * G, s * G) of the global order, G =
 train.global_batch_size, cut into M microbatches of b. Rank r of the N with data of their own takes global microbatches
@@ -9,7 +9,6 @@ sees another's, but for those that tensor parallelism lets share them.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,15 +29,6 @@ class Microbatch(NamedTuple):
     targets: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class RankBatch:
-    """What one rank is fed in one step."""
-
-    microbatches: list[Microbatch]
-    digest: int
-    """Sum over its sequences of a 64-bit hash of (position, tokens), modulo 2**64."""
-
-
 class Loader:
     """Reads any step's batch at random: the step is the only state."""
 
@@ -53,20 +43,15 @@ class Loader:
         self.num_microbatches = microbatches_per_rank(config)
         self.source = open_source(config)
 
-    def batch(self, step: int) -> RankBatch:
+    def batch(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of step `step` >= 1.
 
         Raises:
             ValueError: a token does not fit model.vocab_size.
         """
-        train = self.config.train
-        size = train.microbatch_size
-        first = (step - 1) * train.global_batch_size + self.rank * self.num_microbatches * size
-        positions = range(first, first + self.num_microbatches * size)
-        sequences = [self._sequence(position) for position in positions]
-        digest = sum(sequence_digest(position, tokens) for position, tokens in zip(positions, sequences, strict=True))
-        stacked = np.stack(sequences).reshape(self.num_microbatches, size, -1)
-        return RankBatch([Microbatch(rows[:, :-1], rows[:, 1:]) for rows in stacked], digest & MASK64)
+        sequences = [self._sequence(position) for position in positions(self.config, self.rank, step)]
+        stacked = np.stack(sequences).reshape(self.num_microbatches, self.config.train.microbatch_size, -1)
+        return [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in stacked]
 
     def _sequence(self, position: int) -> Tokens:
         index = sequence_at(position, self.source.num_sequences, self.config.data.order_seed)
@@ -78,6 +63,13 @@ class Loader:
                 f"{vocab_size}: take a model with more token ids, or check data.token_dtype and data.header_bytes"
             )
         return tokens
+
+
+def positions(config: Config, data_rank: int, step: int) -> range:
+    """Places in the global order of the sequences that one rank is fed in a step."""
+    own = microbatches_per_rank(config) * config.train.microbatch_size
+    first = (step - 1) * config.train.global_batch_size + data_rank * own
+    return range(first, first + own)
 
 
 def sequence_digest(position: int, tokens: Tokens) -> int:

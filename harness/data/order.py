@@ -18,6 +18,7 @@ NUM_ROUNDS = 4
 """Enough for a strong pseudo-random permutation where the round function is one (Luby and Rackoff)."""
 
 
+@lru_cache(maxsize=65536)
 def sequence_at(position: int, num_sequences: int, seed: int) -> int:
     """Which sequence is fed at this position of the endless global stream (0, 1, 2, ...).
 

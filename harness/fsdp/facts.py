@@ -51,25 +51,17 @@ class Range:
 class Facts:
     """What is known of an option beyond its type, default and sentence."""
 
-    costs: str
-    """What is paid for it, in memory, time or bytes; what it saves belongs to `use`."""
-    use: str
-    """When to choose another value than the default."""
     range: Range | None = None
     """Numbers it takes."""
     setting: str = ""
     """Path in a cell's configuration; "not group.key" where that is its opposite; "" where there is none."""
-    peer: str = ""
-    """megatron-fsdp's name; "" where it has none."""
-    plain: str = ""
-    """Keyword of `fully_shard`, where it is not the field's name."""
     same_bits: bool = False
     """Whether every value of it leads to the same bits."""
 
 
-def option(default: T, facts: Facts) -> T:
-    """A dataclass field with its default and its facts; typed as its default, as `dataclasses.field` is."""
-    made: Any = field(default=default, metadata={"facts": facts})
+def option(default: T, *, range: Range | None = None, setting: str = "", same_bits: bool = False) -> T:
+    """A dataclass field with its default and its `Facts`; typed as its default, as `dataclasses.field` is."""
+    made: Any = field(default=default, metadata={"facts": Facts(range, setting, same_bits)})
     return cast("T", made)
 
 

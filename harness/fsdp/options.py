@@ -1,9 +1,10 @@
 """Everything an engineer can choose beside the strategy and the dtypes: each option declared here and nowhere else.
 
 A field of `EngineOptions` or `Options` is the one declaration of an option: name, type, default and sentence stand in
-the class, the rest (cost, use, range, names elsewhere) in `option(...)`. The configuration, its rules and pages, the
-capabilities and the keywords of both entries are made from these fields. `OptionKeywords` repeats name and type for
-editors and type checkers, which see no other way; a test holds the two equal. Torch is not imported.
+the class, the rest (range, setting) in `option(...)`. docs/engine_knobs.md says what each costs and when to use it. The
+configuration, its rules, the capabilities and the keywords of both entries are made from these fields. `OptionKeywords`
+repeats name and type for editors and type checkers, which see no other way; a test holds the two equal. Torch is not
+imported.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from harness.fsdp.facts import Facts, Range, declared_in, option
+from harness.fsdp.facts import Range, declared_in, option
 from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy
 
 
@@ -21,134 +22,37 @@ from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Regi
 class EngineOptions:
     """Options that a cell sets in its group `engine`, under the same names."""
 
-    prefetch: int = option(
-        1,
-        Facts(
-            range=Range(0, 1_024, "units"),
-            costs="The gathered weights of that many more units.",
-            use="2 or more if gathers are exposed because units differ much in size; 0 for the least memory.",
-            same_bits=True,
-        ),
-    )
+    prefetch: int = option(1, range=Range(0, 1_024, "units"), same_bits=True)
     """Number of units gathered ahead of the unit in use."""
-    prefetch_limit_bytes: int | None = option(
-        None,
-        Facts(
-            range=Range(0, 1 << 50, "bytes"),
-            costs="Gathers that would exceed it start late and are exposed.",
-            use="With a large `prefetch` and units of very different sizes.",
-            same_bits=True,
-        ),
-    )
+    prefetch_limit_bytes: int | None = option(None, range=Range(0, 1 << 50, "bytes"), same_bits=True)
     """Limit, in bytes, on weights gathered ahead of the unit in use. None: only `prefetch` limits them."""
-    double_buffer: bool = option(
-        False,
-        Facts(
-            costs="Two buffers of weights, as large as the largest units, and two of gradients stay allocated.",
-            use="If device memory is fragmented, or for user buffers, which need fixed addresses.",
-            peer="fsdp_double_buffer",
-            plain="fsdp_double_buffer",
-            same_bits=True,
-        ),
-    )
+    double_buffer: bool = option(False, same_bits=True)
     """Use two fixed buffers for gathered weights and two for unreduced gradients. Nothing is allocated after the first
     step; more than two gathered units at a time are an error."""
-    unit_min_elements: int = option(
-        0,
-        Facts(
-            range=Range(0, 1 << 50, "elements"),
-            costs="More transient memory, because units are larger.",
-            use="With many small units, whose collectives cost latency.",
-        ),
-    )
+    unit_min_elements: int = option(0, range=Range(0, 1 << 50, "elements"))
     """Join neighbouring units until each has at least this many elements; 0 joins none."""
-    accumulate_unsharded: bool = option(
-        False,
-        Facts(
-            costs="The whole unreduced gradient of every unit stays in memory between microbatches; not with exact.",
-            use="With many microbatches per step and spare memory: one reduction per step, not one per microbatch.",
-        ),
-    )
+    accumulate_unsharded: bool = option(False)
     """Under ZeRO-2 and 3, keep the gradients of microbatches inside `no_sync` unreduced, and reduce them once per
     step."""
-    grad_buffer: GradBuffer = option(
-        GradBuffer.flat,
-        Facts(
-            costs="concat: gradients exist twice while they are copied, and `get_main_grad` does not work.",
-            use="concat only to measure its cost.",
-            same_bits=True,
-        ),
-    )
+    grad_buffer: GradBuffer = option(GradBuffer.flat, same_bits=True)
     """How gradients get into the flat buffer that is reduced."""
-    offload_optimizer: bool = option(
-        False,
-        Facts(
-            costs="Every step copies gradients to the host and weights back, and the update runs on the CPU.",
-            use="If the optimizer state does not fit into device memory.",
-        ),
-    )
+    offload_optimizer: bool = option(False)
     """Keep main weights, main gradients and optimizer state in host memory, and run the update on the CPU."""
-    separate_gather_group: bool | None = option(
-        None,
-        Facts(
-            costs="The buffers of a second communicator in device memory.",
-            use="False if communicators are scarce and all ranks use the same units; true changes nothing on gloo.",
-            same_bits=True,
-        ),
-    )
+    separate_gather_group: bool | None = option(None, same_bits=True)
     """Whether gathers have a communicator of their own. None: on CUDA they do."""
-    eager_limit_bytes: int | None = option(
-        0,
-        Facts(
-            range=Range(0, 1 << 40, "bytes"),
-            costs="A message takes both ranks some 100 us and two copies; a read takes 10 us and one copy.",
-            use="None if reading another process's memory is forbidden and must not even be attempted.",
-            same_bits=True,
-        ),
-    )
+    eager_limit_bytes: int | None = option(0, range=Range(0, 1 << 40, "bytes"), same_bits=True)
     """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory where ranks
     share a host. None: data is always sent."""
-    report_nan_in_param_grad: bool = option(
-        False,
-        Facts(
-            costs=("One pass over every gradient and one small all-reduce per step; on CUDA one wait of the host."),
-            use="While a run diverges, or always if its share of a step is small (docs/engine.md).",
-            peer="report_nan_in_param_grad",
-            same_bits=True,
-        ),
-    )
+    report_nan_in_param_grad: bool = option(False, same_bits=True)
     """Check every gradient for NaN and infinity before it is reduced; the error names tensor, rank and microbatch."""
-    watchdog_timeout_s: float | None = option(
-        None,
-        Facts(
-            range=Range(0, 10_000_000, "seconds", above=True),
-            costs="A thread that wakes twice a second, and a connection to the store.",
-            use="A few seconds above the longest normal wait; a large number if no wait is too long.",
-            same_bits=True,
-        ),
-    )
+    watchdog_timeout_s: float | None = option(None, range=Range(0, 10_000_000, "seconds", above=True), same_bits=True)
     """Seconds that a wait for a collective may last. Then every rank raises one error that names ranks, units and
     collectives; after 60 s one rank logs who waits for whom. None is the timeout of the model's process groups
     (init_process_group: 1800 s with gloo, 600 s with NCCL), less a tenth and at most 30 s; under the harness it is
     four fifths of launch.hang_timeout_s."""
-    check_collectives: bool = option(
-        False,
-        Facts(
-            costs="Every collective waits at the store for all ranks before it starts, so nothing overlaps. Slow.",
-            use="To find the first collective in which ranks differ.",
-            same_bits=True,
-        ),
-    )
+    check_collectives: bool = option(False, same_bits=True)
     """Before each collective, check that all ranks are about to run the same one."""
-    check_replicas_every: int = option(
-        0,
-        Facts(
-            range=Range(0, 2**31 - 1, "steps"),
-            costs="In each checked step, one pass over what several ranks hold, and one number per rank all-reduced.",
-            use="Every few hundred steps on long runs; 1 to find the step in which replicas diverge.",
-            same_bits=True,
-        ),
-    )
+    check_replicas_every: int = option(0, range=Range(0, 2**31 - 1, "steps"), same_bits=True)
     """Steps between comparisons of a hash of the weights that several ranks hold; 0: never."""
 
 
@@ -160,79 +64,21 @@ class Options(EngineOptions):
         ValueError: a value out of its range or of another type, or two that contradict each other, with what is valid.
     """
 
-    numerics: Numerics = option(
-        Numerics.fast,
-        Facts(
-            costs=(
-                "deterministic: nothing on a CPU. ordered: the engine itself sums in rank order, on NCCL after an "
-                "all-to-all. exact: 8 bytes per element on the wire and in sums, and unfused optimizer steps."
-            ),
-            use=(
-                "To tell a fault from rounding: ordered to compare strategies on one mesh, exact to compare "
-                "any layouts (docs/engine.md)."
-            ),
-            setting="numerics.mode",
-        ),
-    )
+    numerics: Numerics = option(Numerics.fast, setting="numerics.mode")
     """The promise about the order of sums."""
-    exact_bits: int = option(
-        44,
-        Facts(
-            range=Range(0, 60, "bits"),
-            costs="Each further bit halves the largest gradient that can be represented.",
-            use="Lower if a step is refused because a gradient is beyond the range; higher if all gradients are tiny.",
-            setting="numerics.exact_bits",
-        ),
-    )
+    exact_bits: int = option(44, range=Range(0, 60, "bits"), setting="numerics.exact_bits")
     """Under numerics=exact, gradients are rounded to multiples of 2^-exact_bits. Each gradient element of a microbatch
     must stay below 2^(62 - exact_bits) / (number of global microbatches)."""
-    exact_terms: int = option(
-        4096,
-        Facts(
-            range=Range(1, (1 << 62) - 1, "microbatches"),
-            costs="Twice as many terms halve the largest gradient that a microbatch may have.",
-            use="Set it to the number of microbatches of a step over all ranks, as the harness does.",
-        ),
-    )
+    exact_terms: int = option(4096, range=Range(1, (1 << 62) - 1, "microbatches"))
     """Under numerics=exact, the largest number of microbatches in a step, over all ranks."""
-    use_decoupled_grad: bool = option(
-        False,
-        Facts(
-            costs="Nothing.",
-            use="For an optimizer that reads `decoupled_grad` (TransformerEngine's FusedAdam), 16-bit main weights.",
-            peer="use_decoupled_grad",
-        ),
-    )
+    use_decoupled_grad: bool = option(False)
     """Give main gradients to the optimizer as `decoupled_grad`, in their own dtype; `grad` stays None."""
-    nccl_ub: Registration = option(
-        Registration.none,
-        Facts(
-            costs="Fixed buffers from NCCL's allocator stay allocated; ranks wait for each other to register them.",
-            use="NCCL on NVLink or with SHARP, if its copies or thread blocks slow the compute (docs/network.md).",
-            setting="nccl_ub.mode",
-            peer="nccl_ub",
-        ),
-    )
+    nccl_ub: Registration = option(Registration.none, setting="nccl_ub.mode")
     """When buckets are registered as NCCL user buffers. Any value except none turns on `double_buffer`. Without NCCL
     nothing is registered, and the record says so."""
-    disable_symmetric_registration: bool = option(
-        False,
-        Facts(
-            costs="Without symmetric windows NCCL has fewer kernels to choose from.",
-            use="If symmetric registration fails, or to use NVLink SHARP instead.",
-            setting="not nccl_ub.symmetric",
-            peer="disable_symmetric_registration",
-        ),
-    )
+    disable_symmetric_registration: bool = option(False, setting="not nccl_ub.symmetric")
     """Register user buffers only for zero copy, not as symmetric windows."""
-    registration_fallback: Fallback = option(
-        Fallback.error,
-        Facts(
-            costs="record: the run may be slower than requested, and only its record says so.",
-            use="record in studies over machines of different kinds.",
-            setting="nccl_ub.fallback",
-        ),
-    )
+    registration_fallback: Fallback = option(Fallback.error, setting="nccl_ub.fallback")
     """What happens on all ranks if a registration fails."""
 
     def __post_init__(self) -> None:

@@ -73,8 +73,8 @@ def frozen(run: RunDir) -> Cell:
     return cell
 
 
-def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int | None:
-    """End every living run that `ref` names; 0 when all of them have ended, 1 when one has not, None when none lived.
+def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
+    """End every living run that `ref` names; 0 when all of them have ended or none lived, 1 when one has not.
 
     Raises:
         StoreError: there is no such run, or SLURM refused.
@@ -84,7 +84,7 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int | No
     living = [(run, found) for run in runs_of(store, ref) if (found := _alive(run, scheduler)) is not None]
     if not living:
         terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
-        return None
+        return 0
     _cancel_jobs([(run, found) for run, found in living if found.keeper is Keeper.slurm], scheduler)
     ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
     for run, found in ours:

@@ -24,16 +24,12 @@ def rank_environment(
         devices: CUDA devices the cell may use, one for each cluster.ranks_per_device ranks; empty on CPU.
         attempt: folder of the attempt, for logs.
     """
-    variables = (
-        {"GLOO_SOCKET_IFNAME": loopback()}
-        | run_environment(config, attempt)
-        | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(config.mesh.world_size),
-            START: start,
-        }
-    )
+    variables = run_environment(config, attempt) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(config.mesh.world_size),
+        START: start,
+    }
     if devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return variables
@@ -50,8 +46,3 @@ def python_path(parent: Mapping[str, str]) -> str:
     own = str(PACKAGE.parent)
     others = [entry for entry in parent.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
     return os.pathsep.join([own, *others])
-
-
-def loopback() -> str:
-    """Name of the loopback interface."""
-    return "lo0" if os.uname().sysname == "Darwin" else "lo"

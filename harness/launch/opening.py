@@ -11,7 +11,7 @@ from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.launch.snapshot import own_copy
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import Lock, SameFiles
 from harness.store.rundir import CONFIG, RunDir, Store
@@ -73,7 +73,9 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
     for key in ("threads_per_rank", "device"):  # the signature leaves the cluster out, but sums depend on these
         if before[key] != now[key]:
             return f"cluster.{key} was {before[key]}"
-    return ""
+    ended = run.status()
+    damaged = [] if ended is None or ended.state is State.done else checksums.unfit(run.path)
+    return f"its record is damaged ({damaged[0]})" if damaged else ""
 
 
 def open_attempt(

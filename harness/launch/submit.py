@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
@@ -156,19 +154,19 @@ class _Request:
 
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
-        shorts = [self._store.short(RunDir(self._store.path_of(cell))) for cell in (self._cells[0], self._cells[-1])]
-        ref = study if self._several else shorts[0]
+        runs = [RunDir(self._store.path_of(cell)) for cell in self._cells]
+        show = f"show {self._store.short(runs[0])}"
+        ref = study if self._several else self._store.short(runs[0])
         if any(not cell.config["launch"]["wait"] for cell in self._submitted):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
-            verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]
+            verbs = [f"watch {study}" if self._several else show, f"retry {ref}"]
         elif self._several:
-            judging = judging_verb(self._store.root, study, shorts, f"show {ref}")
+            judging = judging_verb(self._store, study, runs, show)
             verbs = [f"watch {study}", f"bench {study}" if any(map(is_timed, self._cells)) else judging]
         else:
-            verbs = [f"show {ref}", f"watch {study}"]
-        where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"
-        return [commands.verb(f"{verb}{where}") for verb in verbs]
+            verbs = [show, f"watch {study}"]
+        return [commands.verb(verb, self._store.root) for verb in verbs]
 
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:

@@ -39,10 +39,10 @@ def quantity(value: float) -> str:
 def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
     """Step, loss, time, speed, memory and what is left, from one step's message and the recent median step time."""
     left = (message["steps"] - message["step"]) * recent_s
-    speed = message["tokens"] / message["step_time_s"] if message["step_time_s"] else 0.0
+    speed = message["tokens"] / recent_s if recent_s else 0.0
     return (
         f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
-        f"{1e3 * message['step_time_s']:.0f} ms/step  {quantity(speed)} tokens/s  "
+        f"{1e3 * recent_s:.0f} ms/step  {quantity(speed)} tokens/s  "
         f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
     )
 
@@ -82,7 +82,7 @@ class Terminal:
     """Where a request's output goes."""
 
     def __init__(self, out: IO[str] | None = None) -> None:
-        self._out = out or sys.stdout
+        self._out = screen.plain(out or sys.stdout)
         self.moving = self._out.isatty() and os.environ.get("TERM") != "dumb"
         """Whether a line can be replaced."""
         self._open = False
@@ -90,7 +90,7 @@ class Terminal:
     def line(self, text: str) -> None:
         """Print a line that stays, below the moving one if there is one."""
         self._finish_moving()
-        self._write(screen.painted(text, self._out) + "\n")
+        self._write(screen.painted(screen.visible(text), self._out) + "\n")
 
     def settle(self, text: str) -> None:
         """Print a line that stays, in the place of the moving one."""
@@ -102,13 +102,13 @@ class Terminal:
     def page(self, text: str) -> None:
         """Print a text of several lines, instead of the last one where the terminal can move."""
         if self.moving:
-            self._write(f"\x1b[H\x1b[J{screen.painted(text, self._out)}\n")
+            self._write(f"\x1b[H\x1b[J{screen.painted(screen.visible(text), self._out)}\n")
         else:
             self.line(text)
 
     def update(self, text: str) -> None:
         """Replace the moving line; what does not fit is left out, as a line that wraps could not be replaced."""
-        self._write(f"\r\x1b[K{screen.cut(text, screen.width())}")
+        self._write(f"\r\x1b[K{screen.cut(screen.visible(text), screen.width())}")
         self._open = True
 
     def _finish_moving(self) -> None:

@@ -15,6 +15,7 @@ from harness.store.errors import StoreError
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, Store
 from harness.store.status import JobProbe, State
+from harness.store.step_time import median_step_time
 
 POLL_S = 2.0
 MOVING = frozenset({State.queued, State.running, State.preempted})
@@ -47,7 +48,7 @@ class Row:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to its end at the pace of its last step; None unless it runs."""
+        """Seconds to its end at the pace of its median step; None unless it runs."""
         if self.state != State.running.value or self.step_time_s is None:
             return None
         return (self.steps - self.step) * self.step_time_s
@@ -70,7 +71,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
     try:
         found = status.effective(run.path, jobs)
         steps = (found.steps if found else 0) or run.setting("train.steps")
-        last = last_record(run.metrics) or {}
+        last, step_time_s = last_record(run.metrics) or {}, median_step_time(run)
         stale = provenance.is_stale(run.path, digest)
     except (StoreError, OSError) as error:
         return Row(run.path.name, run.path.parent.name, "damaged", False, 0, 0, None, None, str(error))
@@ -82,7 +83,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         step=last.get("step", 0),
         steps=steps,
         loss=last.get("loss"),
-        step_time_s=last.get("step_time_s"),
+        step_time_s=step_time_s,
         reason="never started" if found is None else found.reason,
     )
 

@@ -11,7 +11,7 @@ from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
 from harness.mirror.run import MirrorFailed, MirrorRun, check_place, outcome, settle
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
-from harness.store import status
+from harness.store import checksums, status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
 from harness.store.rundir import RunDir, read_summary
@@ -112,6 +112,7 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
     if found is not None and found.state in MOVING:
         return f"left alone, it is {found.state.value}"
+    checksums.demand(run.path, *checksums.TOLD)
     last = _last_step(run)
     if last:
         _check_end(run, last, found)

@@ -1,9 +1,10 @@
 """Two comparable runs, and what is measured between them, each thing once; and what it all comes to.
 
-The order of answers stands in `harness.parity.compare`. [Note: Certainty] A run that was seen to be right at every step
-up to some step is right so far, whatever it is held against. Where both are, differences after step 1 are what rounding
-grew to: bounds on growth are not asked, and only a jump (`parting`) raises a doubt. Where they are not, growth is
-bounded by what is expected and what was seen of it, while the control is stable; after that nothing is refuted.
+The order of answers stands in `harness.parity.compare`. [Note: Certainty] A run of which every step up to some step was
+looked at, in all that `vouched.REQUIRED` names, and found right, is right so far, whatever it is held against. Where
+both are, differences after step 1 are what rounding grew to: bounds on growth are not asked, and only a jump
+(`parting`) raises a doubt. Where they are not, growth is bounded by what is expected and what was seen of it, while the
+control is stable; after that nothing is refuted.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from functools import cached_property, lru_cache
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import ending as own_ending
-from harness.parity.alone import optimizer, structure, vouched, witness
+from harness.parity.alone import fed, optimizer, structure, vouched, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, ending, finite, forward, numeric, parting, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.comparable import unlisted
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import listed
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
@@ -35,6 +37,7 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
     """What one run says of itself; kept, because a study holds many arms against one control."""
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     return (
+        *fed.check(run),
         *witness.restored(run),
         *structure.check(run),
         *optimizer.check(run),
@@ -121,9 +124,15 @@ class Judgement:
 
     @cached_property
     def certain(self) -> int:
-        """The last step up to which both runs were seen to be right at every step; 0 where one was not seen."""
+        """The last step up to which both runs were found right, in all that `vouched.REQUIRED` names; 0 where one was
+        not looked at."""
         left = vouched.vouched_until(self.arm, self.envelope.arm)
         return min(left, vouched.vouched_until(self.control, self.envelope.control))
+
+    def _looked_at(self) -> Mapping[str, Sequence[int]]:
+        """Steps in which both runs were looked at beside their engines, by what was (`vouched.looked_at`)."""
+        left, right = (vouched.looked_at(run) for run in (self.arm, self.control))
+        return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
 
     @cached_property
     def broken(self) -> list[Finding]:
@@ -309,7 +318,7 @@ class Judgement:
             evidence=self._evidence(),
             findings=failed,
             resolution=resolution,
-            certain=self.certain >= self.control.length,
+            looked_at=self._looked_at(),
         )
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
@@ -328,7 +337,7 @@ class Judgement:
         """The worst of each kind, with how many it stands for."""
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
-        rows = [comparable_row, *self.broken, *self.one_sided, *self.bits]
+        rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]
         for kind in [*self.testimony, *self.numbers]:
             found = worst(kind)
             if found is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from harness.config.captured import Captured
 from harness.config.doc import unknown_settings, unknown_words
 from harness.parity.tensors import Capture, Unreadable
-from harness.store import forward, provenance, status, vouching
+from harness.store import checksums, forward, provenance, status, vouching
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import read_columns
@@ -24,7 +24,7 @@ from harness.store.vouching import Stream
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 """Fields of a step that must be numbers; `param_norm` may be null."""
 
-FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "skipped")
+FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "fed_digest", "skipped")
 """All that a verdict reads of a step."""
 
 WEIGHTS = ("initial_weights", "final_weights")
@@ -103,29 +103,13 @@ class Record:
     """The run's own word on every step, read where it is asked for; None where there is none."""
     problems: tuple[str, ...]
     """Why no verdict can stand on this run; empty for a whole one."""
+    files: str = "not known"
+    """Which files are as the run left them: `whole`, `all but ...`, or `not known` of a run that listed none."""
 
     def unwitnessed(self) -> Record:
         """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
         return replace(self, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
-
-    def seen_at(self, captured: Collection[int], updated: Collection[int] = ()) -> Record:
-        """This run as it would be, had it captured no more than these steps, and the updates of those."""
-        config = {
-            **self.config,
-            "measure.capture_steps": sorted(captured),
-            "measure.update_steps": sorted(updated),
-        }
-        return replace(
-            self,
-            config=config,
-            captures={step: each for step, each in self.captures.items() if step in captured},
-            updates={step: each for step, each in self.updates.items() if step in updated},
-            witnesses={step: each for step, each in self.witnesses.items() if step in captured},
-            weights={step: each for step, each in self.weights.items() if step in updated},
-            moments={step: each for step, each in self.moments.items() if step in updated},
-            final=None,
-        )
 
     @property
     def length(self) -> int:
@@ -163,7 +147,23 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         StoreError: there is no run there, or its configuration cannot be read; anything less is one of `problems`.
     """
     run = RunDir(Path(path))
-    config = Settings(run.path / CONFIG, {**(assumed or {}), **flatten(run.config())})
+    damaged = _read(lambda: checksums.damage(run.path), None, [])  # `_state_problems` tells of a damaged status
+    try:
+        found = _load(run, sources, assumed or {})
+    except StoreError as error:
+        if damaged and CONFIG in damaged:
+            raise StoreError(f"{run.path}: {damaged[CONFIG]}; {checksums.RESTORE}") from error
+        raise
+    if damaged is None:
+        return found
+    wrong = {name: each for name, each in damaged.items() if name not in checksums.ASIDE}
+    others = [each for each in found.problems if not any(name in each for name in wrong)]
+    files = f"all but {' and '.join(damaged)}" if damaged else "whole"
+    return replace(found, problems=(*wrong.values(), *others), files=files)
+
+
+def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Record:
+    config = Settings(run.path / CONFIG, {**assumed, **flatten(run.config())})
     problems = [f"{CONFIG} has {each}: {STRANGE}" for each in unknown_words(config)]
     if sources is not None:  # of two versions of the code, one may have settings that the other has not
         strange = unknown_settings(config)

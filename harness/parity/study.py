@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness.config.errors import refuse
+from harness.config.errors import BadRequest, refuse
 from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
@@ -20,9 +21,11 @@ from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
 from harness.store.screen import counted
-from harness.store.study import asked_for, read_study
+from harness.store.study import asked_for, comparable, read_study
 
 REPETITION = "train.replicate"
+MOST_NAMED = 6
+"""Runs named in one command."""
 MANY = 64
 """Pairs from which on it pays to start a process a core."""
 
@@ -73,7 +76,7 @@ def _record(root: Path, study: str) -> dict[str, Any]:
     """The study's record, if it has a control."""
     record = read_study(root, study)
     if record is None:
-        raise _unknown(root, study)
+        raise unknown(f"verdict {study}", root, study)
     if not record["cells"]:
         raise refuse(f"verdict {study}", "its study.json lists no cells", fix=ask_again(root, study))
     if not any(cell["control"] for cell in record["cells"]):
@@ -148,7 +151,14 @@ def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
     return pairs
 
 
-def _unknown(root: Path, study: str) -> Exception:
-    known = ", ".join(asked_for(root)) or "none yet"
-    text = f"no study of this name was run under {root}"
-    return refuse(f"verdict {study}", text, choices=known, fix=commands.request("-m study=NAME"))
+def unknown(subject: str, root: Path, study: str) -> BadRequest:
+    """The refusal of a study that has no record: it was never run, or its runs were asked for one by one."""
+    known, store = ", ".join(asked_for(root)) or "none yet", Store(root)
+    if not (runs := store.runs(study)):
+        text = f"no study of this name was run under {root}"
+        return refuse(subject, text, choices=known, fix=commands.request("-m study=NAME"))
+    text = f"no study asked for its {counted(len(runs), 'run')}, so none is a control"
+    alike = max(comparable(runs), key=len, default=[])
+    control, *arms = [store.short(run) for run in alike[: MOST_NAMED + 1]] or [""]
+    words = f"verdict {shlex.join(arms)} --control {shlex.quote(control)}" if arms else f"watch {shlex.quote(study)}"
+    return refuse(subject, text, choices=f"studies: {known}", fix=commands.verb(words, root))

@@ -23,6 +23,7 @@ from harness.parity.outcome import Finding, Grade, Stage, Verdict
 from harness.parity.record import Record, load
 from harness.parity.tiers import comparable
 from harness.parity.tiers.admissible import Admission, admissible, matters
+from harness.store.identity import must_agree
 from harness.store.rundir import RunDir, flatten
 
 SOURCES = "sources"
@@ -107,7 +108,7 @@ def _facts(arm: Record, control: Record) -> list[Finding]:
     facts = [fact for fact in comparable.check(arm, control) if fact.check != SOURCES]
     if any(fact.check == "whole record" for fact in facts):
         return facts
-    axes = sorted(key for key in arm.config if _is_held(key) and not comparable.must_agree(key))
+    axes = sorted(key for key in arm.config if _is_held(key) and not must_agree(key))
     values = ((key, as_typed(arm.config[key]), as_typed(control.config[key])) for key in axes)
     same = [comparable.finding(key, Stage.record, left, right) for key, left, right in values]
     return [*(fact for fact in same if fact.grade is not Grade.ok), *facts]
@@ -115,7 +116,7 @@ def _facts(arm: Record, control: Record) -> list[Finding]:
 
 def _is_held(key: str) -> bool:
     """Whether a setting must be the same in both: the axes of other studies too, since the code alone may differ."""
-    return matters(key) or comparable.must_agree(key)
+    return matters(key) or must_agree(key)
 
 
 def _admission(arm: Record, control: Record, bitwise: bool) -> Admission:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.config.captured import Captured
-from harness.store.files import write_json
+from harness.store.files import private_folder, write_json
 
 
 def write_capture(folder: Path, step: int, num_microbatches: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
@@ -70,7 +70,7 @@ def write_plan(folder: Path, plan: Captured) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     write_json(folder / "captured.json", plan._asdict())
 
 
@@ -91,7 +91,7 @@ def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, obje
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     write_json(folder / f"rounding-{step:06d}.json", {"step": step, "draws": draws, "moves": moves})
 
 
@@ -123,14 +123,13 @@ def write_witness(
 
 
 def _write(stem: Path, facts: Mapping[str, object], named: Iterable[tuple[str, Tensor]]) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(stem.parent)
     tensors = {name: tensor.contiguous() for name, tensor in named}
     path = stem.with_suffix(".safetensors")
     temporary, description = path.with_suffix(".tmp"), path.with_suffix(".json")
     with ThreadPoolExecutor(2, "capture") as beside:  # the other ranks wait meanwhile: their cores are free to hash on
         described = beside.map(_facts, tensors.values())
         save_file(tensors, temporary)
-        temporary.chmod(0o644)  # safetensors makes files only their owner reads
         description.unlink(missing_ok=True)  # of a step that is done again: it does not describe what comes now
         os.replace(temporary, path)
         write_json(description, {**facts, "tensors": dict(zip(tensors, described, strict=True))})

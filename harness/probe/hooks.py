@@ -4,12 +4,14 @@ that modules look up in their forwards."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 Heard = Callable[[str, Tensor], None]
+Aside = Callable[[], AbstractContextManager[None]]
 
 
 class ParameterHooks:
@@ -23,10 +25,11 @@ class ParameterHooks:
         gradient: told a parameter's name and each gradient that autograd hands to it.
         forward: told a parameter's name and the tensor that a module's forward is about to use, a cast copy if one
             stands before the parameter.
+        aside: surrounds all that is done here (`Timers.aside`).
     """
 
-    def __init__(self, module: nn.Module, gradient: Heard, forward: Heard) -> None:
-        self._module, self._gradient, self._forward = module, gradient, forward
+    def __init__(self, module: nn.Module, gradient: Heard, forward: Heard, aside: Aside = nullcontext) -> None:
+        self._module, self._gradient, self._forward, self._aside = module, gradient, forward, aside
         self._listened: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
 
@@ -49,11 +52,16 @@ class ParameterHooks:
     def _listen(self, name: str, param: nn.Parameter) -> None:
         if param.requires_grad and id(param) not in self._listened:
             self._listened[id(param)] = param
-            self._handles.append(param.register_hook(partial(self._gradient, name)))
+            self._handles.append(param.register_hook(partial(self._handed, name)))
+
+    def _handed(self, name: str, gradient: Tensor) -> None:
+        with self._aside():
+            self._gradient(name, gradient)
 
     def _before(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
-        for slot, name in own.items():  # looked up as the module does
-            weight = getattr(module, slot)
-            if isinstance(weight, nn.Parameter):
-                self._listen(name, weight)
-            self._forward(name, weight)
+        with self._aside():
+            for slot, name in own.items():  # looked up as the module does
+                weight = getattr(module, slot)
+                if isinstance(weight, nn.Parameter):
+                    self._listen(name, weight)
+                self._forward(name, weight)

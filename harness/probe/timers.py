@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+
+ASIDE = "aside"
+"""Name of what `Timers.aside` took, in all."""
+
+Elapsed = Callable[[], float]
+"""Seconds of a span that ended; on CUDA known once the device was waited for."""
 
 
 class Timers:
@@ -18,32 +24,67 @@ class Timers:
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._ended: list[tuple[str, Elapsed, list[Elapsed]]] = []
+        self._open: list[list[Elapsed]] = []
+        self._is_aside = False
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the body; spans of one name add up. A body that raises counts as well."""
-        if self.on_device:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            try:
-                yield
-            finally:
-                end.record()
-                self._events.append((name, begin, end))
+        """Time the body; spans of one name add up. A body that raises counts as well, one inside `aside` does not."""
+        if self._is_aside:
+            yield
             return
-        start = time.perf_counter()
+        left_out: list[Elapsed] = []
+        self._open.append(left_out)
+        end = self._begin()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._ended.append((name, end(), left_out))
+            self._open.pop()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the body out of every span around it: the harness's own work in the middle of a step."""
+        if self._is_aside:
+            yield
+            return
+        self._is_aside, end = True, self._begin()
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            elapsed = end()
+            self._ended.append((ASIDE, elapsed, []))
+            for left_out in self._open:
+                left_out.append(elapsed)
+
+    def _begin(self) -> Callable[[], Elapsed]:
+        """Begin to measure; what is returned ends it."""
+        if self.on_device:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+
+            def end_on_device() -> Elapsed:
+                last.record()
+                return lambda: float(first.elapsed_time(last)) / 1e3
+
+            return end_on_device
+        start = time.perf_counter()
+
+        def end() -> Elapsed:
+            seconds = time.perf_counter() - start
+            return lambda: seconds
+
+        return end
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call; on CUDA the device is waited for."""
-        if self._events:
+        """Seconds by name since the last call, each without what `aside` took of it; `ASIDE` is always there. On CUDA
+        the device is waited for."""
+        if self._ended and self.on_device:
             torch.cuda.synchronize()
-        for name, begin, end in self._events:
-            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1e3
-        taken, self._seconds, self._events = self._seconds, {}, []
+        taken = {ASIDE: 0.0}
+        for name, elapsed, left_out in self._ended:
+            taken[name] = taken.get(name, 0.0) + elapsed() - sum(each() for each in left_out)
+        self._ended = []
         return taken

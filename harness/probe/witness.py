@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.fp8.linear import Fp8Linear, layers_of
 from harness.fsdp.fp8.quantize import Quantized
-from harness.probe.hooks import ParameterHooks
+from harness.probe.hooks import Aside, ParameterHooks
 
 UNSEEN = -1
 """Stands for a checksum where a rank's forward did not use a parameter."""
@@ -72,11 +73,13 @@ class Witness:
         module: whose own parameters autograd hands local gradients to, and whose modules look their weights up.
         divisor: what the sum of those gradients over all microbatches and ranks must be divided by.
         compute: dtype of the weights in the forward.
+        aside: surrounds what its hooks do (`Timers.aside`).
     """
 
     module: nn.Module
     divisor: int
     compute: torch.dtype
+    aside: Aside = nullcontext
     checksums: dict[str, set[int]] = field(default_factory=dict)
     """Checksums of every value that a forward used, by parameter; and, of weights with two payloads, a backward."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
@@ -97,7 +100,7 @@ class Witness:
             before = layer.__dict__.get("weight_for")
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
             self._handles.append(_Restored(layer, before))
-        self._hooks = ParameterHooks(self.module, self._gradient, self._forward)
+        self._hooks = ParameterHooks(self.module, self._gradient, self._forward, self.aside)
         self._hooks.__enter__()
         return self
 
@@ -122,7 +125,8 @@ class Witness:
         if is_8_bit(layer.weight.dtype):
             held = found.t if turned else found
             used = self.checksums[name + TURNED if turned and _has_two(layer) else name]
-            used.add(checksum(held.payload, held.scale_inv))
+            with self.aside():
+                used.add(checksum(held.payload, held.scale_inv))
         return found
 
     @property

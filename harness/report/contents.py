@@ -22,6 +22,7 @@ from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir
+from harness.store.study import read_study
 
 MOST_LINES = 60
 """Lines of an error that are shown; its file has all."""
@@ -140,7 +141,8 @@ def _made() -> str:
 
 
 def _commands(name: str, root: Path | str, command: str) -> list[str]:
-    return [ask_again(root, name), command]
+    """A study without a record was asked for run by run: `origins` has the command of each."""
+    return [*([ask_again(root, name)] if read_study(Path(root), name) else []), command]
 
 
 def _verdicts(study: Study) -> Table:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from harness.report.contents import Contents, Table
+from harness.store.screen import visible
 
 
 def markdown(contents: Contents) -> str:
@@ -83,6 +84,7 @@ def _line(text: str) -> str:
 
 
 def _fenced(text: str) -> str:
+    text = visible(text)
     fence = "`" * (1 + max([2, *(len(run) for run in re.findall(r"`+", text))]))
     return f"{fence}\n{text}\n{fence}"
 

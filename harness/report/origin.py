@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.judge import Study
-from harness.store import commands, provenance
+from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, flatten
 
@@ -74,6 +74,7 @@ def _run(row: Any, facts: Mapping[str, str], common: Mapping[str, str]) -> Run:
 
 def _facts(path: Path) -> dict[str, str]:
     try:
+        checksums.demand(path, "provenance.json")
         flat = flatten(provenance.read(path))
     except StoreError as error:
         return {"provenance": str(error)}

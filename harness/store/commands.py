@@ -21,6 +21,9 @@ SCRIPT = "harness"
 DISTRIBUTION = "sharding-harness"
 """The package's name for pip, as in pyproject.toml."""
 
+USUAL = "runs"
+"""The store of a command without `--root` and `launch.root`."""
+
 TYPED = "HARNESS_TYPED"
 """The variable by which a process, and those it starts, know the console script they were started as, ready to type."""
 
@@ -37,17 +40,37 @@ def started_as_script(argv0: str, environment: MutableMapping[str, str] = os.env
     environment[TYPED] = SCRIPT if on_path else shown(argv0)
 
 
-def request(words: str = "") -> str:
-    """What asks for runs, before `words` that are ready for a shell."""
-    if typed := os.environ.get(TYPED):
-        return f"{typed} run {words}".rstrip()
-    installed = ROOT.name == SHIPPED
-    return f"{verb('run') if installed else script(ROOT / 'run.py')} {words}".rstrip()
+def request(words: str = "", folder: str = "") -> str:
+    """The command that asks for runs, before `words` that are ready for a shell.
+
+    Args:
+        words: overrides and flags.
+        folder: where they mean what they meant: paths, options and classes of one's own are found from there.
+    """
+    there = folder if folder and os.path.abspath(folder) != os.getcwd() else None
+    script = f"{python(there)} {shown(ROOT / 'run.py', there)}"
+    begin = f"{_harness(there)} run" if os.environ.get(TYPED) or ROOT.name == SHIPPED else script
+    return f"{f'cd {shlex.quote(there)} && ' if there else ''}{begin} {words}".rstrip()
 
 
-def verb(words: str = "") -> str:
-    """What asks for a verb, before `words` that are ready for a shell."""
-    return f"{os.environ.get(TYPED) or f'{python()} -m harness'} {words}".rstrip()
+def verb(words: str = "", root: Path | str | None = None) -> str:
+    """The command of a verb, before `words` that are ready for a shell, in the store `root`, by default the usual."""
+    where = "" if root is None or is_usual(root) else f" --root {shlex.quote(str(root))}"
+    return f"{_harness()} {words}{where}".rstrip()
+
+
+def is_usual(root: Path | str) -> bool:
+    """True for the store that a command without `--root` and `launch.root` takes."""
+    return Path(root).absolute() == Path(USUAL).absolute()
+
+
+def _harness(start: str | None = None) -> str:
+    """The start of a command, console script or module, typed in `start`, by default here."""
+    typed = os.environ.get(TYPED)
+    if typed and start:
+        (typed,) = shlex.split(typed)
+        return SCRIPT if typed == SCRIPT else shown(typed, start)
+    return typed or f"{python(start)} -m harness"
 
 
 def install(extra: str) -> str:
@@ -61,18 +84,20 @@ def script(path: Path | str) -> str:
     return f"{python()} {shown(path)}"
 
 
-def python() -> str:
-    """What starts this interpreter."""
+def python(start: str | None = None) -> str:
+    """The word that starts this interpreter, typed in `start`, by default here."""
     found = shutil.which("python")
     here = os.path.dirname(os.path.abspath(sys.executable))
-    return "python" if found and os.path.dirname(os.path.abspath(found)) == here else shown(sys.executable)
+    return "python" if found and os.path.dirname(os.path.abspath(found)) == here else shown(sys.executable, start)
 
 
-def shown(path: Path | str) -> str:
-    """A path as one would type it here."""
-    return shlex.quote(_nearest(path))
+def shown(path: Path | str, start: str | None = None) -> str:
+    """A path as one would type it in `start`, by default here."""
+    return shlex.quote(_nearest(path, start))
 
 
-def _nearest(path: Path | str) -> str:
-    relative = os.path.relpath(path)
-    return relative if not relative.startswith("..") else str(path)
+def _nearest(path: Path | str, start: str | None = None) -> str:
+    relative = os.path.relpath(path, start)
+    if not relative.startswith(".."):
+        return relative
+    return os.path.abspath(path) if start else str(path)

@@ -1,7 +1,7 @@
 """What a line of `metrics.jsonl` holds: every metric declared once, with its unit, its meaning and who reads it.
 
 The recorder writes these, in this order, and refuses any other; the mirror, the rehearsal and `show` read what stands
-here. `python -m harness.store.fields` prints the reference kept in docs/metrics.md.
+here, and docs/metrics.md is made from it (`benchmarks/pages/metrics_page.py`).
 """
 
 from __future__ import annotations
@@ -56,12 +56,22 @@ METRICS = (
         "is NaN then.",
     ),
     Metric(
-        "data_digest", "", "Hash (16 hex digits) of all tokens of the step; the same in every layout.", mirrored=False
+        "data_digest",
+        "",
+        "Hash (16 hex digits) of all tokens that the data source holds for the step; the same in every layout.",
+        mirrored=False,
+    ),
+    Metric(
+        "fed_digest",
+        "",
+        "The same hash of the tokens and targets that the engine was given; another one where a rank was fed wrongly.",
+        mirrored=False,
     ),
     Metric(
         "step_time_s",
         "seconds",
-        "Loading the batch, forward, backward and update, on rank 0; work between steps is not counted.",
+        "Loading the batch, forward, backward and update, on rank 0; work between steps, and checks within them, are "
+        "not counted.",
         cost=True,
     ),
     Metric("time/data_s", "seconds", "Loading this step's batch.", cost=True),
@@ -85,6 +95,13 @@ METRICS = (
         cost=True,
     ),
     Metric("time/optimizer_s", "seconds", "Norm, clipping and update.", cost=True),
+    Metric(
+        "time/other_s",
+        "seconds",
+        "What is left of `step_time_s` beside `data_s`, `forward_s`, `backward_s` and `optimizer_s`; with all forwards "
+        "and backwards if `forward_s` is null.",
+        cost=True,
+    ),
     Metric(
         "memory/allocated",
         "bytes",
@@ -208,30 +225,3 @@ def with_unit(path: str, value: Any) -> str:
     metric = metric_of(path)
     text = f"{value:,}" if isinstance(value, int) else str(value)
     return f"{text} {metric.unit}".rstrip() if metric is not None else text
-
-
-def guide() -> str:
-    """The reference as Markdown: a row for each metric."""
-    lines = [
-        "# Every metric",
-        "",
-        "*Reference. Every metric of a step: its unit, what it means, and whether resuming a run may change it. Made",
-        "by `python -m harness.store.fields > docs/metrics.md` from `harness/store/fields.py`.*",
-        "",
-        "A run's `metrics.jsonl` has one line for each step, written by rank 0; a slash is one level of nesting.",
-        'Non-finite numbers are the strings `"nan"`, `"inf"` and `"-inf"`; null is what cannot be observed. *Resume*:',
-        "whether a run that was interrupted must have the same bits; a cost may differ.",
-        "",
-        "| metric | unit | meaning | resume | mirrored |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{each.path}` | {each.unit or '-'} | {each.meaning} | {'cost' if each.cost else 'same bits'} |"
-        f" {'yes' if each.mirrored else 'no'} |"
-        for each in METRICS
-    ]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(guide(), end="")

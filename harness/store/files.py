@@ -81,6 +81,22 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def private_folder(path: Path) -> bool:
+    """Make a folder that only its owner may look into, whatever the umask; returns whether it was not there.
+
+    Folders above it are made as usual. One that is there keeps its mode, so that an owner may open it for others.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if path.is_dir():
+            return False
+        raise
+    path.chmod(0o700)  # a umask may have taken from its owner, too
+    return True
+
+
 def own_folder() -> Path:
     """A folder of this user on this machine, for locks: nobody else can have made it, or put anything in it.
 
@@ -112,9 +128,12 @@ class Lock:
         """Take the lock, waiting at most `timeout_s` seconds; None when another holder keeps it.
 
         Raises:
-            StoreError: the file system knows no locks.
+            StoreError: the file system knows no locks, or the file is another user's, who could keep it for ever.
             OSError: the lock file cannot be made.
         """
+        if os.path.lexists(path) and os.geteuid() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
+            mine = "choose a study or a store of your own (study.name, launch.root), or remove it"
+            raise StoreError(f"the lock {path} belongs to user {owner}, who could keep it for ever; {mine}")
         descriptor = _open(path)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -155,8 +174,14 @@ _LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _open(path: Path) -> int:
+    """A lock's descriptor. Who can open a file can lock it, so that only its owner may open it.
+
+    Raises:
+        StoreError: something else stands in its place.
+        PermissionError: it is another user's, and closed.
+    """
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, PRIVATE)
     except (IsADirectoryError, NotADirectoryError) as error:
         raise StoreError(f"the lock {path} cannot be taken: {error.strerror}; remove what is in its place") from error
     except OSError as error:
@@ -164,14 +189,25 @@ def _open(path: Path) -> int:
             raise StoreError(f"the lock {path} is a link or a FIFO, as no lock of ours is; remove it") from error
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)  # another person's run, or an archive: it can be looked at
+    else:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and found.st_mode & 0o7777 != PRIVATE:
+            os.fchmod(descriptor, PRIVATE)  # a umask, or an older version, left it otherwise
+        return descriptor
+    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)  # an archive: it can be looked at
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock on `path` now. Looking is shared: two who look do not see each other."""
+    """True while some process holds the lock on `path`. Looking is shared: two who look do not see each other.
+
+    Another user's lock cannot be looked at: it is taken for held, so that a run's state is believed.
+    """
     if not os.path.lexists(path):
         return False
-    descriptor = _open(path)
+    try:
+        descriptor = _open(path)
+    except PermissionError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.store.errors import StoreError
-from harness.store.files import write_json
+from harness.store.files import private_folder, write_json
 from harness.store.reading import read_format
 from harness.store.shapes import FORWARD
 from harness.store.vouching import FOLDER
@@ -39,7 +39,7 @@ def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str
     Raises:
         OSError: the folder cannot be written.
     """
-    (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+    private_folder(run_dir / FOLDER)
     told = [
         {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
         for name, each in modules.items()

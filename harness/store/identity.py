@@ -9,12 +9,45 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import cache
 from typing import Any
 
 from harness.fsdp.vocabulary import OuterStrategy
 
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 """Top-level keys that say where, how or why a cell runs, not what it computes."""
+
+AXES = (
+    "engine",
+    "sharding",
+    "dtype",
+    "numerics",
+    "mesh",
+    "nccl_ub",
+    "sharp",
+    "fault",
+    "ckpt",
+    "measure",
+    "launch",
+    "wandb",
+    "study",
+    "cluster",
+    "notes",
+)
+"""Groups whose settings may differ in two runs that are compared: what a study varies, and what cannot touch a number.
+A setting of no such group must agree, so that one added later is refused until somebody decides about it."""
+
+FREE = (
+    "train.microbatch_size",  # the global batch is the same; its digest says so
+    "train.replicate",
+    "train.param_norm_every",
+    "model.name",
+    "model.activation_checkpointing",
+)
+"""Single settings that may differ."""
+
+HELD = ("cluster.device", "cluster.threads_per_rank")
+"""Settings of a free group that must agree: sums depend on both."""
 
 ADDED: dict[tuple[str, str], Any] = {
     ("dtype", "fp8"): None,
@@ -37,6 +70,14 @@ SHORT = 8
 """Characters of the signature in a directory's name."""
 
 MAX_NAME = 80
+
+
+@cache
+def must_agree(key: str) -> bool:
+    """True for a dotted setting that must be the same in two runs that are compared."""
+    if key in HELD:
+        return True
+    return key.split(".")[0] not in AXES and key not in FREE
 
 
 def canonical(config: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 LEASH = "HARNESS_LEASH_FD"
 """Descriptor of a pipe that closes when the launcher is gone."""
@@ -47,7 +48,7 @@ class RankPlace:
     world_size: int
     local_rank: int
     start: str
-    """Token of this start; empty where the ranks meet by MASTER_ADDR and MASTER_PORT, or there is one."""
+    """Token of this start; empty where there is one rank, or rank 0 has yet to tell it (torchrun)."""
     launcher: str
     """`local` (our own, watches us), `slurm`, `torchrun` or `inline` (this process is all there is)."""
     job: str = ""
@@ -57,6 +58,11 @@ class RankPlace:
     def watched(self) -> bool:
         """Whether a launcher of ours sees this rank's progress, its death and its exit code."""
         return self.launcher == "local"
+
+
+def meeting_folder(attempt: Path, start: str) -> Path:
+    """Where the ranks of one start of an attempt meet; of no use once they have ended."""
+    return attempt / f"meeting-{start}"
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:

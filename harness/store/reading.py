@@ -51,11 +51,11 @@ _BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeErr
 """What PyYAML raises on text that is not what it says: `!!int x`, a thirteenth month."""
 
 
-def open_regular(path: Path) -> BinaryIO | None:
+def open_regular(path: Path, *, own: bool = False) -> BinaryIO | None:
     """A regular file, opened for reading without waiting for anybody; None where there is none.
 
     Raises:
-        StoreError: it is no regular file, or may not be read.
+        StoreError: it is no regular file, or may not be read; or it is to be this user's `own`, and is not.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -63,10 +63,16 @@ def open_regular(path: Path) -> BinaryIO | None:
         return None
     except (OSError, ValueError) as error:
         _refuse(path, error)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise StoreError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file; remove it")
+        raise StoreError(f"{path} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; remove it")
+    if own and found.st_uid != os.getuid():
+        os.close(descriptor)
+        raise StoreError(
+            f"{path} was written by user {found.st_uid}, and only you should write there; remove it, or choose another"
+            " launch.root"
+        )
     return os.fdopen(descriptor, "rb")
 
 
@@ -83,13 +89,14 @@ def folder_names(folder: Path) -> list[str]:
         return []
 
 
-def read_text(path: Path, limit: int = MAX_BYTES) -> str | None:
+def read_text(path: Path, limit: int = MAX_BYTES, *, own: bool = False) -> str | None:
     """A UTF-8 file; None where there is none.
 
     Raises:
-        StoreError: it is no regular file, is not UTF-8, has more than `limit` bytes, or may not be read.
+        StoreError: it is no regular file, is not UTF-8, has more than `limit` bytes, or may not be read; or it is to be
+            this user's `own`, and is not.
     """
-    file = open_regular(path)
+    file = open_regular(path, own=own)
     if file is None:
         return None
     with file:
@@ -112,7 +119,19 @@ def read_json(path: Path, shape: Shape | None = None) -> Any | None:
     Raises:
         StoreError: as `read_text`; it is not JSON (it was edited by hand: our own writes are atomic), or not `shape`.
     """
-    text = read_text(path)
+    return _json(read_text(path), path, shape)
+
+
+def read_own_json(path: Path, shape: Shape | None = None) -> Any | None:
+    """As `read_json`, of a file that leads this process somewhere: another user's is refused.
+
+    Raises:
+        StoreError: as `read_json`; or somebody else wrote it.
+    """
+    return _json(read_text(path, own=True), path, shape)
+
+
+def _json(text: str | None, path: Path, shape: Shape | None) -> Any | None:
     if text is None:
         return None
     try:

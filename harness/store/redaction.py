@@ -7,10 +7,12 @@ address, or a text in the form of a well-known service's keys. Settings that hol
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import lru_cache
+from urllib.parse import quote
 
 HIDDEN = "<redacted>"
 
@@ -26,35 +28,106 @@ _TELLING = re.compile(
 )
 """What the name of a variable holds whose value is nobody's business."""
 
+_NAME = r"(?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|account|auth|private)[_-]?(?:key|token))"
+"""Part of a name, in any case, whose value is hidden whatever it is made of."""
+_TOKEN = r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?![\w-])"
+"""Models have tokens of their own."""
+_ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
+"""Where a value goes on: also in the next line, which a diff begins with a sign."""
+_TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
+"""Types and constants, which stand after the colon of a declaration."""
+
 _ASSIGNED = (
     re.compile(
         r"((?:KEY|TOKEN|SECRET|PASSWORD|_PASS)[A-Z0-9_]*=['\"]?)(?=\S*[a-z0-9])[^\s'\"$,;(){}<\[][^\s'\",;(){}]{3,}"
     ),
     re.compile(r"((?:KEY|TOKEN)[A-Z0-9_]*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{8,}(?=['\"])"),
-    re.compile(r"(?i)((?:secret|password)\w*['\"]?\s*[=:]\s*['\"])[^'\"\s$<]{4,}(?=['\"])"),
-    re.compile(r"(?i)((?:api_?key|token)\w*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{16,}(?=['\"])"),
-    re.compile(r"(?i)((?:secret|password|passphrase)[\w-]*\s*[=:]\s*)(?=\S*\d)[^\s'\"$<(){},;.\[\]]{6,}(?=\s|$)"),
+    re.compile(
+        rf"((?:_KEY|TOKEN|SECRET|PASSWORD)['\"]\]?\s*[=:,]{_ON}['\"])(?![A-Z_]+['\"])[^'\"\s$<{{]{{6,}}(?=['\"])"
+    ),
+    re.compile(rf"(?i)({_NAME}[\w-]*['\"]?\s*[=:]{_ON}['\"])[^'\"\n$<{{]{{4,}}(?=['\"])"),
+    re.compile(rf"(?i)({_TOKEN}['\"]?\s*[=:]{_ON}['\"])[^'\"\s$<{{\[]{{8,}}(?=['\"])"),
+    re.compile(r"(?i)(\bkey\s*[=:]\s*['\"])[0-9a-f]{32,}(?=['\"])"),
+    re.compile(r"(?i)((?:secret|passw\w+|passphrase)[\w-]*\s*[=:]\s*)(?=\S*\d)[^\s'\"$<(){},;.\[\]]{6,}(?=\s|$)"),
     re.compile(r"(?i)((?:api[_-]?key|token)\s*[=:]\s*)(?=\S*\d)[\w+/=~-]{16,}"),
+    re.compile(
+        rf"(?im)^([+\- ]?\s*(?:- |export |set )?[\w.-]*(?:{_NAME}[\w-]*|{_TOKEN})(?::[ \t]+|=)){_TYPES}"
+        r"(?![\w.]*(?:password|secret|token)$)[^\s'\"$<(){}\[\],;|>]{6,}(?=\s*$)"
+    ),
+    re.compile(rf"(?im)^([+\- ]?\s*[\w.-]*(?:{_NAME}[\w-]*|{_TOKEN}):[ \t]*[|>][+-]?[ \t]*\n[+\- ]?\s+)\S.*$"),
+    re.compile(r"(?i)(\bAccountKey=)[\w+/=]{8,}"),
     re.compile(
         r"(?i)(--?(?:password|token|api-key)[ =]|\blogin\s+\S+\s+password\s+|\bwandb login\s+)[^\s'\"$<-][^\s'\"]{7,}"
     ),
+    re.compile(r"(?i)(\bauthorization['\"]?\s*[=:,]\s*['\"]?(?:bearer|basic|digest|token)\s+)[^\s'\"$<{%]{6,}"),
     re.compile(r"(?i)(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{12,}"),
     re.compile(r"(://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)"),
     re.compile(r"(://)(?=[^\s/:@]*\d)[\w.-]{16,}(?=:?@)"),
     re.compile(
         r"()(?:(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_\w{20,}"
-        r"|npm_\w{30,}|pypi-[\w-]{16,}|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
+        r"|npm_\w{30,}|pypi-[\w-]{16,}|sk-[\w-]{20,}|[rs]k_live_\w{12,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}"
+        r"|wandb_v\d_\w{20,}|ya29\.[\w-]{16,}|SG\.[\w-]{16,}\.[\w-]{12,}"
+        r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
     ),
     re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL),
+    re.compile(r"(?m)^([+\- ]?)(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/]{60,76}={0,2}$"),
+    re.compile(r"(?m)^([+\- ]?)[A-Za-z0-9+/]{8,76}={0,2}$(?=\n[+\- ]?-----END [A-Z ]*PRIVATE KEY)"),
 )
 """Each keeps its first group."""
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` with every secret replaced by `HIDDEN`; the same text where it holds none."""
-    values = tuple(secrets_of(environment).values())
+    values = tuple(dict.fromkeys(form for value in secrets_of(environment).values() for form in _forms(value)))
     return _kept(text, values) if len(text) > LONG else _without(text, values)
+
+
+LEAST_TOLD = 6
+"""As `LEAST`, of a refusal: nothing is read from it again."""
+
+_TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
+"""A name within a word of a request, and what stands between it and its value."""
+
+
+def without_secrets(
+    message: str, words: Iterable[str], known: Container[str] = (), environment: Mapping[str, str] = os.environ
+) -> str:
+    """A message about a request without what is secret in it: by its form, its variable, or the name it was typed to.
+
+    Args:
+        message: what would be printed.
+        words: the request, as typed.
+        known: settings, whose names say nothing of a secret.
+        environment: variables whose values may be in it.
+    """
+    found = [pair for word in words for pair in _typed(word)]
+    typed = [(name, value) for name, value in found if name not in known and _TELLING.search(name)]
+    values = {piece for _, value in typed for piece in (value, *_PIECE.findall(value)) if not piece.isdecimal()}
+    values |= {*secrets_of(environment, LEAST_TOLD).values()}
+    for form in sorted({form for value in values for form in _forms(value) if len(form) > 3}, key=len, reverse=True):
+        message = message.replace(form, HIDDEN)
+    for name, _ in typed:  # also what is shown of it as Hydra read it, or in part
+        shown = rf"((?:{re.escape(name)}=|[{{,]\s*['\"]?{re.escape(name)}['\"]?:)\s*)[^\s,}}]+?(?=:?(?:[\s,}}]|$))"
+        message = re.sub(shown, rf"\1{HIDDEN}", message)
+    return redacted(message, environment)
+
+
+_PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
+"""A part of a value that is told as it is, whatever is quoted around it."""
+
+
+def _typed(word: str) -> Iterator[tuple[str, str]]:
+    """Each name in a word with all that follows it."""
+    return ((found[1].lstrip("+~-"), word[found.end() :].strip("'\"")) for found in _TYPED.finditer(word))
+
+
+def _forms(value: str) -> Iterator[str]:
+    """How a secret may stand in a text: as it is, within JSON, within an address, and each line of several."""
+    yield value
+    yield from (json.dumps(value)[1:-1], quote(value, safe=""))
+    if "\n" in value:
+        yield from (line for line in value.splitlines() if len(line.strip()) >= LEAST)
 
 
 def _without(text: str, values: tuple[str, ...]) -> str:
@@ -69,12 +142,12 @@ _kept = lru_cache(maxsize=4)(_without)
 """The diff of a thousand cells is one text."""
 
 
-def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hold a secret, the longest value first; a path to one is none."""
+def secrets_of(environment: Mapping[str, str], least: int = LEAST) -> dict[str, str]:
+    """Variables that hold a secret of `least` characters, the longest value first; a path to one is none."""
     found = {
         name: value
         for name, value in environment.items()
-        if len(value) >= LEAST and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
+        if len(value) >= least and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
     }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 
 from harness.store import commands, identity, shapes, status
 from harness.store.errors import Busy, StoreError
-from harness.store.files import Lock, held, write_atomic
+from harness.store.files import Lock, held, private_folder, write_atomic
 from harness.store.reading import folder_names, read_json, read_text, read_yaml
 
 Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -22,6 +23,7 @@ Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"
+CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
 """Folder under the root: the code jobs run from, a folder for each state of it."""
 CODE_OF = "code"
@@ -29,10 +31,12 @@ CODE_OF = "code"
 DRY_RUN = ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
+SHARED, OWNED = 0o775, 0o755
+"""Modes before the umask of the root and its studies, which a group may share, and of a run: nobody else writes."""
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
-RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch")
+RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch", CHECKSUMS)
 """What a run produced; moved aside when it starts again from step 0."""
 
 
@@ -144,16 +148,10 @@ class RunDir:
 
         Only its owner may look into it, whatever the umask: it holds logs, and the word by which ranks meet.
         """
-        (self.path / "attempts").mkdir(parents=True, exist_ok=True)
         number = self.next_attempt()
-        while True:
-            try:
-                os.mkdir(self.attempt_dir(number), 0o700)
-            except FileExistsError:
-                number += 1
-            else:
-                self.attempt_dir(number).chmod(0o700)
-                return number
+        while not private_folder(self.attempt_dir(number)):
+            number += 1
+        return number
 
     def lock(self, *, timeout_s: float = 2.0) -> Lock:
         """Become the one process that runs this; held until released or until every process that inherited it is gone.
@@ -165,7 +163,8 @@ class RunDir:
         if lock is None:
             present = self.status()
             owner = f"process {present.pid} on {present.host}" if present and present.pid else "another process"
-            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: {commands.verb('watch')}")
+            look = commands.verb(f"watch {shlex.quote(self.path.parent.name)}", self.path.parent.parent)
+            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: {look}")
         return lock
 
     def adopt(self, cell: CellLike) -> None:
@@ -286,7 +285,8 @@ class Store:
         """
         run = RunDir(self.path_of(cell))
         self.claim()
-        run.path.mkdir(parents=True, exist_ok=True)
+        run.path.parent.mkdir(SHARED, exist_ok=True)
+        run.path.mkdir(OWNED, exist_ok=True)
         with held(run.path / status.WRITE_LOCK):
             if not (run.path / CONFIG).exists():
                 write_atomic(run.path / "overrides.txt", _lines(cell.overrides))
@@ -298,7 +298,7 @@ class Store:
 
     def claim(self) -> None:
         """Leave the mark of a store in its root, made where it is missing: only what bears it is ever tidied up."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(SHARED, parents=True, exist_ok=True)
         if not (self.root / MARK).exists():
             write_atomic(self.root / MARK, MARK_TEXT)
 
@@ -313,7 +313,7 @@ class Store:
         """The lock under which cells of a study are looked at and started: two requests start each cell once."""
         folder = self.root / study
         self.claim()
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(SHARED, exist_ok=True)
         lock = Lock.acquire(folder / ".lock", timeout_s=timeout_s)
         if lock is None:
             raise Busy(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")
@@ -382,7 +382,8 @@ class Store:
         text = read_text(self.root / LAST)
         run = None if text is None else RunDir(self.root / text.strip())
         if run is None or not os.path.isfile(run.path / CONFIG):
-            raise StoreError(f"@last: nothing was run under {self.root} yet; start with: {commands.request()}")
+            start = f"; start with: {commands.request()}" * commands.is_usual(self.root)
+            raise StoreError(f"@last: nothing was run under {self.root} yet{start}")
         return run
 
 

@@ -12,8 +12,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import IO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import IO, Any, cast
 
 UNLIMITED = 10_000
 LEAST = 12
@@ -35,6 +36,64 @@ _WHOLE = re.compile(
 """What is copied, and stays in one line: what stands in quotes, and a command up to where the sentence goes on."""
 _HEAD = re.compile(r" *(?:(?:valid|fix|about): +)?")
 _WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that move a terminal's cursor, change what it shows or turn a line; not newline and tab."""
+
+
+def visible(text: str) -> str:
+    """A text in which what a terminal would obey is written as an escape, `\\x1b`."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class Visible:
+    """A stream on which whatever is printed is `visible`: names, reasons and reports come from files that others wrote.
+
+    `plain` is the stream itself: for sequences of our own, and for a program that runs in this process.
+    """
+
+    def __init__(self, plain: IO[str]) -> None:
+        self.plain = plain
+
+    def write(self, text: str) -> int:
+        """Write it; returns the characters that were given."""
+        self.plain.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def plain(stream: IO[str]) -> IO[str]:
+    """The stream behind a `Visible` one."""
+    return stream.plain if isinstance(stream, Visible) else stream
+
+
+@contextmanager
+def filtered() -> Iterator[None]:
+    """Standard output and error as `Visible` streams."""
+    out, errors = (cast("IO[str]", Visible(plain(stream))) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(errors):
+        yield
+
+
+@contextmanager
+def unfiltered() -> Iterator[None]:
+    """The streams as they are, for a program of the user's own that runs in this process."""
+    with redirect_stdout(plain(sys.stdout)), redirect_stderr(plain(sys.stderr)):
+        yield
+
+
+def show(text: str) -> None:
+    """Print a text with states and verdicts in colour, where standard output shows any."""
+    stream = plain(sys.stdout)
+    print(painted(visible(text), stream), file=stream)
 
 
 def width() -> int:

@@ -99,8 +99,11 @@ STATUS: Shape = {
     "index?": int,
     "mirror?": str,
     "steps?": int,
+    "checksums?": str,
     "updated?": str,
 }
+
+LISTED: Shape = {"version": int, "attempts": int, "files": Each(dict, {"bytes": int, "xxh3": str})}
 
 CONFIG: Shape = {
     **dict.fromkeys(("fault?", "numerics?", "data?", "optimizer?", "ckpt?", "cluster?", "launch?", "wandb?"), dict),
@@ -192,6 +195,8 @@ STUDY: Shape = {
     "question": str,
     "margins?": Maybe(Each(dict, NUMBER)),
     "window?": Maybe(int),
+    "request?": Each(list, str),
+    "folder?": str,
     "cells": Each(
         list,
         {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)},

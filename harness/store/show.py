@@ -7,18 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from harness.store import identity, provenance, screen, status
+from harness.store import checksums, identity, provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.fields import with_unit
 from harness.store.metrics import last_record
 from harness.store.reading import read_text
-from harness.store.rundir import RunDir, flatten, read_summary
+from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.status import JobProbe, State
+from harness.store.step_time import median_step_time
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
-    """One screen: identity, state, where it came from, how far it got, what it left, why it failed."""
+    """One screen: identity, state, where it came from, how far it got, what it left, why it failed.
+
+    Raises:
+        StoreError: a file cannot be read, and how it was damaged where that is known.
+    """
+    try:
+        return _shown(run, jobs)
+    except StoreError:
+        checksums.demand(run.path)
+        raise
+
+
+def _shown(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
     lines = [
         str(run.path),
@@ -27,6 +40,7 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         *_job(run, found),
         _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
         *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
+        *([_field("record", told)] if (told := checksums.told(run.path)) else []),
         *(_field("asked", override) for override in run.overrides()),
         *([_field("notes", notes)] if (notes := run.config().get("notes")) else []),
         *_origin(run),
@@ -86,8 +100,10 @@ def _progress(run: RunDir) -> list[str]:
         loss = with_unit("loss", last.get("loss"))
         lines.append(_field("step", f"{last['step']} of {run.setting('train.steps')}, loss {loss}"))
         lines += _counters(last.get("counters", {}))
+        seconds = median_step_time(run)
+        lines += [] if seconds is None else [_field("ms/step", f"{1e3 * seconds:.1f}")]
     if summary is not None:
-        kept = ("final_weights", "wall_s", "step_time_s")
+        kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     return lines
@@ -152,16 +168,23 @@ def _asked(entry: dict[str, Any]) -> str:
 
 def diff(a: RunDir, b: RunDir) -> str:
     """In what two runs differ: configuration, sources, versions and machine; one line each, `key: a -> b`."""
-    lines = [f"a  {a.path}", f"b  {b.path}", ""]
+    lines = [f"a  {a.path}", f"b  {b.path}", *_damaged(a, b), ""]
+    begin = len(lines)
     sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
     room = screen.width()
     for title, pairs in sections.items():
         told = (f"  {key}: {' -> '.join(_short(left, right, room))}" for key, left, right in pairs)
         if pairs:
             lines += [f"{title}:", *(line for each in told for line in screen.fold(each, room, " " * 6)), ""]
-    if len(lines) == 3:
+    if len(lines) == begin:
         lines.append("no difference in configuration, sources, versions or machine")
     return "\n".join(lines).rstrip()
+
+
+def _damaged(*runs: RunDir) -> list[str]:
+    """What of two runs is told below, and is not what they recorded."""
+    texts = [(checksums.damage(run.path, CONFIG, run.provenance.name) or {}).values() for run in runs]
+    return [f"{name}  damaged: {text}" for name, each in zip("ab", texts, strict=True) for text in each]
 
 
 Pairs = list[tuple[str, Any, Any]]

@@ -85,6 +85,8 @@ class Status:
     """Why the wandb mirror of this attempt failed; empty where it did not."""
     steps: int = 0
     """Steps the run is to make, so that a table of a thousand runs reads no configuration; 0: look there."""
+    checksums: str = ""
+    """Checksum of `checksums.json`; empty while an attempt is under way, and of runs that have none."""
     updated: str = ""
     """UTC, ISO 8601."""
 
@@ -128,7 +130,7 @@ def write(run: Path, status: Status) -> Status:
         if present is not None and status.attempt < present.attempt:
             return present
         _check_move(run, present, status)
-        return _store(run, status)
+        return _store(run, replace(status, checksums="") if status.state in RESTARTS else status)
 
 
 def move(run: Path, attempt: int, state: State, reason: str, **changes: object) -> Status:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.files import write_json
-from harness.store.identity import directory_name, signature, study_name
+from harness.store.identity import directory_name, must_agree, signature, study_name
 from harness.store.reading import read_json
-from harness.store.rundir import CellLike, Store
+from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store
+from harness.store.sections import flat_config
 from harness.store.shapes import STUDY
+from harness.store.status import State
 
 FILE = "study.json"
 
 
-def write_study(root: Path, cells: Sequence[CellLike], controls: Mapping[str, str]) -> None:
+def write_study(
+    root: Path, cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()
+) -> None:
     """Replace the record by this request's cells. A study is what was asked for last: asking again costs nothing.
 
     Args:
         root: the store's root.
         cells: every cell of the request, of one study.
         controls: signature of an arm -> signature of the cell it is compared with.
+        request: the words after `-m`, as typed in the working directory.
     """
     folder = root / study_name(cells[0].config)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / FILE, study_record(cells, controls))
+    folder.mkdir(SHARED, parents=True, exist_ok=True)
+    write_json(folder / FILE, study_record(cells, controls, request))
 
 
-def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict[str, Any]:
+def study_record(cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()) -> dict[str, Any]:
     """The record as plain values.
 
     `cells` stand in the order they are started; `order_seed` is what timed ones were shuffled with. Each cell has a
     `signature`, `directory` (under the study's folder), `overrides` and `control`: the signature of the cell it is
-    compared with; null for a control, and where the study names none.
+    compared with; null for a control, and where the study names none. `request` is what was typed in `folder`.
     """
     study = cells[0].config["study"]
     return {
@@ -44,6 +52,8 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict
         "order_seed": study["order_seed"],
         "margins": study["margins"],
         "window": study["window"],
+        "request": list(request),
+        "folder": os.getcwd(),
         "cells": [
             {
                 "signature": (own := signature(cell.config)),
@@ -56,11 +66,21 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict
     }
 
 
-def asking_word(root: Path, study: str) -> str:
-    """The word that asks for a study again, ready for a shell: its name, or the path by which it was last asked for."""
-    record = read_study(root, study)
-    typed = [word for cell in record["cells"] for word in cell.get("overrides", ())] if record else []
-    return shlex.quote(next((word for word in typed if word.startswith("study=")), f"study={study}"))
+ONCE = ("launch.root", "launch.rerun", "launch.dry_run", "launch.preempt_at")
+"""Settings that say where and how one request was carried out, not what it asked for."""
+
+
+def asked(root: Path, study: str) -> tuple[list[str], str]:
+    """The words by which a study was last asked for, without those of `ONCE`, and the folder they were typed in.
+
+    A record of an older version has only the words of each cell; those of every cell were typed, or might have been.
+    """
+    record = read_study(root, study) or {"cells": []}
+    each = [cell.get("overrides", ()) for cell in record["cells"]] or [()]
+    shared = [word for word in each[0] if all(word in words for words in each)]
+    words = [word for word in record.get("request") or shared if word.partition("=")[0] not in ONCE]
+    named = any(word.startswith("study=") for word in words)
+    return [*([] if named else [f"study={study}"]), *words], record.get("folder", "")
 
 
 def read_study(root: Path, study: str) -> dict[str, Any] | None:
@@ -85,16 +105,45 @@ def asked_for(root: Path) -> list[str]:
     return [name for name in Store(root).studies() if (root / name / FILE).exists()]
 
 
-def judging_verb(root: Path, study: str, runs: Sequence[str], alone: str) -> str:
+def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
+    """Groups of two runs or more that are done, made by today's sources, and equal in every setting that must agree."""
+    groups: dict[Any, list[RunDir]] = {}
+    digest = provenance.sources_digest()
+    for run in filter(is_done, runs):
+        with contextlib.suppress(StoreError):  # one that cannot be read is compared with none
+            if not provenance.is_stale(run.path, digest):
+                flat = flat_config(run).items()
+                key = frozenset((path, str(value)) for path, value in flat if must_agree(path))
+                groups.setdefault(key, []).append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def is_done(run: RunDir) -> bool:
+    """True for a run that has ended well; false for one whose state cannot be read."""
+    try:
+        found = run.status()
+    except StoreError:
+        return False
+    return found is not None and found.state is State.done
+
+
+def judging_verb(store: Store, study: str, runs: Sequence[RunDir], otherwise: str) -> str:
     """The verb that judges runs of a study: its verdict where it has a control, else two of them held together.
 
     Args:
-        root: the store's root.
+        store: where.
         study: its name.
-        runs: what names some of its runs (`Store.short`), ready for a shell; the last is held against the first.
-        alone: the verb where there is but one.
+        runs: those of its runs that are to be judged.
+        otherwise: the verb where there is nothing to judge: no arm and its control, or no two alike, are done.
     """
-    record = read_study(root, study)
-    if record is not None and any(cell["control"] for cell in record["cells"]):
-        return f"verdict {shlex.quote(study)}"
-    return f"compare {runs[-1]} {runs[0]}" if len(runs) > 1 else alone
+    record = read_study(store.root, study)
+    folders = {cell["signature"]: store.root / study / cell["directory"] for cell in record["cells"]} if record else {}
+    pairs = [(cell["signature"], cell["control"]) for cell in (record["cells"] if record else ()) if cell["control"]]
+    if pairs:
+        started = all((folder / CONFIG).is_file() for folder in folders.values())
+        judged = started and any(all(is_done(RunDir(folders[each])) for each in pair) for pair in pairs)
+        return f"verdict {shlex.quote(study)}" if judged else otherwise
+    if not (groups := comparable(runs)):
+        return otherwise
+    control, *_, arm = max(groups, key=lambda group: runs.index(group[-1]))
+    return f"compare {shlex.quote(store.short(arm))} {shlex.quote(store.short(control))}"

@@ -5,7 +5,7 @@ beside the engine at every step (`STEP_COLUMNS`), and sketches of every tensor (
 can be compared at a step that nobody captured. All are little-endian float64, appended to, and cut back on resume as
 `metrics.jsonl` is. NaN means that the engine shows nothing of that kind; 0 that it was looked at and is right.
 
-    vouch/stream.json   version, sketches (m), every, tensors (name and shape, in model order)
+    vouch/stream.json   version, sketches (m), every, columns of steps.f64, tensors (name and shape, in model order)
     vouch/steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
                         weights and moments it ended with against those that its last step left
     vouch/tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from harness.store.errors import StoreError
-from harness.store.files import write_json
+from harness.store.files import private_folder, write_json
 from harness.store.reading import read_format
 
 if TYPE_CHECKING:
@@ -123,13 +123,14 @@ class StreamWriter:
             OSError: the folder cannot be written.
         """
         folder = run_dir / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self.every = every
         self._row = len(step_columns(sketches)) * BYTES
         facts = {
             "version": VERSION,
             "sketches": sketches,
             "every": every,
+            "columns": list(step_columns(sketches)),
             "tensors": [{"name": each.name, "shape": list(each.shape)} for each in tensors],
         }
         write_json(folder / "stream.json", facts)

@@ -1,7 +1,8 @@
 """How the ranks of one `torchrun run.py` or `srun run.py` agree on a run: rank 0 composes, the others ask it.
 
 Ranks share a file system, the launcher's names for this start, and nothing else. Each rank leaves a question with a
-word of its own; rank 0 answers every question it finds. So no answer of an earlier start is taken for this one's.
+word of its own; rank 0 answers every question it finds. So no answer of an earlier start is taken for this one's, and
+as an answer leads ranks to a run, whose code they execute, none of another user is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import threading
 import time
 import uuid
@@ -21,9 +23,9 @@ from harness.config.overrides import typed_value
 from harness.config.schema import LaunchConfig
 from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
-from harness.store.files import Lock, write_json
+from harness.store.files import Lock, private_folder, write_json
 from harness.store.rank_place import RankPlace
-from harness.store.reading import read_json
+from harness.store.reading import read_own_json
 from harness.store.rundir import Store
 from harness.store.screen import counted
 
@@ -48,6 +50,8 @@ class Answer:
     """The run directory."""
     attempt: int = 0
     """Number of the attempt all ranks belong to."""
+    start: str = ""
+    """Token of this start, for ranks whose launcher has given them none."""
 
 
 def meeting_folder(root: Path, environment: Mapping[str, str]) -> Path:
@@ -93,13 +97,14 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     Raises:
         TimeoutError: rank 0 has not answered within `timeout_s` seconds.
         OSError: the folder cannot be written.
+        StoreError: another user has answered.
     """
     question = _leave_question(folder, place.rank)
     reply = question.with_name(question.name.replace("ask-", "answer-"))
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
-            found = read_json(reply)
+            found = read_own_json(reply)
             if found is not None:
                 return Answer(**found)
             time.sleep(_POLL_S)
@@ -117,7 +122,7 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
 def _leave_question(folder: Path, rank: int) -> Path:
     question = folder / f"ask-{rank}-{uuid.uuid4().hex}"
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # another rank was answered, and tidied up the folder
             question.touch()
             return question
@@ -141,4 +146,5 @@ def lead(cell: Cell) -> tuple[Answer, Lock | None]:
         return Answer(exit_code=0, message=f"nothing to run: {path} is {opened.why}"), None
     attempt, lock = opened
     message = f"{attempt.run.path}: {counted(cell.typed.mesh.world_size, 'rank')}, attempt {attempt.attempt}"
-    return Answer(message=message, run=str(attempt.run.path), attempt=attempt.attempt), lock
+    start = secrets.token_hex(8)
+    return Answer(message=message, run=str(attempt.run.path), attempt=attempt.attempt, start=start), lock

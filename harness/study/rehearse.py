@@ -21,7 +21,7 @@ from harness.config.schema import Backend
 from harness.config.words import quote
 from harness.launch.local.ranks import log_tail
 from harness.launch.room import kept_by, require
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.errors import Busy
 from harness.store.fields import compared
 from harness.store.files import Lock
@@ -127,6 +127,7 @@ def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:
         problem = "was made by a scheduler's job, and a rehearsal trains here and waits"
         fix = "run the same with cluster=local in a store of its own (launch.root=DIR), and rehearse that"
         raise refuse(run.name, problem, fix=fix)
+    checksums.demand(run.path)
     origin, current = provenance.read(run.path), provenance.sources_digest()
     if origin.get("sources_digest") != current:
         problem = "was made by other sources than these: what differs could be theirs"

@@ -12,7 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from harness.config.compose import Cell, compose_cell, composed, load_config, plain
 from harness.config.errors import BadRequest, Violation
 from harness.config.overrides import Word, check_overrides
-from harness.store import commands, provenance
+from harness.config.schema import StudyConfig
+from harness.config.words import in_store
+from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.study.meeting import shared_root
@@ -60,6 +62,7 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
     """
     usual = shared_root(overrides)
     run = Store(usual).find(reference)
+    checksums.demand(run.path, CONFIG, "overrides.txt")
     frozen = run.config()
     launch = frozen.get("launch", {})
     around, before = Store(run.path.parent.parent), Path(launch.get("root", usual))
@@ -81,7 +84,11 @@ def _of_another_version(run: RunDir, frozen: dict[str, Any], overrides: Sequence
         load_config(frozen)
     except BadRequest as error:
         kept = [text for text in run.overrides() if not _overridden(text, check_overrides(overrides))]
-        fix = f"ask for it anew: {commands.request(shlex.join([*kept, *overrides]))}{_maker(run)}"
+        words = [text for text in [*kept, *overrides] if text.partition("=")[0] not in ("study", "launch.root")]
+        study, typed = run.path.parent.name, {text.partition("=")[0] for text in words}
+        named = [] if study == StudyConfig.name or "study.name" in typed else [f"study.name={study}"]
+        asked = commands.request(" ".join([shlex.join([*words, *named]), *in_store(run.path.parent.parent)]))
+        fix = f"ask for it anew: {asked}{_maker(run)}"
         note = "was it edited, or made by another version of the code?"
         return [
             Violation(f"{run.path / CONFIG}: {each.subject}", f"{each.problem}: {note}", fix=fix)

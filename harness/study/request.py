@@ -9,6 +9,7 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
+from harness.config import catalog
 from harness.config.compose import Cell, check_kinds
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides
@@ -52,8 +53,15 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) ->
 
         check_room(wanted.cells)
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
-        write_study(Path(first.launch.root), wanted.cells, wanted.controls)
+        typed = [*_own_options(), *as_asked(arguments)]
+        write_study(Path(first.launch.root), wanted.cells, wanted.controls, typed)
     return carry_out(wanted.cells)
+
+
+def _own_options() -> list[str]:
+    """The flag without which a request typed here would miss a folder of options."""
+    own = catalog.own_folder()
+    return [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
 
 
 def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> Desired:

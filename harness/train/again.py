@@ -92,7 +92,7 @@ def local_gradients(
     workload, device = workload_for(session.config), session.ranks.device
     loader = Loader(session.config, session.ranks.data_rank)  # not the one that fed the run, which may have gone wrong
     with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
-        for tokens, targets in loader.batch(step).microbatches:
+        for tokens, targets in loader.batch(step):
             session.alive()
             batch = Microbatch(*(torch.from_numpy(rows).to(device) for rows in (tokens, targets)))
             scaled(workload.loss(model, batch)).backward()

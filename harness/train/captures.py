@@ -82,7 +82,7 @@ class Captures:
     def witness(self, step: int) -> Witness | None:
         """Who watches this step; None where nobody does."""
         seen = self.session.engine.seen() if step in self.steps else None
-        return None if seen is None else Witness(*seen)
+        return None if seen is None else Witness(*seen, self.session.meters.timers.aside)
 
     def gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
         """Write a captured step's gradients and what its witness saw; *collective*."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,16 @@ from harness.checkpoint.policy import Checkpoints
 from harness.config.schedule import lr_at
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.control import Control, StepReport
-from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
+from harness.probe.timers import ASIDE
+from harness.probe.witness import Witness
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
 from harness.train.callbacks import Callbacks
 from harness.train.captures import Captures
+from harness.train.feed import Feed, joined
 from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
@@ -54,10 +56,10 @@ class Fetched:
 
     seconds: float
     """What loading it took this rank."""
-    data: tuple[RankBatch, list[Microbatch]] | None
+    data: list[Microbatch] | None
     error: Exception | None
 
-    def take(self) -> tuple[RankBatch, list[Microbatch]]:
+    def take(self) -> list[Microbatch]:
         """The data; raises what loading it raised."""
         if self.data is None:
             raise self.error or RuntimeError("a batch is neither there nor refused")
@@ -80,8 +82,10 @@ class Loop:
         self.captures = Captures(session, self.control)
         self.callbacks = Callbacks(session.config)
         self.vouching: Vouching | None = None
+        self.feed = Feed(self.config, session.ranks.data_rank)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
+        self.given: Microbatch
         self.initial_weights = ""
         self.structure: dict[str, Any] | None = None
         self.restored: dict[str, Any] | None = None
@@ -172,13 +176,15 @@ class Loop:
         session.begins(step)
         before = self.captures.before(step)
         with nullcontext() if self.bench is None else self.bench.step(step):
-            batch, losses, measured = self._update(step)
+            losses, measured = self._update(step)
         if before is not None:
             self.captures.update(step, before)
         self.last_rows = measured.rows
         told = self._vouch(step, measured)
+        digests = self.feed.digests(step, self.given)
+        del self.given
         exchange = self.control.begin_report(
-            [loss.item() for loss in losses], batch.digest, session.should_stop(), self._is_save_due()
+            [loss.item() for loss in losses], *digests, session.should_stop(), self._is_save_due()
         )
         if step < self.config.train.steps:
             self.ahead = self._fetch(step + 1)  # while the exchange is under way
@@ -192,7 +198,7 @@ class Loop:
                 record["own"] = self.callbacks.step(step, record, session.engine)
         return record, report
 
-    def _update(self, step: int) -> tuple[RankBatch, list[Tensor], Measured]:
+    def _update(self, step: int) -> tuple[list[Tensor], Measured]:
         """Feed the engine one step and measure it; losses are this rank's, one a microbatch."""
         session, meters = self.session, self.session.meters
         lr = lr_at(self.config, step)
@@ -200,32 +206,42 @@ class Loop:
         meters.waits.take()
         session.engine.counters()
         fetched, self.ahead = self.ahead or self._fetch(step), None
-        batch, microbatches = fetched.take()
-        aside, began = 0.0, time.perf_counter()
-        witness = self.captures.witness(step)
-        vouching = self.vouching
-        if vouching is not None:
-            aside = self._outside(vouching.before) + self._outside(lambda: vouching.work_out_again(step))
-        watch = nullcontext() if vouching is None else vouching.watch(step)
-        with meters.timers.span("forward_backward"), witness or nullcontext(), watch:
-            losses = [
-                session.engine.forward_backward(microbatch, last=number == len(microbatches))
-                for number, microbatch in enumerate(microbatches, start=1)
-            ]
+        microbatches = fetched.take()
+        began = time.perf_counter()
+        witness, vouching = self.captures.witness(step), self.vouching
+        with ExitStack() as watches:
+            self._outside(lambda: self._watch(step, microbatches, witness, watches))
+            with meters.timers.span("forward_backward"):
+                losses = [
+                    session.engine.forward_backward(microbatch, last=number == len(microbatches))
+                    for number, microbatch in enumerate(microbatches, start=1)
+                ]
+            self._outside(watches.close)
         if vouching is not None or step in self.captures.steps:
             with meters.timers.span("optimizer"):
                 session.engine.finish_gradients()
         if vouching is not None:
-            aside += vouching.watched_for() + self._outside(vouching.reduced)
+            self._outside(vouching.reduced)
         if step in self.captures.steps:
-            aside += self._outside(lambda: self.captures.gradients(step, witness, microbatches))
+            self._outside(lambda: self.captures.gradients(step, witness, microbatches))
         with meters.timers.span("optimizer"):
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
-        step_time_s = fetched.seconds + time.perf_counter() - began - aside
+        step_time_s = fetched.seconds + time.perf_counter() - began - spans[ASIDE]
         rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
         counters, scaled = session.engine.counters(), session.engine.scaled()
-        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
+        return losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
+
+    def _watch(
+        self, step: int, microbatches: Sequence[Microbatch], witness: Witness | None, watches: ExitStack
+    ) -> None:
+        """Look at what a step begins with, and have its forwards and backwards watched until `watches` are closed."""
+        if self.vouching is not None:
+            self.vouching.before()
+            self.vouching.work_out_again(step)
+        watches.enter_context(witness or nullcontext())
+        watches.enter_context(nullcontext() if self.vouching is None else self.vouching.watch(step))
+        self.given = joined(microbatches)
 
     def _vouch(self, step: int, measured: Measured) -> Callable[[], None]:
         """Look at what the step left; what is returned waits until the first rank knows."""
@@ -239,8 +255,7 @@ class Loop:
         began, data, error = time.perf_counter(), None, None
         with self.session.meters.timers.span("data"):
             try:
-                batch = self.session.loader.batch(step)
-                data = batch, [self._to_device(microbatch) for microbatch in batch.microbatches]
+                data = [self._to_device(microbatch) for microbatch in self.session.loader.batch(step)]
             except Exception as caught:
                 error = caught
         return Fetched(time.perf_counter() - began, data, error)
@@ -250,12 +265,10 @@ class Loop:
         tokens, targets = (torch.from_numpy(rows).to(device, non_blocking=True) for rows in microbatch)
         return Microbatch(tokens, targets)
 
-    def _outside(self, work: Callable[[], None]) -> float:
-        """Do the harness's own work in the middle of a step, uncounted; returns its seconds."""
-        began = time.perf_counter()
-        with self.session.meters.paused():
+    def _outside(self, work: Callable[[], None]) -> None:
+        """Do the harness's own work in the middle of a step, uncounted."""
+        with self.session.meters.paused(), self.session.meters.timers.aside():
             work()
-        return time.perf_counter() - began
 
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every

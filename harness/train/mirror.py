@@ -17,6 +17,7 @@ from harness.config.mirror import mirror_mode
 from harness.config.schema import Config, WandbMode
 from harness.store import commands, status
 from harness.store.errors import StoreError
+from harness.store.files import private_folder
 from harness.store.provenance import PACKAGE
 from harness.store.reading import read_text
 
@@ -100,7 +101,7 @@ class Mirror:
 def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:
     """A session of its own: what ends the ranks leaves it the moment it needs to write down the end."""
     folder = run_dir / "wandb"
-    folder.mkdir(exist_ok=True)
+    private_folder(folder)
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / LOG).open("wb") as log:
         return subprocess.Popen(

@@ -71,7 +71,7 @@ class Measured(NamedTuple):
     grad_norm: float
     step_time_s: float
     spans: Mapping[str, float]
-    """Seconds of data, forward_backward, optimizer, and of forward where the engine was given a TimedWorkload."""
+    """Seconds of data, forward_backward, optimizer, and of forward where the engine called a TimedWorkload."""
     exposed_comm_s: float | None
     rows: list[Row]
     """Collectives issued."""
@@ -101,7 +101,7 @@ class StepRecords:
     ) -> dict[str, Any]:
         """The record of one step."""
         rate = None if self.flops_per_rank is None else self.flops_per_rank / measured.step_time_s
-        spans, forward = measured.spans, measured.spans.get("forward")
+        parts = _parts(measured.spans)
         return as_line(
             {
                 "step": step,
@@ -112,13 +112,12 @@ class StepRecords:
                 "tokens": self.tokens,
                 "loss_scale": None if measured.scaled is None else measured.scaled.scale,
                 "skipped": measured.scaled is not None and measured.scaled.skipped,
-                "data_digest": global_digest(report.digests),
+                "data_digest": global_digest(report.held),
+                "fed_digest": global_digest(report.fed),
                 "step_time_s": measured.step_time_s,
-                "time/data_s": spans["data"],
-                "time/forward_s": forward,
-                "time/backward_s": None if forward is None else spans["forward_backward"] - forward,
+                **{f"time/{part}_s": seconds for part, seconds in parts.items()},
+                "time/other_s": measured.step_time_s - sum(each or 0.0 for each in parts.values()),
                 "time/exposed_comm_s": 0.0 if self.world_size == 1 else measured.exposed_comm_s,
-                "time/optimizer_s": spans["optimizer"],
                 **{f"memory/{name}": value for name, value in memory.items()},
                 **{metric.path: None for metric in members("counters")},
                 **{f"counters/{name}": value for name, value in measured.counters.items()},
@@ -128,6 +127,17 @@ class StepRecords:
                 "own": {},
             }
         )
+
+
+def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
+    """Seconds of the parts of a step, which do not overlap."""
+    forward = spans.get("forward")
+    return {
+        "data": spans["data"],
+        "forward": forward,
+        "backward": None if forward is None else spans["forward_backward"] - forward,
+        "optimizer": spans["optimizer"],
+    }
 
 
 def write_summary(

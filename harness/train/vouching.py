@@ -213,21 +213,17 @@ class Vouching:
         seen = self.session.engine.seen()
         if seen is None:
             return nullcontext()
-        self.divisor = seen.divisor
-        self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward)
+        self.divisor, aside = seen.divisor, self.session.meters.timers.aside
+        self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward, aside=aside)
         if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize in (2, 4)):
             return self.watching
         config, rank = self.session.config, self.session.ranks.data_rank
         share = microbatches_per_rank(config) * config.train.microbatch_size * config.data.seq_len
-        self.forward = ForwardWatch(seen.module, self.signs, tokens_per_step(config), rank * share)
+        self.forward = ForwardWatch(seen.module, self.signs, tokens_per_step(config), rank * share, aside)
         both = ExitStack()
         both.enter_context(self.watching)
         both.enter_context(self.forward)
         return both
-
-    def watched_for(self) -> float:
-        """Seconds that looking took inside."""
-        return sum(watch.seconds for watch in (self.watching, self.forward) if watch is not None)
 
     def reduced(self) -> None:
         """Look at the engine's averaged gradients, before they are clipped."""

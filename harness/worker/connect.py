@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from harness.probe.memory import note_before_meeting
 from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
 from harness.worker.binding import bind, device_index, near
-from harness.worker.rendezvous import interface_towards, meet
+from harness.worker.rendezvous import LOOPBACK, Meeting, interface_towards, meet
+from harness.worker.signing import sign_pickles
 
 MEETING_TIMEOUT_S = 600.0
 """How long ranks wait for each other at the start: nodes load the environment at very different speeds."""
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def set_up_torch(config: Config, place: RankPlace) -> torch.device:
@@ -107,26 +109,34 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
         "timeout": timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s)),
         "device_id": device if device.type == "cuda" and at_once else None,
     }
-    if place.launcher == "torchrun":
-        _prefer_interface(os.environ["MASTER_ADDR"])
-        dist.init_process_group(init_method="env://", **common)
-    else:
-        store = _store(place, attempt)
-        dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
+    store = _store(config, place, attempt)
+    dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
 
 
-def _store(place: RankPlace, attempt: Path) -> Store:
-    if place.world_size == 1:
+_MET: list[Meeting] = []
+"""Kept as long as this process: torch holds a store's C++ half alone, whose methods are those of the Python one."""
+
+
+def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
+    met = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S) if place.world_size > 1 else None
+    if config.cluster.interface is None:
+        _choose_interfaces(LOOPBACK if met is None else met.host)
+    if met is None:
         return HashStore()
-    store, host = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S)
-    _prefer_interface(host)
-    return store
+    _MET.append(met)
+    sign_pickles(met.signer)
+    return met.store
 
 
-def _prefer_interface(host: str) -> None:
-    """Let gloo use the interface that leads to rank 0, unless the user chose one; host names often lead elsewhere."""
+def _choose_interfaces(host: str) -> None:
+    """Let gloo and NCCL listen on loopback where all ranks are on one host, whatever variables say. Over hosts, let
+    gloo use the interface that leads to rank 0, unless a variable names one; host names often lead elsewhere."""
     interface = interface_towards(host)
-    if interface is not None:
+    if interface is None:
+        return
+    if host == LOOPBACK:
+        os.environ[GLOO_INTERFACE] = os.environ[NCCL_INTERFACE] = interface
+    else:
         os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
@@ -136,8 +146,13 @@ def abandon() -> None:
         dist.destroy_process_group()
 
 
-def leave(ranks: Ranks) -> None:
-    """Leave the default group after all ranks have come here, so that none takes the end of another for a fault."""
+def leave(ranks: Ranks, met_in: Path | None) -> None:
+    """Leave the default group after all ranks have come here, so that none takes the end of another for a fault.
+
+    met_in: the folder of their meeting, which rank 0 removes; None where a launcher does.
+    """
     if ranks.world_size > 1:
         dist.barrier()
     dist.destroy_process_group()
+    if met_in is not None and ranks.rank == 0:
+        shutil.rmtree(met_in, ignore_errors=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.control import gather_json
 from harness.engines.protocol import Ranks
 from harness.probe.nccl_library import version_facts
 from harness.store import provenance
@@ -22,7 +23,7 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
     Raises:
         RuntimeError: the run resumes from a checkpoint, and the sources that can change its numbers are others now.
     """
-    machines = _gathered({"host": socket.gethostname(), **_machine(ranks)}, ranks, control)
+    machines = gather_json({"host": socket.gethostname(), **_machine(ranks)}, control)
     if ranks.rank == 0:
         facts = _sources(run, resuming) | _of_all(machines) | _of_torch()
         provenance.merge(run, facts)
@@ -58,14 +59,6 @@ def _changed(what: str, then: str, now: str) -> RuntimeError:
 def _machine(ranks: Ranks) -> dict[str, Any]:
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
     return {"cpu_model": provenance.cpu_model(), "device": name}
-
-
-def _gathered(mine: dict[str, Any], ranks: Ranks, control: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    if ranks.world_size == 1:
-        return [mine]
-    everyone: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(everyone, mine, group=control)
-    return everyone
 
 
 def _of_all(machines: list[dict[str, Any]]) -> dict[str, Any]:

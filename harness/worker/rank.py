@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harness.config.compose import load_config
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
-from harness.store.rank_place import RankPlace, rank_place
+from harness.store.rank_place import RankPlace, meeting_folder, rank_place
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
@@ -107,8 +107,8 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
             signs = Signs(_progress(reporter, watch, seen), reporter.warn, heartbeat(reporter, watch))
             outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
-            code = _finish(place, reporter, stop, outcome, seen)
-            connect.leave(ranks)
+            code = _finish(run, place, reporter, stop, outcome, seen)
+            connect.leave(ranks, None if place.watched else meeting_folder(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
                 connect.abandon()
@@ -225,7 +225,9 @@ def _train(
             session.engine.close()
 
 
-def _finish(place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:
+def _finish(
+    run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence
+) -> int:
     if outcome.status == "done":
         reporter.ended(State.done, f"{counted(outcome.step, 'step')}{seen}")
         return DONE
@@ -241,5 +243,5 @@ def _finish(place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outco
         return INTERRUPTED
     reporter.ended(State.preempted, reason)
     if place.rank == 0 and place.job and not fate.requeued:
-        requeue.requeue(place)
+        requeue.requeue(place, run.path)
     return PREEMPTED

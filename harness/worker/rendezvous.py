@@ -1,82 +1,146 @@
-"""How ranks find each other without a port chosen beforehand: rank 0 binds one and publishes it for this start."""
+"""How ranks find each other: rank 0 leaves a key and a way to a store in a folder that only its user can enter.
+
+[Note: Who is believed] The ports of gloo, NCCL and torch's TCPStore ask for no password, and anybody who reaches them
+may answer. Ranks on one host need no port to meet: their store is a file of that folder, and what they listen on
+afterwards is on loopback. Ranks on several hosts share the folder and meet in a TCPStore, of which they believe what
+is signed with the key (`harness.worker.signed_store`). Key and folder are of one start: no other's is met in them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from harness.store.files import write_json
-from harness.store.rank_place import RankPlace
-from harness.store.reading import read_json
+# torch exports its stores without declaring them
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-if TYPE_CHECKING:
-    # torch exports its stores without declaring them
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from harness.store.errors import StoreError
+from harness.store.files import PRIVATE
+from harness.store.rank_place import RankPlace, meeting_folder
+from harness.store.reading import read_own_json
+from harness.worker.signed_store import SignedStore
+from harness.worker.signing import KEY_BYTES, Signer
 
-FILE = "rendezvous.json"
+ADDRESS, STORE = "address.json", "store"
 LOOPBACK = "127.0.0.1"
 
 
-def meet(
-    attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapping[str, str] = os.environ
-) -> tuple[Store, str]:
-    """A store all ranks of this start share, and the host it is reached by. *Collective.*
+@dataclass(frozen=True)
+class Meeting:
+    """What the ranks of one start share once they have met.
 
-    Rank 0 binds a free port on the interface the others reach it by, and only then publishes host and port under this
-    start's token, so that no port is guessed and no older start's address is believed.
+    host: an address by which all of them reach rank 0; `LOOPBACK` where they are on one host.
+    """
+
+    store: Store
+    signer: Signer
+    host: str
+
+
+def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Meeting:
+    """A store all ranks of this start share. *Collective over them.*
 
     Raises:
-        TimeoutError: rank 0 has not published within `timeout_s` seconds.
+        TimeoutError: rank 0 has not published the way within `timeout_s` seconds.
+        StoreError: other users may look into the attempt's folder, or put something there.
+        ValueError: the ranks have no start in common.
     """
+    if not place.start:
+        raise ValueError(f"{place.launcher} started these ranks, and they know no common start: let it start run.py")
+    _check_private(attempt)
+    folder, limit = meeting_folder(attempt, place.start), timedelta(seconds=timeout_s)
     if place.rank == 0:
-        host = reachable_host(place, environment)
-        listener = socket.create_server((host, 0), backlog=max(128, place.world_size))
-        port = int(listener.getsockname()[1])
-        store = _serve(host, port, listener, place.world_size, timeout_s)
-        write_json(attempt / FILE, {"start": place.start, "host": host, "port": port})
-        return store, host
-    host, port = _await_address(attempt / FILE, place, timeout_s)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        folder.mkdir(mode=0o700)
+        host, key = reachable_host(place, environment), secrets.token_bytes(KEY_BYTES)
+        served = None if is_one_host(place, environment) else _serve(host, place.world_size, limit)
+        _publish(folder / ADDRESS, {"key": key.hex(), "host": host, "port": served and served.port})
+    else:
+        found = _await_address(folder / ADDRESS, place, timeout_s)
+        host, port, key = found["host"], found["port"], bytes.fromhex(found["key"])
+        served = port and TCPStore(host, port, place.world_size, is_master=False, timeout=limit)
+    signer = Signer(key, place.rank)
+    store = SignedStore(served, signer) if served else FileStore(str(folder / STORE), place.world_size)
+    store.set_timeout(limit)
+    return Meeting(store, signer, host)
 
-    return TCPStore(host, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)), host
+
+def _check_private(folder: Path) -> None:
+    found = folder.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise StoreError(
+            f"{folder} (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}) is to be yours alone, mode 700: the"
+            " ranks leave there what they know each other by. Put launch.root on a file system that keeps modes"
+        )
 
 
-def _serve(host: str, port: int, listener: socket.socket, world_size: int, timeout_s: float) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def _publish(path: Path, address: Mapping[str, Any]) -> None:
+    """Not by `write_atomic`, which replaces secrets."""
+    temporary = path.with_suffix(".part")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
+        json.dump(address, file)
+    os.replace(temporary, path)
 
+
+def _serve(host: str, world_size: int, limit: timedelta) -> TCPStore:
+    """A store in this process, at a free port of the interface the others reach this host by."""
+    listener = socket.create_server((host, 0), backlog=max(128, world_size))
     return TCPStore(
         host,
-        port,
+        int(listener.getsockname()[1]),
         world_size,
         is_master=True,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=limit,
         wait_for_workers=False,  # the others cannot come before the address is published
         master_listen_fd=listener.detach(),
     )
 
 
-def _await_address(path: Path, place: RankPlace, timeout_s: float) -> tuple[str, int]:
+def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        published = read_json(path)
-        if published is not None and published["start"] == place.start:
-            return published["host"], published["port"]
+        published: dict[str, Any] | None = read_own_json(path)
+        if published is not None:
+            return published
         time.sleep(0.02)
     raise TimeoutError(f"rank {place.rank} waited {timeout_s:g} s for rank 0 to publish {path}; see rank 0's log")
 
 
+def is_one_host(place: RankPlace, environment: Mapping[str, str]) -> bool:
+    """Whether all ranks of this start are known to be on this machine."""
+    if place.launcher == "torchrun":
+        return environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
+    return place.launcher != "slurm" or environment.get("SLURM_STEP_NUM_NODES", "1") == "1"
+
+
 def reachable_host(place: RankPlace, environment: Mapping[str, str]) -> str:
-    """An address of this machine that every rank reaches: loopback on one, else the one SLURM knows the node by."""
-    if place.launcher != "slurm" or environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
+    """An address of this machine that every rank reaches: loopback on one host; else the one SLURM knows the node by,
+    or under torchrun the one that leads to MASTER_ADDR, which is on rank 0's machine or near it.
+
+    Raises:
+        ValueError: torchrun's MASTER_ADDR is missing, or nothing leads there.
+    """
+    if is_one_host(place, environment):
         return LOOPBACK
-    name = _node_address(environment["SLURMD_NODENAME"]) or socket.gethostname()
-    return socket.gethostbyname(name)
+    if place.launcher == "slurm":
+        return socket.gethostbyname(_node_address(environment["SLURMD_NODENAME"]) or socket.gethostname())
+    master = environment.get("MASTER_ADDR", "")
+    address = _address_towards(master) if master else None
+    if address is None:
+        raise ValueError(
+            f"MASTER_ADDR={master!r} leads nowhere, and the ranks are on several machines (LOCAL_WORLD_SIZE="
+            f"{environment.get('LOCAL_WORLD_SIZE')}, WORLD_SIZE={place.world_size}): set it to rank 0's address"
+        )
+    return address
 
 
 def _node_address(node: str) -> str:
@@ -92,13 +156,18 @@ def interface_towards(host: str) -> str | None:
     """Name of the interface this machine reaches `host` by; None where it cannot be told. gloo is given this one."""
     import psutil
 
+    address = _address_towards(host)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
+
+
+def _address_towards(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # no packet is sent: connecting a datagram socket only looks up the route
         except OSError:
             return None
-        address = probe.getsockname()[0]
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return name
-    return None
+        address: str = probe.getsockname()[0]
+    return address

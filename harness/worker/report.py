@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.store import failure, status
+from harness.store import checksums, failure, status
 from harness.store.errors import StoreError
 from harness.store.rank_place import PROGRESS, RankPlace
 from harness.store.redaction import redacted
@@ -80,8 +80,13 @@ class Reporter:
         failure.forget(self.folder, place.rank)
 
     def started(self) -> None:
-        """Rank 0 marks the run as running, where no launcher of ours has done so."""
+        """Rank 0 marks the run as running, where no launcher of ours has done so.
+
+        Raises:
+            StoreError: what it would go on from was damaged since it was preempted.
+        """
         if self.place.rank == 0 and not self.place.watched:
+            checksums.demand(self.run)
             keeper = Keeper.slurm if self.place.job else Keeper.process
             self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
 
@@ -113,9 +118,9 @@ class Reporter:
             logging.getLogger(logger).removeHandler(handler)
 
     def ended(self, state: State, reason: str) -> None:
-        """Rank 0 marks the run as ended."""
+        """Rank 0 lists what the run recorded, and marks it as ended."""
         if self.place.rank == 0:
-            self._write(state, reason)
+            self._write(state, reason, checksums=checksums.write(self.run))
 
     def failed(self, error: BaseException) -> None:
         """Tell the traceback to whoever can still hear: the launcher, the attempt's folder, the log.

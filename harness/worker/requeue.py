@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.store import commands
 from harness.store.rank_place import RankPlace, stop_signals_blocked
@@ -60,8 +62,8 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def requeue(place: RankPlace) -> bool:
-    """Put this job back into the queue; returns whether SLURM took it. Called by rank 0.
+def requeue(place: RankPlace, run: Path) -> bool:
+    """Put this job, which runs `run`, back into the queue; returns whether SLURM took it. Called by rank 0.
 
     Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.
     """
@@ -71,7 +73,8 @@ def requeue(place: RankPlace) -> bool:
             return True
         time.sleep(PAUSE_S)
     why = done.stderr.strip() or f"exit {done.returncode}"
-    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: {commands.verb('retry RUN')}\n")
+    resume = commands.verb(f"retry {shlex.quote(str(run))}")
+    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: {resume}\n")
     return False
 
 

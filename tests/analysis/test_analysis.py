@@ -83,9 +83,41 @@ def test_differences_are_relative_signed_and_by_step(store: Path) -> None:
 
 
 def test_costs_leave_the_warm_up_out() -> None:
-    steps = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "step_time_s": [9.0, 9.0, 1.0, 3.0]})
-    found = stats.costs(steps.assign(sent_bytes=10, rss_bytes=[5, 5, 1, 2]))
+    steps = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "step_time_s": [9.0, 2.0, 1.0, 3.0]})
+    found = stats.costs(steps.assign(sent_bytes=10, rss_bytes=[5, 2, 1, 2]))
     assert found.to_dict("records") == [{"run": "a", "step_time_s": 2.0, "sent_bytes": 10.0, "rss_bytes": 2}]
+
+
+@pytest.mark.parametrize(
+    ("other", "wanted"),
+    [
+        ([0.5, 0.5], {"data": 1.0, "optimizer": 2.0, "other": 0.5}),
+        ([0.1, None], {"data": 1.0, "optimizer": 2.0, "other": 1.0}),
+        (None, {"data": 1.0, "optimizer": 2.0, "other": 1.0}),
+    ],
+    ids=["recorded", "of a part of the steps", "not recorded"],
+)
+def test_parts_and_other_are_what_was_recorded(other: list[float | None] | None, wanted: dict[str, float]) -> None:
+    nothing = [None, None]
+    parts = {"data_s": [1.0, 1.0], "forward_s": nothing, "backward_s": nothing, "optimizer_s": [2.0, 2.0]}
+    steps = pd.DataFrame({"run": ["a"] * 2, "step": [2, 3], "step_time_s": [4.0, 4.0], **parts})
+    found = stats.parts(steps if other is None else steps.assign(other_s=other))
+    assert dict(zip(found["part"], found["seconds"], strict=True)) == wanted
+    assert exceeding(steps) == [{"run": "a", "part": "other", "seconds": 2.0}]
+
+
+def exceeding(steps: pd.DataFrame) -> list[dict[str, Any]]:
+    """What is told apart of steps that their parts exceed."""
+    found: list[dict[str, Any]] = stats_module.parts(steps.assign(step_time_s=[2.0, 2.0])).to_dict("records")
+    return found
+
+
+@kills("The pictures of a study", "a rest below nothing", "Parts that exceed a step are shown, and less than nothing")
+def test_a_hidden_excess_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(stats_module, "parts", "elif other.median() < 0", "elif False").put(monkeypatch)
+    parts = {"data_s": [1.0, 1.0], "forward_s": [None] * 2, "backward_s": [None] * 2, "optimizer_s": [2.0, 2.0]}
+    steps = pd.DataFrame({"run": ["a"] * 2, "step": [2, 3], "step_time_s": [4.0, 4.0], **parts})
+    assert exceeding(steps) != [{"run": "a", "part": "other", "seconds": 2.0}]
 
 
 def test_gradients_are_held_against_the_control(store: Path) -> None:

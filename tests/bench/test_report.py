@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def test_the_verb_prints_a_table_or_json_and_what_is_next(root: Path, capsys: py
     assert main(["bench", "lab", "--root", str(root)]) == 0
     shown = capsys.readouterr().out
     assert "ms/step" in shown
-    assert shown.splitlines()[-1] == f"next: python -m harness bench lab --json --root {root}"
+    assert shown.splitlines()[-1] == f"next: python -m harness bench lab --json --root {shlex.quote(str(root))}"
     assert main(["bench", "lab", "--root", str(root), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["study"] == "lab"
     shutil.rmtree(next((root / "lab").glob("*native-no_shard*-r4-*")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
-import shutil
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +21,7 @@ from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
 from tests.support.mutants import kills
+from tests.support.needs import needs
 
 ASKED = {
     "python -m harness verd": ["verdict"],
@@ -53,12 +54,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     as_study(here / "runs", {control: None, arm: control}, "Is it the same?")
     for name, words in {"python": "", "harness": " -m harness"}.items():
         (here / "bin").mkdir(exist_ok=True)
-        (here / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n')
+        (here / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
         (here / "bin" / name).chmod(0o755)
     return here
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@needs("bash")
 def test_bash_completes_what_is_typed(folder: Path) -> None:
     ask = 'COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; COMPREPLY=(); _harness_completion; echo "[${COMPREPLY[*]}]"'
     asked = "\n".join([f"ask() {{ {ask}; }}", *(f"ask '{line}'" for line in ASKED)])
@@ -78,7 +79,7 @@ def test_bash_completes_what_is_typed(folder: Path) -> None:
     assert answers == [f"[{' '.join(words)}]" for words in ASKED.values()]
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh (.ci/apt.txt)")
+@needs("zsh")
 def test_zsh_completes_what_is_typed(folder: Path) -> None:
     """In its line editor, on a terminal: completion functions run nowhere else."""
     (folder / "text.txt").write_text("text")

@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,15 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from harness.cli.main import main
-from harness.store import forward, judged, nodes
+from harness.launch.terminal import Terminal
+from harness.store import checksums, forward, judged, nodes, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.parity.arms import Arm
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
 from tests.support import wandb_stand_in
+from tests.support.mutants import kills
 
 CODES = {0, 1, 2, 3, 4, 69}
 """Exit codes of README.md that a verb which starts nothing can end with."""
@@ -82,8 +86,6 @@ def _reshaped(path: Path, dice: Dice) -> None:
         lines[place] = json.dumps(_changed(json.loads(lines[place]), dice))
         path.write_text("\n".join([*lines, ""]))
     elif path.suffix in (".json", ".yaml"):
-        import yaml
-
         path.write_text(json.dumps(_changed(yaml.safe_load(path.read_text()), dice)))
     else:
         path.write_text(json.dumps(dice.choice(VALUES)))
@@ -162,6 +164,9 @@ FILES = (
     *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store", "../../.nodes.jsonl"),
 )
 
+LIST = "checksums.json"
+"""A file that not every store has."""
+
 # -- one damaged store -------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +216,9 @@ def _timed(root: Path) -> None:
 
 Verbs = Callable[[Path], list[list[str]]]
 
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
+"""Characters that no verb prints where its output is no terminal."""
+
 
 def _mirrors(root: Path) -> list[list[str]]:
     """Verbs that send what is stored; a stand-in for wandb refuses what wandb cannot hold, or drops."""
@@ -247,6 +255,10 @@ def _asked(root: Path, told: Path, verbs: Verbs) -> None:
                 code = traceback.format_exc()
         if code not in CODES:
             wrong.append(f"{words[:2]}: {code}")
+        out.flush()
+        printed = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+        if obeyed := OBEYED.findall(printed):
+            wrong.append(f"{words[:2]}: a terminal would obey {sorted(set(obeyed))!r} in {printed!r}")
     told.write_text("\n".join(wrong))
 
 
@@ -255,7 +267,10 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
     root, told = folder / "runs", folder / "told"
     shutil.copytree(whole, root, symlinks=True)
     for path in root.rglob("config.yaml"):  # the copy's own root
-        path.write_text(path.read_text().replace(str(whole), str(root)))
+        if str(whole) in (text := path.read_text()):
+            path.write_text(text.replace(str(whole), str(root)))
+    for run in Store(root).runs():
+        checksums.renew(run.path)
     target = dice.choice(Store(root).runs()).path / name
     try:
         with contextlib.suppress(OSError, ValueError):  # what is no file, or damaged before
@@ -273,13 +288,18 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
 
 
 def found_wrong(
-    whole: Path, folder: Path, seeds: Sequence[int], kinds: Mapping[str, object] = DAMAGE, verbs: Verbs = _verbs
+    whole: Path,
+    folder: Path,
+    seeds: Sequence[int],
+    kinds: Mapping[str, object] = DAMAGE,
+    verbs: Verbs = _verbs,
+    files: Sequence[str] = FILES,
 ) -> list[str]:
     """How verbs end badly, each with the seed, damage and file that make them."""
     wrong = []
     for seed in seeds:
         dice = random.Random(seed)
-        kind, name = dice.choice(sorted(kinds)), dice.choice(FILES)
+        kind, name = dice.choice(sorted(kinds)), dice.choice(files)
         if text := damaged(whole, folder, dice, kind, name, verbs):
             wrong.append(f"seed {seed}, {kind} {name}: {text}")
     return wrong
@@ -303,11 +323,124 @@ def test_no_later_kind_of_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) 
     assert not found_wrong(whole, tmp_path, range(8), MORE_DAMAGE)
 
 
+@pytest.fixture(scope="module")
+def listed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, and every run with a list of what it recorded."""
+    root = tmp_path_factory.mktemp("listed") / "runs"
+    shutil.copytree(whole, root, symlinks=True)
+    for run in Store(root).runs():
+        status.note(run.path, checksums=checksums.write(run.path))
+    return root
+
+
+def test_no_damage_of_what_was_listed_makes_a_verb_fall(listed: Path, tmp_path: Path) -> None:
+    assert all(checksums.damage(run.path) == {} for run in Store(listed).runs())
+    assert not found_wrong(listed, tmp_path, range(6), DAMAGE | MORE_DAMAGE, files=(LIST, *FILES[:6]))
+
+
 def test_a_summary_that_is_a_text_makes_no_verb_fall(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DAMAGE, "a text", lambda path, _: path.write_text('"x"'))
     assert not damaged(whole, tmp_path, random.Random(0), "a text", "summary.json")
+
+
+ESCAPES = "\x1b[2J\x1b]0;mine\x07\x9b1m\r\u202e\x1b[8m"
+TEXTS = {
+    "facts": (
+        *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json", "../verdict.json"),
+        *("../../.last", "../../.nodes.jsonl", "../.failed"),
+    ),
+    "settings": (
+        *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),
+        *("vouch/stream.json", "vouch/forward.json"),
+    ),
+}
+"""Every file of a store that holds text, by what is planted together."""
+READ_BY_CODE = ("state", "keeper", "sources_digest", "signature", "directory", "control", "capture_steps")
+"""Entries of which another value hides what stands beside it."""
+
+
+def _planted(value: Any, key: str = "") -> Any:
+    """A value with escapes in every text, also in names of entries that nobody looks up."""
+    if isinstance(value, dict):
+        inside = {name: _planted(each, name) for name, each in value.items()}
+        return inside | ({f"x{ESCAPES}": ESCAPES} if key in ("environment", "versions", "engine") else {})
+    if isinstance(value, list):
+        return [_planted(each, key) for each in value]
+    return f"{value}{ESCAPES}" if isinstance(value, str) and key not in READ_BY_CODE else value
+
+
+def _plant(path: Path) -> None:
+    if path.suffix == ".jsonl":
+        lines = [json.dumps(_planted(json.loads(line))) for line in path.read_text().splitlines()]
+        path.write_text("".join(f"{line}\n" for line in lines))
+    elif path.suffix in (".json", ".yaml"):
+        found = yaml.safe_load(path.read_text())
+        if path.name == "status.json":
+            found |= {"state": "failed", "reason": "why", "mirror": "m", "host": "h", "job": "7"}
+        path.write_text(json.dumps(_planted(found)))
+    else:
+        path.write_text(f"{path.read_text() if path.exists() else ''}{ESCAPES}x={ESCAPES}\n")
+
+
+def _shown(root: Path) -> list[list[str]]:
+    return [["show", str(Store(root).runs("lab")[0].path), "--root", str(root)]]
+
+
+def _readers(root: Path) -> list[list[str]]:
+    said = [["report", "lab", "--markdown"], ["verdict", "lab", "--explain"], ["retry", "none"]]
+    return [*_verbs(root), *_shown(root), *([*words, "--root", str(root)] for words in said)]
+
+
+def obeyed(whole: Path, folder: Path, part: str, verbs: Verbs = _readers) -> str:
+    """Planted texts that verbs print and a terminal would obey, and verbs that end badly."""
+    shutil.copytree(whole, root := folder / "runs", symlinks=True)
+    for run in Store(root).runs("lab"):
+        for name in TEXTS[part]:
+            _plant(run.path / name)
+    if part == "facts":
+        shutil.copytree(root / "timed", root / "x\x1b[31mx")
+    child = os.fork()
+    if child == 0:
+        try:
+            _asked(root, folder / "told", verbs)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    shutil.rmtree(root)
+    return (folder / "told").read_text()
+
+
+@pytest.mark.parametrize("part", TEXTS)
+def test_no_text_of_a_store_moves_a_terminal(part: str, whole: Path, tmp_path: Path) -> None:
+    assert not obeyed(whole, tmp_path, part)
+
+
+@kills("The terminal", "escapes of a store", "A run's reason may clear the terminal, rename its window or hide text")
+def test_a_terminal_that_is_moved_is_found(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "visible", lambda text: text)
+    assert "a terminal would obey" in obeyed(whole, tmp_path, "facts", _shown)
+
+
+def test_a_terminal_shows_our_own_colours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "coloured", lambda *_: True)
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    screen.show(f"EQUAL{ESCAPES}")
+    Terminal(out).line(f"failed{ESCAPES}")
+    with screen.filtered():
+        print(ESCAPES)
+        with screen.unfiltered():
+            print("\x1b[1mmine")
+    left = re.sub("\x1b\\[3[1-6]m(EQUAL|failed)\x1b\\[0m", r"\1", out.getvalue())
+    assert (
+        left
+        == f"EQUAL{screen.visible(ESCAPES)}\nfailed{screen.visible(ESCAPES)}\n{screen.visible(ESCAPES)}\n\x1b[1mmine\n"
+    )
+    assert not OBEYED.search(screen.visible(ESCAPES))
+
+
+# -- where damage is sent ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -336,6 +469,8 @@ def test_no_damage_at_all_makes_the_mirror_fall(part: int, whole: Path, tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
-def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, tmp_path: Path) -> None:
+def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, listed: Path, tmp_path: Path) -> None:
     assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part))
     assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part), MORE_DAMAGE)
+    both = DAMAGE | MORE_DAMAGE
+    assert not found_wrong(listed, tmp_path, range(100 + 60 * part, 160 + 60 * part), both, files=(LIST, *FILES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,7 +189,9 @@ def test_what_comes_after_runs_that_are_no_study_is_no_verdict(
     runs = [write(tmp_path, each) for each in (FP32, OURS)]
     assert main(["watch", "lab", "--root", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    told = re.fullmatch(rf"next: python -m harness compare (\w{{8}}) (\w{{8}}) --root {tmp_path}", last)
+    told = re.fullmatch(
+        rf"next: python -m harness compare (\w{{8}}) (\w{{8}}) --root {re.escape(shlex.quote(str(tmp_path)))}", last
+    )
     assert told is not None, last
     assert set(told.groups()) == {run.name[-8:] for run in runs}
 

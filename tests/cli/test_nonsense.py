@@ -120,6 +120,20 @@ OPTIONS = {
 """Files of one's own that are no options, and what is said of them."""
 
 
+SECRETS = {"MY_TOKEN": "qwertz-1", "WANDB_API_KEY": "hunter2", "DB_PASSWORD": 'it is "so"'}
+
+OF_SECRETS = (
+    "notes='x${oc.env:MY_TOKEN}'",
+    "train.steps=${oc.env:MY_TOKEN}",
+    "data.path=${oc.env:DB_PASSWORD}",
+    "model=${oc.env:MY_TOKEN}",
+    "ckpt.load=/${oc.env:WANDB_API_KEY}",
+    "notes=hf_abcdefghijklmnopqrstuvwx",
+    "cluster.additional={api_token: hunter2}",
+)
+"""Requests of which Hydra makes a secret's value, or a rule refuses it."""
+
+
 @pytest.fixture(scope="module")
 def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     folder = tmp_path_factory.mktemp("nonsense")
@@ -130,7 +144,11 @@ def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     for name, (data, _) in OPTIONS.items():
         (options / f"{name}.yaml").write_bytes(data)
     os.mkfifo(options / "waits.yaml")
-    with closing(Asker(folder, None)) as made:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        asker = Asker(folder, None)
+    with closing(asker) as made:
         yield made
 
 
@@ -153,6 +171,13 @@ def test_a_part_that_is_none_is_refused(asker: Asker) -> None:
     outcome = asker.ask(BadRequest(("--cfg=job", "--package=trian"), ()))
     assert outcome.code == 2
     assert "--package trian: is no part of a configuration" in outcome.err
+
+
+@pytest.mark.parametrize("word", OF_SECRETS)
+def test_a_secret_that_a_refusal_comes_across_is_not_said(word: str, asker: Asker) -> None:
+    outcome = asker.ask(BadRequest((word, DRY), ()))
+    assert outcome.code == 2, outcome.out
+    assert not [each for each in (*SECRETS.values(), "hf_abcde") if each in outcome.err + outcome.out], outcome.err
 
 
 def test_nonsense_is_refused_in_words(asker: Asker) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from harness.cli.main import main
+from harness.store import checksums
 from harness.store.files import Lock
 from harness.store.rundir import RunDir, Store
 from harness.study import rehearse as rehearsal
@@ -66,6 +67,14 @@ def test_the_same_layout_keeps_every_bit(rehearsed: dict[str, Any]) -> None:
     assert rehearsed["numbers"] >= 6 * 6
 
 
+def test_a_resumed_run_lists_what_both_attempts_recorded(rehearsed: dict[str, Any]) -> None:
+    resumed = Path(rehearsed["resumed"])
+    assert checksums.told(resumed).startswith("complete, ")
+    (resumed / "attempts/0").rename(resumed / "away")
+    assert checksums.told(resumed).startswith("damaged: attempts/ is truncated: 1 of 2 are there")
+    (resumed / "away").rename(resumed / "attempts/0")
+
+
 def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--as", "sharding=hfsdp", "mesh=two_by_two")
     assert rehearse(run, "--preempt-at", "2", *words) == 0
@@ -90,16 +99,19 @@ def test_a_record_that_differs_is_told(
     fifth["loss"] = float.fromhex(float(fifth["loss"]).hex())
     lines[4] = json.dumps(fifth | {"loss": fifth["loss"] * (1 + 2**-52)})
     run.metrics.write_text("\n".join(lines) + "\n")
+    checksums.renew(run.path)
     try:
         assert rehearse(run, "--preempt-at", "3") == 1
         assert capsys.readouterr().out.startswith("DIFFERENT: 1 difference, the first: step 5: loss is ")
         summary = run.summary.read_text()
         run.summary.write_text('{"status": "done"}')
+        checksums.renew(run.path)
         assert rehearse(run, "--preempt-at", "3") == 2
         assert "summary.json is damaged: initial_weights is missing" in capsys.readouterr().err
         run.summary.write_text(summary)
     finally:
         run.metrics.write_text(text)
+        checksums.renew(run.path)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_watch_counts_states_and_names_the_cause(root: Path, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "1 x ValueError: no luck" in out
     assert "next: python -m harness retry" in out
-    assert f"--root {root}" in out
+    assert f"--root {shlex.quote(str(root))}" in out
     assert main(["watch", str(root / "adhoc")]) == 1
     assert capsys.readouterr().out == out, "a study by its folder"
 
@@ -118,7 +119,7 @@ def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureF
     assert main(["show", str(failed.path), "--root", str(root)]) == 0
     out = capsys.readouterr().out
     assert "ValueError: no luck" in out
-    again = f"next: python -m harness retry {failed.signature()[:8]} --root {root}\n"
+    again = f"next: python -m harness retry {failed.signature()[:8]} --root {shlex.quote(str(root))}\n"
     assert again in out
     assert main(["show", str(failed.path)]) == 0
     assert again in capsys.readouterr().out, "in the store in which it lies"
@@ -131,7 +132,7 @@ def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixt
         told = capsys.readouterr().out.splitlines()
         assert told == [
             f"nothing to cancel: no run of {ref} is queued or running",
-            f"next: python -m harness {after} --root {root}",
+            f"next: python -m harness {after} --root {shlex.quote(str(root))}",
         ]
     assert main(["gc", "--root", str(root)]) == 0
     assert "0 items" in capsys.readouterr().out
@@ -141,7 +142,8 @@ def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixt
 def test_a_cancel_that_proposes_to_start_is_found(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=Slip(runs, "_cancel", "code is None", "False").made()))
+    slip = Slip(runs, "_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'")
+    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=slip.made()))
     monkeypatch.setattr("harness.cli.main.VERBS", [runs.CANCEL])
     with pytest.raises(AssertionError):
         test_cancel_and_gc_with_nothing_to_do(root, capsys)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.config import rules
 from harness.config.errors import BadRequest
 from harness.config.rules import environment
 from tests.support.composing import compose
 from tests.support.disk import fill, small_disk
+from tests.support.mutants import Slip, kills
 
 
 def test_a_probe_leaves_nothing_and_makes_no_folder(tmp_path: Path) -> None:
@@ -75,6 +77,17 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(BadRequest, match="wandb is not installed"):
         compose(["wandb=offline"])
+    with pytest.raises(BadRequest, match=r"cluster\.backend=local: \S+ lacks torch\n +fix: +\S"):
+        compose([])
+    compose(["launch.dry_run=true"])
+
+
+@kills("The terminal", "ranks without torch", "Ranks are started by an interpreter that lacks torch")
+def test_missing_torch_is_missed_without_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    less = Slip(rules, "RULES", "", lambda all_: [each for each in all_ if each is not environment.torch_is_installed])
+    less.put(monkeypatch)
+    with pytest.raises(pytest.fail.Exception):
+        test_missing_tools_are_named(monkeypatch)
 
 
 def test_a_mirror_nobody_could_log_into_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ HEAD = re.compile(r"# [^\n]+\n\n\*(?P<kind>Guide|Reference|Record)\. (?P<sentenc
 SOURCES = {
     "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
     "compatibility.md": "benchmarks/pages/compatibility_prose.md",
-    "configuration.md": "harness/config/doc.py",
+    "configuration.md": "benchmarks/pages/settings_page.py",
     "dtypes.md": "benchmarks/pages/dtype_table.py",
-    "engine_knobs.md": "harness/config/engine_doc.py",
-    "metrics.md": "harness/store/fields.py",
+    "metrics.md": "benchmarks/pages/metrics_page.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",

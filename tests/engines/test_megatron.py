@@ -103,9 +103,7 @@ def build(config: Config, rank: int = 0) -> Engine:
 
 
 def accumulate(engine: Engine, config: Config, step: int, rank: int) -> list[float]:
-    parts = [
-        Microbatch(*(torch.from_numpy(rows) for rows in part)) for part in Loader(config, rank).batch(step).microbatches
-    ]
+    parts = [Microbatch(*(torch.from_numpy(rows) for rows in part)) for part in Loader(config, rank).batch(step)]
     assert len(parts) == microbatches_per_rank(config)
     return [engine.forward_backward(part, last=part is parts[-1]).item() for part in parts]
 

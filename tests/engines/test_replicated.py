@@ -30,7 +30,7 @@ def build(config: Config, rank: int = 0) -> Engine:
 
 def microbatches(config: Config, step: int, rank: int = 0) -> list[Microbatch]:
     batch = Loader(config, rank).batch(step)
-    return [Microbatch(*(torch.from_numpy(rows) for rows in microbatch)) for microbatch in batch.microbatches]
+    return [Microbatch(*(torch.from_numpy(rows) for rows in microbatch)) for microbatch in batch]
 
 
 def accumulate(engine: Engine, config: Config, step: int, rank: int = 0) -> list[float]:

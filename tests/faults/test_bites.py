@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.power.steps import compose_all
 from harness.config.schema import Config
 from harness.engines.protocol import Microbatch
 from tests.faults.corpus import Fault, corpus
+from tests.faults.site import Site
 from tests.study.short import functions_given_back
 from tests.support.covering import once
 from tests.support.factory import stopping, train
+from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
 STEPS = 3
@@ -40,10 +43,29 @@ CELL = (
     "measure.capture_steps=[]",
     "measure.vouch=false",
 )
-Trace = dict[tuple[int, str], str]
-"""Step and what was looked at -> the digest of its bits, of one rank."""
-LOOKED_AT = ("fed", "loss", "gradients", "norm", "state", "left")
-"""In the order of a step; `left` are the weights when the last step is done."""
+Key = tuple[int, str]
+"""A step, and what of it was looked at."""
+Trace = dict[Key, str]
+"""The digest of its bits, of one rank."""
+LOOKED_AT = ("fed", "read", "loss", "gradients", "norm", "state", "left")
+"""In the order of a step: `read` is the embedding in the forward, `left` are the weights when the last step is done."""
+
+FIRST = {
+    "data": ("fed",),
+    "forward": ("loss",),
+    "gather": ("read", "loss", "gradients"),
+    "gradient": ("gradients",),
+    "reduction": ("gradients",),
+    "clipping": ("norm", "state"),
+    "optimizer": ("state",),
+    "weights": ("read", "state", "left"),
+    "checkpoint": ("read", "loss", "state"),
+}
+"""What of a step a fault may show in first, by its stage."""
+ELSEWHERE = {"same_batch": "loss", "F33_rotary_in_16_bits": "gradients"}
+"""Shown in by a fault whose data the loop did feed, and by one that is too little for a loss in fp32."""
+BETWEEN = ("F29_amax_over_the_wrong_group", "F43_average_left_in", "amax_of_one_rank", "stale_scale", "stale_weights")
+"""What these do to weights after a step, the next one reads."""
 
 
 class Watched:
@@ -53,6 +75,11 @@ class Watched:
         self.engine, self.trace, self.step_ = engine, trace, step
         self.fed: list[Tensor] = []
         self.losses: list[Tensor] = []
+        self.read: list[str] = []
+        seen = engine.seen()  # of a model that tensor parallelism has cut, nothing
+        for module in () if seen is None else seen.module.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(lambda module, _: self.read.append(digest([module.weight])))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -67,9 +94,10 @@ class Watched:
         self.engine.finish_gradients()
         gradients = digest(self.engine.local_gradients().values())
         norm: float = self.engine.step(lr)
-        seen = (digest(self.fed), digest(self.losses), gradients, norm.hex(), digest(self.engine.state_dict().values()))
+        state = digest(self.engine.state_dict().values())
+        seen = (digest(self.fed), "".join(self.read), digest(self.losses), gradients, norm.hex(), state)
         self.trace |= {(self.step_, what): bits for what, bits in zip(LOOKED_AT, seen, strict=False)}
-        self.fed, self.losses, self.step_ = [], [], self.step_ + 1
+        self.fed, self.losses, self.read, self.step_ = [], [], [], self.step_ + 1
         return norm
 
 
@@ -122,7 +150,7 @@ def ranks_of(fault: Fault) -> int:
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[int, str]]]:
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Key]]:
     """Where a run with the fault has other bits than the one without, by the fault's name, in the order of the run."""
 
     @once
@@ -136,17 +164,51 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tupl
         by_rank = run_ranks(traces, size, jobs)
         return dict(zip(wanted, map(list, zip(*by_rank, strict=True)), strict=True))
 
-    def found(name: str) -> list[tuple[int, str]]:
-        fault = corpus()[name]
-        part = made(ranks_of(fault))
-        with_it, without = part[arm(fault)], part[clean(fault)]
-        keys = {key for one, other in zip(with_it, without, strict=True) for key in one if one[key] != other[key]}
-        return sorted(keys, key=lambda key: (key[0], LOOKED_AT.index(key[1])))
+    def found(name: str) -> list[Key]:
+        part = made(ranks_of(corpus()[name]))
+        return moved_bits(part[arm(corpus()[name])], part[clean(corpus()[name])])
 
     return found
 
 
+def moved_bits(with_it: Sequence[Trace], without: Sequence[Trace]) -> list[Key]:
+    """Where any rank has other bits, in the order of the run."""
+    keys = {key for one, other in zip(with_it, without, strict=True) for key in one if one[key] != other[key]}
+    return sorted(keys, key=lambda key: (key[0], LOOKED_AT.index(key[1])))
+
+
+def wrong(fault: Fault, found: Sequence[Key]) -> str:
+    """What is not as the fault declares it: its first difference is at its step, and in what its stage may change."""
+    step, what = found[0] if found else (0, "nothing")
+    begins = STEPS if fault.resumes or fault.ends or fault.name in BETWEEN else BEGINS
+    may = (ELSEWHERE[fault.name],) if fault.name in ELSEWHERE else FIRST[fault.stage]
+    return "" if step == begins and what in may else f"{what} at step {step}, and not {' or '.join(may)} at {begins}"
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", corpus())
-def test_it_bites(moved: Callable[[str], list[tuple[int, str]]], name: str) -> None:
-    fault = corpus()[name]
-    print("BITES", name, fault.stage, moved(name)[:3])
+def test_it_bites(moved: Callable[[str], list[Key]], name: str) -> None:
+    """What comes before its first difference is equal to the bit."""
+    assert not wrong(corpus()[name], moved(name))
+
+
+def test_what_acts_too_early_or_elsewhere_is_told() -> None:
+    fault = corpus()["round_gradient"]
+    assert not wrong(fault, [(2, "gradients"), (2, "norm")])
+    assert "loss at step 2" in wrong(fault, [(2, "loss"), (2, "gradients")])
+    assert "gradients at step 1" in wrong(fault, [(1, "gradients"), (2, "gradients")])
+
+
+def blind_traces(rank: int, jobs: Sequence[Job]) -> list[Trace]:
+    """As `traces`, where nothing that a fault wraps is called any more."""
+    with mock.patch.object(Site, "around"):
+        return traces(rank, jobs)
+
+
+@kills("Faults", "blind", "A fault that wraps what the engine calls no more is taken for one that acts")
+def test_a_fault_that_went_blind_is_told(tmp_path: Path) -> None:
+    fault = corpus()["round_gradient"]
+    cells = compose_all((arm(fault), clean(fault)))
+    jobs = [Job(tmp_path / str(n), cell.typed, False) for n, cell in enumerate(cells.values())]
+    by_rank = run_ranks(blind_traces, 2, jobs)
+    assert "nothing at step 0" in wrong(fault, moved_bits(*map(list, zip(*by_rank, strict=True))))

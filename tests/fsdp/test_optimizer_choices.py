@@ -124,6 +124,37 @@ def dampening(rank: int, strategy: str) -> list[str]:
     return told
 
 
+# -- empty parameters --------------------------------------------------------------------------------------------------
+
+
+class Hollow(Model):
+    """One of its parameters has no rows, and gets a gradient of as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hollow = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.hollow.sum()
+
+
+def counting(rank: int, strategy: str) -> list[str]:
+    """Updates of a parameter without rows are counted as torch counts them, also after loading."""
+    plain, module = Hollow(), Hollow()
+    theirs = adam()(plain)
+    arguments = arguments_of(Pair(strategy, ""))
+    model, updates = fully_shard(module, adam()(module), fsdp_unit_modules=[Block], **arguments)
+    told = []
+    for number in range(3):
+        step(plain, theirs, number, list(range(RANKS)))
+        step(model, updates, number, [rank])
+        right, found = (each.state_dict()["state"] for each in (theirs, updates))
+        counts = [{place: float(entries["step"]) for place, entries in of.items()} for of in (right, found)]
+        told += [] if counts[0] == counts[1] else [f"step {number + 1} is counted {counts[1]}, by torch {counts[0]}"]
+        updates.load_state_dict(updates.state_dict())
+    return told + off(model, plain, "with an empty parameter")
+
+
 def refused(action: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:
     try:
         action()
@@ -132,7 +163,9 @@ def refused(action: Callable[[], Any], kind: type[Exception], words: str) -> lis
     return [f"not refused: {words}"]
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {check.__name__: check for check in (choosing, fusing, dampening)}
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    check.__name__: check for check in (choosing, fusing, dampening, counting)
+}
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -152,6 +185,11 @@ MUTANTS = {
         lambda: mock.patch.object(by_parameter, "begins_with_gradient", return_value=False),
         "dampening",
         "no_shard",
+    ),
+    "nobody's count": Mutant(
+        "A parameter of which no rank has a row is counted as the quotient of nothing",
+        lambda: mock.patch.object(by_parameter, "_largest", lambda _, like: like),
+        "counting",
     ),
 }
 

@@ -380,7 +380,7 @@ MUTANTS = {
     ),
     "sparse ones": Mutant(
         "A sparse buffer is saved as each rank has it",
-        lambda: mock.patch.object(Communicator, "_object_from_first", lambda self, value, purpose: value),
+        lambda: mock.patch.object(Communicator, "_sparse_from_first", lambda self, value, purpose: value),
         "uneven",
     ),
     "missing is missed": Mutant(

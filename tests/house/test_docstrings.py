@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.fsdp.arguments import ARGUMENTS, DTYPES, Argument
+from harness.fsdp.arguments import DIRECT, PLAIN
 
 PACKAGE = Path(__file__).parents[2] / "harness"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -29,8 +29,6 @@ class Documented(NamedTuple):
     line: int
     text: str | None
     """None where there is no docstring."""
-    by_decorator: bool
-    """Whether a decorator says what it is: `@fault(...)`."""
 
 
 def documented(node: ast.AST, prefix: str = "") -> Iterator[Documented]:
@@ -43,14 +41,13 @@ def of_body(body: list[ast.stmt], prefix: str) -> Iterator[Documented]:
     """What `documented` finds in statements that follow each other."""
     for each, below in zip(body, [*body[1:], None], strict=False):
         if isinstance(each, ast.FunctionDef | ast.ClassDef):
-            decorated = any(ast.unparse(found).startswith("fault(") for found in each.decorator_list)
-            yield Documented(prefix + each.name, each.lineno, ast.get_docstring(each), decorated)
+            yield Documented(prefix + each.name, each.lineno, ast.get_docstring(each))
         inner = f"{prefix}{each.name}." if isinstance(each, ast.FunctionDef | ast.ClassDef) else prefix
         yield from documented(each, inner)
         text = literal(below)
         if isinstance(each, ast.Assign | ast.AnnAssign) and text is not None:
             target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
-            yield Documented(prefix + ast.unparse(target), each.lineno, text, False)
+            yield Documented(prefix + ast.unparse(target), each.lineno, text)
 
 
 def literal(node: ast.stmt | None) -> str | None:
@@ -66,7 +63,7 @@ def problems(source: str) -> list[str]:
     """
     found = []
     for each in documented(ast.parse(source)):
-        if each.text is None and not each.by_decorator and not each.name.startswith("_") and "." not in each.name:
+        if each.text is None and not each.name.startswith("_") and "." not in each.name:
             found.append(f"line {each.line}: {each.name} has no docstring")
         if each.text is not None and LEANING.match(each.text):
             found.append(f"line {each.line}: {each.name} leans on its neighbour: {each.text.splitlines()[0]}")
@@ -78,18 +75,12 @@ def test_docstrings_stand_alone(path: Path) -> None:
     assert not problems(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("table", [ARGUMENTS, DTYPES])
-def test_rows_of_arguments_stand_alone(table: tuple[Argument, ...]) -> None:
-    assert not [each.does for each in table if LEANING.match(each.does)]
-
-
 @pytest.mark.parametrize(
-    ("file", "entry", "keyword"), [("api", "fully_shard_model", "plain"), ("model", "ShardedModel", "direct")]
+    ("file", "entry", "names"), [("api", "fully_shard_model", PLAIN), ("model", "ShardedModel", DIRECT)]
 )
-def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str, keyword: str) -> None:
+def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str, names: tuple[str, ...]) -> None:
     source = (PACKAGE / "fsdp" / f"{file}.py").read_text(encoding="utf-8")
     (text,) = (each.text or "" for each in documented(ast.parse(source)) if each.name == entry)
-    names = {getattr(each, keyword) for each in ARGUMENTS} - {""}
     assert len(names) > 10
     assert not [name for name in names if not re.search(rf"^    (\w+, )?{name}(, \w+)?: ", text, re.M)]
 
@@ -100,7 +91,7 @@ def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str, k
         ('def f():\n    """Of these, in the same order."""', "f leans"),
         ('class A:\n    @property\n    def b(self):\n        """Whether that takes memory."""', "A.b leans"),
         ('class A:\n    """A."""\n    x: int\n    """Its place."""', "A.x leans"),
-        ('@fault("a")\ndef _f():\n    """They differ."""', "_f leans"),
+        ('@cached\ndef _f():\n    """They differ."""', "_f leans"),
         ("def f(): ...", "f has no docstring"),
         (
             'class A:\n    """A."""\n    def __init__(self):\n        self.x = 1\n        """Of those."""',
@@ -113,8 +104,6 @@ def test_a_leaning_or_missing_docstring_is_found(source: str, told: str) -> None
     assert told in " ".join(problems(source))
 
 
-@pytest.mark.parametrize(
-    "source", ['"""M."""\nX = 1\n"""Item of these."""', "def _f(): ...", '@fault("a")\ndef f(): ...']
-)
+@pytest.mark.parametrize("source", ['"""M."""\nX = 1\n"""Item of these."""', "def _f(): ..."])
 def test_what_stands_alone_passes(source: str) -> None:
     assert not problems(source)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import needs_checkout
+
 ROOT = Path(__file__).parents[2]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
 LAYERS = [
@@ -97,7 +99,7 @@ def lengths(root: Path) -> dict[str, int]:
     return {path: len((root / path).read_text(encoding="utf-8").splitlines()) for path in paths}
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
+@needs_checkout()
 def test_no_file_is_over_its_limit_of_lines() -> None:
     found = lengths(ROOT)
     assert found[Path(__file__).relative_to(ROOT).as_posix()] > 80, "this file is counted too"

@@ -1,10 +1,10 @@
 """How many places an option, an engine, a sharding and a dtype role touch, counted on a copy of the tree.
 
 The copy gets one of each, and is then asked for them everywhere they must appear. An option: the typed configuration,
-its rules, the capabilities, the verdict's settings without effect, both pages, the adapter's arguments, the engine's
-face. An engine: the catalog, the rules, the page, the recorded packages, the class that runs. A sharding: what is
-composed, what a run is called, which engines take it, what a rank keeps and sends. A role: the rules, the page, the
-policy.
+its rules, the capabilities, the verdict's settings without effect, its sentence, the adapter's arguments, the engine's
+face. An engine: the catalog, the rules, its sentence, the recorded packages, the class that runs. A sharding: what is
+composed, what a run is called, which engines take it, what a rank keeps and sends. A role: the rules, its sentence,
+the policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ADDED: dict[str, list[Place]] = {
         (
             "harness/fsdp/options.py",
             "    example_option: int | None = option(\n"
-            '        3, Facts(range=Range(1, 9, "cups"), costs="Tea.", use="In the afternoon.", same_bits=True)\n'
+            '        3, range=Range(1, 9, "cups"), same_bits=True\n'
             "    )\n"
             '    """Cups for each unit; None is none."""\n',
             "    prefetch: int = option(",
@@ -80,14 +80,6 @@ ADDED: dict[str, list[Place]] = {
             "    allow_low_precision_grads: bool = False\n\n    def __new__",
         ),
         (
-            "harness/fsdp/arguments.py",
-            "    Argument(\n"
-            '        plain="sugar_dtype", direct="sugar_dtype", takes=_FORMATS, default="None", does="Lumps.",\n'
-            '        costs="Teeth.", use="Tea.", setting="dtype.sugar",\n'
-            "    ),\n",
-            '    Argument(\n        plain="allow_low_precision_grads",\n',
-        ),
-        (
             "harness/fsdp/construction.py",
             "def lumps(policy: MixedPrecisionPolicy) -> object:\n    return policy.sugar_dtype\n\n\n",
             "@dataclass(frozen=True)\nclass Request:",
@@ -96,13 +88,13 @@ ADDED: dict[str, list[Place]] = {
 }
 """What each example needs: with one place less, some answer below is another, or there are none."""
 
-AIMS = {"option": 3, "engine": 2, "sharding": 3, "role": 4}
+AIMS = {"option": 3, "engine": 2, "sharding": 3, "role": 3}
 """Places an example may touch. The third of an option is its line in `OptionKeywords`, by which type checkers know it:
 they see no keyword that is made from a dataclass. tests/fsdp/test_face.py holds that line equal to the declaration."""
 
 QUESTIONS = """
 import json, torch
-from harness.config import doc, engine_doc, derived
+from harness.config import doc, derived
 from harness.config.capabilities import ENGINES, SAME_BITS
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
@@ -154,8 +146,7 @@ print(json.dumps({
     "capabilities": [name.value for name in EngineName if PATH in ENGINES[name].settings],
     "another engine": refusal("engine=ddp", f"{PATH}=5"),
     "bits": [PATH in SAME_BITS, PATH in WITHOUT_EFFECT],
-    "page of settings": [line for line in doc.guide().splitlines() if PATH in line],
-    "page of knobs": [line for line in engine_doc.engine_guide().splitlines() if "`example_option`" in line],
+    "setting": [doc.settings()[PATH].expects, doc.settings()[PATH].sentence],
     "face": [mistake(example_option=10), mistake(example_optoin=1)],
     "reader": cups(Options(example_option=4)),
     "keywords are the options": list(OptionKeywords.__annotations__) == list(OPTIONS),
@@ -164,7 +155,7 @@ print(json.dumps({
     "engine's ranks": refusal("engine=example", "sharding=no_shard"),
     "engine's typo": refusal("engine=exampel"),
     "engine's class": engine_class(EngineName.example).__mro__[1].__name__,
-    "engine on the page": "*example*: Tea for one." in doc.guide(),
+    "engine's sentence": EngineName.example.sentence,
     "packages": ["packaging" in PACKAGES, "packaging" in desk_facts(PACKAGES)["versions"]],
     "sharding": [tea.config["sharding"], strategy_of(tea.config), tea.name],
     "sharding elsewhere": refusal("engine=fsdp2", *TEA),
@@ -174,7 +165,7 @@ print(json.dumps({
     "kept state": str(placements.optimizer_state.share(2, 2)),
     "role": [str(lumps(_policy(settled(*sugar).dtype))) for sugar in (["dtype.sugar=bf16"], [])],
     "role elsewhere": refusal("engine=deepspeed", "dtype.sugar=fp64"),
-    "page of roles": [line for line in (doc.guide() + engine_doc.engine_guide()).splitlines() if "sugar" in line],
+    "role's sentence": doc.settings()["dtype.sugar"].sentence,
 }))
 """
 
@@ -220,12 +211,8 @@ def test_a_declared_option_is_a_capability_of_the_engine_alone(answers: dict[str
     assert answers["bits"] == [True, True]
 
 
-def test_a_declared_option_has_a_row_on_both_pages(answers: dict[str, object]) -> None:
-    (setting,), (knob,) = answers["page of settings"], answers["page of knobs"]
-    assert "`3` | Cups for each unit; null is none. Taken by native." in setting
-    assert "a whole number, 1 to 9 cups, or null" in setting
-    for text in ("1 to 9 cups, or None", "`3`", "Cups for each unit; None is none.", "Tea.", "`engine.example_option`"):
-        assert text in knob
+def test_a_declared_option_is_a_setting_with_its_sentence(answers: dict[str, object]) -> None:
+    assert answers["setting"] == ["a whole number, 1 to 9 cups, or null", "Cups for each unit; null is none."]
 
 
 def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
@@ -249,7 +236,7 @@ def test_an_engine_is_its_row_and_its_adapter(answers: dict[str, object]) -> Non
     assert (answers["engine"], answers["engine's class"]) == ("example", "SingleEngine")
     assert "engine=example runs in 1 process" in str(answers["engine's ranks"])
     assert "engine=example" in str(answers["engine's typo"])
-    assert answers["engine on the page"] is True
+    assert answers["engine's sentence"] == "Tea for one."
     assert answers["packages"] == [True, True]
 
 
@@ -268,6 +255,4 @@ def test_a_sharding_is_its_word_its_placements_and_its_file(answers: dict[str, o
 def test_a_dtype_role_is_set_refused_documented_and_handed_on(answers: dict[str, object]) -> None:
     assert answers["role"] == ["torch.bfloat16", "None"]
     assert "engine=deepspeed does not take this dtype" in str(answers["role elsewhere"])
-    setting, knob = answers["page of roles"]
-    assert "Lumps; null is none." in setting
-    assert "Teeth." in knob
+    assert answers["role's sentence"] == "Lumps; null is none."

@@ -104,8 +104,7 @@ def test_the_interface_a_user_names_is_everybodys(tmp_path: Path) -> None:
     named = rank_environment(typed(tmp_path, CUDA, "cluster.interface=ib0"), 0, start="t")
     assert named["NCCL_SOCKET_IFNAME"] == named["GLOO_SOCKET_IFNAME"] == "ib0"
     unnamed = rank_environment(typed(tmp_path, CUDA), 0, start="t")
-    assert unnamed["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "NCCL_SOCKET_IFNAME" not in unnamed
+    assert not unnamed.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}, "a rank finds its own"
 
 
 STEP = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "STEP_NUM_TASKS": "1", "LOCALID": "0"}

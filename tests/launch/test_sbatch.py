@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,10 +41,12 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
         answer: str, *overrides: str, queued: Sequence[int] = (), code: str = "x", told: list[str] | None = None
     ) -> list[submission.Array]:
         lines = "".join(f"7|{index}|PENDING|None||s-$1\\n" for index in queued)
+        here = shlex.quote(str(tmp_path))
         texts = {
-            "sbatch": f"env > {tmp_path}/environment\nbasename $(dirname $1) > {tmp_path}/token\n{answer}",
-            "squeue": f'set -- $(cat {tmp_path}/token 2>/dev/null)\nprintf "{lines}"',
+            "sbatch": f'env > {here}/environment\nbasename "$(dirname "$1")" > {here}/token\n{answer}',
+            "squeue": f'set -- $(cat {here}/token 2>/dev/null)\nprintf "{lines}"',
             "scontrol": "exit 1",
+            "srun": "exit 1",  # submitit asks whether there is one
             "sinfo": "exit 1",
         }
         for name, text in texts.items():

@@ -146,7 +146,7 @@ def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
         assert control.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
     assert cancel_requested(run.path, 0)
     assert "does not end" in out.getvalue()
-    assert control.cancel(store, "adhoc", Terminal(out)) is None
+    assert control.cancel(store, "adhoc", Terminal(out)) == 0
     assert "nothing to cancel" in out.getvalue()
 
 

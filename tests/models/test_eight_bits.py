@@ -86,7 +86,7 @@ def take_up(folder: Path, config: Config, rank: int) -> tuple[dict[str, Tensor],
     assert not loaded.wrong
     held = {f"weights/{name}": value.clone() for name, value in engine.named_weights()}
     held |= {key: value.clone() for key, value in engine.state().tensors.items() if key.startswith("fp8/")}
-    fed = Loader(config, 0).batch(STEPS + 1).microbatches[0]
+    fed = Loader(config, 0).batch(STEPS + 1)[0]
     batch = Microbatch(*(torch.from_numpy(each.copy()) for each in fed))
     loss = float(engine.forward_backward(batch, last=True))
     num_bytes = engine.accounted_bytes()

@@ -51,7 +51,7 @@ def test_the_side_branch_is_used_by_some_microbatches_of_the_default_data_and_no
     for step in range(1, 9):
         used.append([])
         for rank in range(config.mesh.world_size):
-            for part in Loader(config, rank).batch(step).microbatches:
+            for part in Loader(config, rank).batch(step):
                 model.zero_grad(set_to_none=True)
                 tokens, targets = (torch.from_numpy(each)[:, :4] for each in part)
                 workload.loss(model, (tokens, targets)).backward()

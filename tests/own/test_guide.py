@@ -196,7 +196,7 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
 def test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines and faults are made from code. `study=strategies` beside `conf/cluster/mine.yaml` was told that
+    """Engines are made from code. `study=strategies` beside `conf/cluster/mine.yaml` was told that
     `conf/engine/native.yaml` there leads nowhere."""
     (tmp_path / "conf" / "cluster").mkdir(parents=True)
     shutil.copy(ROOT / "conf" / "cluster" / "slurm.yaml", tmp_path / "conf" / "cluster" / "mine.yaml")

@@ -111,6 +111,7 @@ def train(arm: Arm) -> Outcome:
                 "lr": lr,
                 "tokens": arm.batch * arm.seq_len,
                 "data_digest": data,
+                "fed_digest": data,
                 "step_time_s": 0.01 + 0.001 * (step % 3),
                 "memory": {"allocated": None, "rss": 2**26},
                 "comm": {"reduce_scatter": {"count": 4, "bytes": 1000}},

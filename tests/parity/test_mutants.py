@@ -38,7 +38,9 @@ LONG = replace(OTHER_ORDER, steps=40, captures=(1, 2))
 LONG_CONTROL = replace(FP32, steps=40, captures=(1, 2))
 ORDERED = replace(OURS, numerics="ordered", k=1)
 CHECKS = {
+    "tokens as fed",
     "comparable",
+    "files as the run left them",
     "loss bits",
     "gradient bits",
     "grad_norm bits",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,25 +15,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from harness.cli.main import main
 from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.telling.looks import LOOKS
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.telling.explain import CHECKS
+from harness.parity.telling.looks import LOOKS, MEASURES, OF_SERIES, STREAMED, UNSHOWN
 from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
+from harness.store import vouching
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
-from tests.parity.edits import edit_config, edit_json
+from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
 from tests.support.composing import compose
+from tests.support.mutants import each
 from tests.support.programs import run_program
-
-WITHOUT = {"comparable", "resolution", "gradients captured"}
-"""Checks that say how much evidence there is: nothing can be shown of them."""
 
 Played = Callable[[str, Mapping[str, Path]], tuple[int, str, list[list[str]]]]
 
@@ -98,7 +101,175 @@ def test_every_check_is_shown_or_known_to_show_nothing(bench: Bench) -> None:
     seen: set[str] = set()
     for verdict in [bench.judge(case) for case in FAULTS] + [judged(bench.run(SEEN), bench.run(CONTROL))]:
         seen |= {finding.check for finding in (*verdict.evidence, *verdict.findings)}
-    assert seen - WITHOUT <= set(LOOKS)
+    assert seen <= {*LOOKS, *UNSHOWN}
+    assert not {*LOOKS} & {*UNSHOWN}
+    spoken = {check for check in LOOKS if not check.endswith((" bits", " is finite"))}
+    assert {*CHECKS} == spoken | {*UNSHOWN}, "each is explained, and is shown or known not to be"
+
+
+# -- every kind of finding ---------------------------------------------------------------------------------------------
+
+EVERY = {"captures": (1, 2, 3), "updates": (1, 2, 3), "witnessed": True, "vouched": True}
+WHOLE, BARE = replace(OURS, **EVERY), replace(FP32, **EVERY)
+AT, TENSOR = 2, "blocks.1.w_up.weight"
+Spoil = Callable[[Path], None]
+
+
+def in_capture(kind: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
+    """Change the tensors of a capture."""
+
+    def spoil(run: Path) -> None:
+        path = run / "capture" / f"{kind}-{AT:06d}.safetensors"
+        tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, path)
+
+    return spoil
+
+
+def in_line(**changes: Any) -> Spoil:
+    """Change a step's line of the record."""
+    return lambda run: edit_lines(run, lambda lines: lines[AT - 1].update(changes))
+
+
+def in_later_lines(key: str) -> Spoil:
+    return lambda run: edit_lines(run, lambda lines: [line.update({key: 2 * line[key]}) for line in lines[6:]])
+
+
+def in_stream(column: str, row: int = AT - 1, value: float = 0.00479) -> Spoil:
+    """Change a number of the stream, to a fault of half a per cent if nothing else is said."""
+
+    def spoil(run: Path) -> None:
+        stream = vouching.read(run)
+        assert stream is not None
+        steps = stream.steps.copy()
+        steps[row, vouching.step_columns(stream.sketches).index(column)] = value
+        (run / "vouch" / "steps.f64").write_bytes(steps.tobytes())
+
+    return spoil
+
+
+def in_facts(file: str, **facts: Any) -> Spoil:
+    return lambda run: edit_json(run / file, **facts)
+
+
+TWICE = {kind: in_capture(kind, lambda held: held[TENSOR].mul_(2)) for kind in ("step", "update", "witness")}
+LONGER = in_capture("step", lambda held: [each.mul_(1.01) for each in held.values()])
+OF_WITNESS = f"capture/witness-{AT:06d}.json"
+STRUCTURE = {"aliases": [], "untied": [], "elsewhere": []}
+SAME = {TENSOR: 7, "blocks.0.w_up.weight": 7, "head.output.weight": 8}
+
+SPOILS: dict[str, Spoil] = {
+    "tokens as fed": in_line(fed_digest="0"),
+    **dict.fromkeys(("gradient distance", "gradient, worst piece", "gradient among its fellows"), TWICE["step"]),
+    "gradient scale": TWICE["step"],
+    "scale of all gradients": LONGER,
+    "tensor exists": in_capture("step", lambda held: held.pop(TENSOR)),
+    "gradient bits": in_capture("step", lambda held: held[TENSOR].view(-1)[3:4].mul_(1.01)),
+    "gradient is finite": in_capture("step", lambda held: held[TENSOR].view(-1)[3:4].fill_(float("nan"))),
+    "update size": TWICE["update"],
+    "update by the rule": TWICE["update"],
+    "update by the rule, worst piece": in_capture("update", lambda held: held[TENSOR].view(-1)[:200].zero_()),
+    "update without a gradient": TWICE["update"],
+    "sum of local gradients": TWICE["step"],
+    "sum, worst piece": in_capture("step", lambda held: held[TENSOR].view(-1)[:200].zero_()),
+    "scale of the sum": TWICE["witness"],
+    "witnessed tensor": in_capture("step", lambda held: held.pop(TENSOR)),
+    "weights of the forward": in_facts(OF_WITNESS, wrong_weights=[{"rank": 1, "tensor": TENSOR, "what": "another"}]),
+    "weights apart": in_facts(OF_WITNESS, kept=SAME),
+    "replicas": in_facts("summary.json", other_replicas=[1]),
+    "tensors apart": in_facts("summary.json", structure={**STRUCTURE, "elsewhere": ["rank 1"]}),
+    "ties kept": in_facts("summary.json", structure={**STRUCTURE, "untied": [TENSOR]}),
+    "state as saved": in_facts("summary.json", restored={"step": 1, "wrong": [TENSOR]}),
+    "final weights": in_facts("summary.json", final_weights="0"),
+    "logged norm": in_line(grad_norm=3.0),
+    **{check: in_stream(column, 12 if after else AT - 1) for check, column, after in STREAMED},
+    "update by the rule, sampled": in_stream("rule", value=2.0),
+    "local gradient given the weights": TWICE["witness"],
+    "gradient given the weights": TWICE["step"],
+    "weights given those before": TWICE["update"],
+    **dict.fromkeys(("loss given the weights", "loss", "loss bits"), in_line(loss=9.0)),
+    **dict.fromkeys(("gradient norm", "grad_norm bits"), in_line(grad_norm=9.0)),
+    **dict.fromkeys(("weight norm", "param_norm bits"), in_line(param_norm=9.0)),
+    "loss, mean of the later half": in_later_lines("loss"),
+    "gradient norm, mean of the later half": in_later_lines("grad_norm"),
+    **{f"{key} is finite": in_line(**{key: "nan"}) for key in ("loss", "grad_norm", "param_norm")},
+}
+"""What makes a run wrong as each check finds it."""
+
+
+def whole(run: Path) -> Path:
+    """What a run without a fault has in its files beside what the simulated one records."""
+    edit_json(run / "summary.json", other_replicas=[], structure=STRUCTURE, restored={"step": 1, "wrong": []})
+    edit_json(run / OF_WITNESS, kept={name: place for place, name in enumerate(SAME)})
+    edit_lines(run, lambda lines: [line.update(param_norm=5.0) for line in lines])
+    for column in vouching.ONCE:
+        in_stream(column, value=1e-9)(run)
+    return run
+
+
+def still(run: Path) -> Path:
+    """Of a tensor that no gradient reached."""
+    in_capture("update", lambda held: held[TENSOR].zero_())(run)
+    return run
+
+
+def said_of(bench: Bench, check: str) -> str:
+    """The script of a verdict that ends with this finding alone."""
+    look = LOOKS[check]
+    paths = bench.run(WHOLE), bench.run(BARE)
+    bound = "as it should be" if look.body in ("facts", "fed") or look.measure in EXACTLY else 4e-4
+    bound = 1.0 if look.key == "rule" else bound  # its unit is what rounding explains
+    step = 12 if look.whole and look.body != "facts" else AT
+    tensor = None if check == "scale of all gradients" else TENSOR
+    note = f"in {Path(paths[0]).name}"
+    finding = Finding("T2", check, Stage.gradient, Grade.bad, 1.0, bound, step=step, tensor=tensor, note=note)
+    return text_of(replace(judged(*paths), outcome=Outcome.DIFFERENT, findings=(finding,)))
+
+
+EXACTLY = (MEASURES["bits"], MEASURES["finite"], MEASURES["exists"], OF_SERIES["bits"], OF_SERIES["finite"])
+
+
+@pytest.mark.parametrize("check", LOOKS)
+def test_the_script_of_every_kind_tells_a_bad_run_from_a_clean_one(
+    bench: Bench, play: Played, tmp_path: Path, check: str
+) -> None:
+    text = said_of(bench, check)
+    clean, bad = (whole(copied(bench.run(BARE), tmp_path / each)) for each in ("clean", "bad"))
+    if check == "update without a gradient":
+        still(clean)
+    SPOILS[check](bad)
+    for run, wanted in ((bad, 1), (clean, 0)):
+        code, said, _ = play(text, {"arm": run, "control": clean})
+        assert code == wanted, said
+        assert ("BEYOND" in said) is bool(wanted)
+
+
+OLD = (
+    'names = [n for c in ("sum", "gather", "kept", "replicas", "rule", "again") for n in (c, c + "_tensor")] + ["norm"]'
+)
+WRONG_SCRIPTS = {
+    "columns of its own": ("the same function", 'names, tensors = facts["columns"]', f"{OLD}; tensors"),
+    "the row before": ("sum, sketched", "[ROW * len(names) : (ROW + 1)", "[(ROW - 1) * len(names) : ROW"),
+    "any checksum at all": ("weights apart", ".count(found[0][TENSOR]) > 1", ".count(found[0][TENSOR]) > 0"),
+    "rank 0's memory alone": ("tensors apart", ' + found[0]["elsewhere"]', ""),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    each("The script of a finding", ((name, f"{check}: {name}") for name, (check, _, _) in WRONG_SCRIPTS.items())),
+)
+def test_a_wrong_script_is_noticed(bench: Bench, play: Played, tmp_path: Path, name: str) -> None:
+    check, right, wrong = WRONG_SCRIPTS[name]
+    text = said_of(bench, check)
+    assert right in text
+
+    def mutated(_: str, runs: Mapping[str, Path]) -> tuple[int, str, list[list[str]]]:
+        return play(text.replace(right, wrong), runs)
+
+    with pytest.raises(AssertionError):
+        test_the_script_of_every_kind_tells_a_bad_run_from_a_clean_one(bench, mutated, tmp_path, check)
 
 
 def test_nothing_is_written_for_what_passes_or_cannot_be_compared(bench: Bench, tmp_path: Path) -> None:
@@ -262,7 +433,7 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1
     path = arm / "verdict" / f"{control.name}.py"
-    assert f"next: python {path}\n" in capsys.readouterr().out
+    assert f"next: python {shlex.quote(str(path))}\n" in capsys.readouterr().out
     shutil.rmtree(control)  # the script needs neither run
     text = path.read_text()
     if mended:

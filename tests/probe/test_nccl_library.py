@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.probe.nccl_library import NcclVersion, loaded_version
+from tests.support.needs import needs
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_none_is_loaded_here() -> None:
     assert loaded_version() is None
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@needs("cc")
 def test_a_library_that_was_put_before_torchs_is_the_one(tmp_path: Path) -> None:
     """A real shared library of that name, preloaded as a newer NCCL would be, under a file name of its own."""
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.slim.so"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+
+from tests.support.needs import path_of
 
 NEEDED = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db", "mariadb", "mariadb-admin")
 
@@ -35,16 +36,6 @@ AccountingStoragePort={port}
 AccountingStoragePass={folder}/munge.socket
 """
 """In slurm.conf, in the place of accounting_storage/none."""
-
-
-def path_of(name: str) -> str | None:
-    """A program, wherever Debian puts those of administrators."""
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def missing() -> list[str]:
-    """Programs that are not installed."""
-    return [name for name in NEEDED if path_of(name) is None]
 
 
 def start(folder: Path, port: int, database_port: int, environment: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import getpass
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -25,9 +24,11 @@ from pathlib import Path
 import psutil
 
 from tests.slurm import accounting
+from tests.support.needs import path_of
 
 NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
-DAEMONS = ("munged", "slurmctld", "slurmd")
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+"""Programs of Debian's munge, slurmctld, slurmd and slurm-client."""
 
 SLURM_CONF = """
 ClusterName=test
@@ -163,15 +164,6 @@ def _of_node(name: str, folder: Path) -> Iterator[psutil.Process]:
                 yield process
 
 
-def missing() -> list[str]:
-    """Daemons that are not installed."""
-    return [name for name in DAEMONS if _which(name) is None]
-
-
-def _which(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
 @contextlib.contextmanager
 def running(
     folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_accounting: bool = False
@@ -248,11 +240,11 @@ def _munge(folder: Path) -> None:
     names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
     names |= {"log-file": "munged.log", "seed-file": "munge.seed"}
     options = [f"--{option}={folder / name}" for option, name in names.items()]
-    subprocess.run([str(_which("munged")), "--force", *options], check=True, capture_output=True)
+    subprocess.run([str(path_of("munged")), "--force", *options], check=True, capture_output=True)
 
 
 def _daemon(cluster: Cluster, name: str, *arguments: str) -> None:
-    command = [str(_which(name)), *arguments]
+    command = [str(path_of(name)), *arguments]
     done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr}\n{cluster.log()}")

@@ -14,9 +14,9 @@ from harness.launch.slurm.scheduler import Scheduler
 from harness.store import status
 from harness.store.rundir import Store
 from harness.store.status import State
-from tests.slurm.cluster import Cluster, missing, running
-from tests.slurm.conftest import named
+from tests.slurm.cluster import NEEDED, Cluster, running
 from tests.slurm.test_study import request, until
+from tests.support.needs import skip_without
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -43,11 +43,10 @@ class Eat(Callback):
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """Nodes whose slurmd sums up what a job's processes use, every second."""
-    if missing():
-        pytest.skip(f"not installed: {', '.join(missing())} (apt packages: .ci/apt.txt)")
+    skip_without(*NEEDED)
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
-        with running(folder, more=WATCHED) as made, named(made):
+        with running(folder, more=WATCHED) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)

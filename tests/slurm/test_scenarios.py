@@ -29,9 +29,9 @@ from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.house.places import Copy
 from tests.slurm import accounting, test_study
-from tests.slurm.cluster import Cluster, missing, running
-from tests.slurm.conftest import named
+from tests.slurm.cluster import NEEDED, Cluster, running
 from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
+from tests.support.needs import skip_without
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -70,12 +70,10 @@ How a job waits, runs and is put back is asked of squeue on either."""
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """Three nodes of six processors, and partitions that take nodes from one another."""
     with_accounting = request.param == "with accounting"
-    lacking = missing() + (accounting.missing() if with_accounting else [])
-    if lacking:
-        pytest.skip(f"not installed: {', '.join(lacking)} (apt packages: .ci/apt.txt)")
+    skip_without(*NEEDED, *(accounting.NEEDED if with_accounting else ()))
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
-        with running(folder, nodes=3, cpus=6, more=MORE, with_accounting=with_accounting) as made, named(made):
+        with running(folder, nodes=3, cpus=6, more=MORE, with_accounting=with_accounting) as made:
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)

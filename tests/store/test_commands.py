@@ -100,7 +100,7 @@ def literals(file: Path) -> Iterator[str]:
             yield node.value
 
 
-WRITTEN = ("config/doc.py", "store/fields.py", "store/commands.py", "worker/__main__.py", "checkpoint/__main__.py")
+WRITTEN = ("store/commands.py", "worker/__main__.py", "checkpoint/__main__.py")
 """Texts of pages and of programs that no user starts, and the place that decides."""
 
 
@@ -145,7 +145,7 @@ def test_a_run_of_another_version_is_asked_for_by_its_words(setting: str, tmp_pa
     assert found.subject == f"{run.path}/config.yaml: {'model.family' if setting == 'gone' else 'engine.overlap'}"
     assert "another version of the code" in found.problem
     words, maker = found.fix.split("; ")
-    assert words == f"ask for it anew: {commands.request(f'model=tiny train.seed=4 {shlex.quote(root)}')}"
+    assert words == f"ask for it anew: {commands.request(f'model=tiny train.seed=4 launch.root={tmp_path}/runs')}"
     assert maker == "or run it with the code that made it, commit 0123456789ab"
     if setting == "gone":
         assert replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny", "the group is said whole"

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from harness.store import provenance
+from tests.support.needs import needs
 
 SECRETS = {
     "WANDB_API_KEY": "hunter2",
@@ -36,6 +37,7 @@ def test_no_listed_name_can_hold_a_secret():
     assert not [name for name in provenance.ENVIRONMENT if any(word in name for word in words)]
 
 
+@needs("git")
 def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
@@ -65,6 +67,7 @@ def test_outside_a_repository_there_is_no_git(tmp_path):
     assert provenance.git_diff(tmp_path) == ""
 
 
+@needs("git")
 def test_another_repository_says_nothing_of_the_code(tmp_path, monkeypatch):
     """One around the place a package is installed in, and the one that git names to its hooks."""
     subprocess.run(["git", "init", "-q", tmp_path], check=True)

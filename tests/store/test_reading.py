@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.store import provenance, shapes, status
+from harness.store import provenance, redaction, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, own_folder, write_atomic
 from harness.store.metrics import iter_metrics, last_record
@@ -20,6 +22,7 @@ from harness.store.reading import Loader, parse_yaml, read_json, read_text, read
 from harness.store.redaction import HIDDEN, redacted
 from harness.store.rundir import RunDir, Store
 from tests.launch.cells import make_cell
+from tests.support.mutants import kills
 
 DEEP = 20_000
 
@@ -230,6 +233,85 @@ SAID = ("TOKEN_FILE", "MAX_TOKENS", "HF_TOKENIZER")
 )
 def test_secrets_are_told_from_code(text: str, hidden: str) -> None:
     assert redacted(text, SECRETS) == hidden
+
+
+PLANTED = (
+    "aws_access_key_id = {AKIAIOSFODNN7EXAMPLE}",
+    "aws_secret_access_key = {wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY}",
+    '-H "Authorization: Bearer {s3cr3tabcdefghijkl}"',
+    '"Authorization": "Bearer {thesecretwithoutdigits}"',
+    "Authorization: Basic {dXNlcjpwYXNzd29yZA==}",
+    "password={hunter2}",
+    "password={correcthorse}",
+    'password = "{correcthorse}"',
+    "password: {correcthorse}",
+    "db_password: '{correct horse}'",
+    'passwd = "{letmein99}"',
+    "PGPASSWORD={letmein} psql",
+    "postgres://user:{pa%20ss}@db/x",
+    '{{"token": "{abcdefghijkl}"}}',
+    "api_key: {letmeinplease}",
+    'apiKey = "{letmeinplease}"',
+    "client_secret: {letmeinplease}",
+    "export MY_TOKEN={letmein99}",
+    "export my_token={letmeinplease}",
+    'wandb.login(key="{0123456789abcdef0123456789abcdef01234567}")',
+    "{wandb_v1_abcdefghijklmnopqrstuvwxyz}",
+    "{hf_abcdefghijklmnopqrstuvwx}",
+    "{ghp_abcdefghijklmnopqrstuvwxyz0123456789}",
+    "{sk-proj-abcdefghijklmnopqrstuvwx}",
+    "AccountKey={abcdefghijklmnop==};",
+    'os.environ["HF_TOKEN"] = "{letmeinplease}"',
+    'os.environ.setdefault("HF_TOKEN", "{letmeinplease}")',
+    "plain text with {w4ndb-0123456789} of a variable",
+    'escaped "{line one\\nline two}"',
+    'TOKEN = (\n{sign}    "{abcdefghijklmnop}"',
+    "password: |\n{sign}  {correcthorse}",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\n{sign}{b3BlbnNzaC1rZXktdjEAAAAABG5vbmUAAAAEbm9uZQAAAAAAAAABAAAAMwAAAAtzc2}",
+    "{MIIEpAIBAAKCAQEA7bq98mDkZ3v1x0Yw5uJfQ2nRr6sTtUuVvWwXxYyZz012345a}\n{sign}and so on",
+    "{c2hvcnRsaW5l}\n{sign}-----END RSA PRIVATE KEY-----",
+)
+"""Secrets in braces, as they stand in files that are edited; a later line begins with its sign."""
+IN_VARIABLES = {"A_TOKEN": "w4ndb-0123456789", "A_KEY": "line one\nline two"}
+
+
+def left_in(diff: Callable[[str], str]) -> list[str]:
+    """Planted forms that are still there, once they were added, taken away, or stood beside a change."""
+    left = []
+    for text, sign in itertools.product(PLANTED, "+- "):
+        line = text.replace("{sign}", sign).replace("{{", "\0").replace("}}", "\1")
+        (secret,) = re.findall(r"\{([^{}]+)\}", line)
+        line = line.replace(f"{{{secret}}}", secret).replace("\0", "{").replace("\1", "}")
+        found = diff(f"@@ -1,3 +1,3 @@\n context\n{sign}{line}\n context\n")
+        assert found.startswith("@@ -1,3 +1,3 @@\n context\n")
+        assert found.endswith("context\n") or "PRIVATE" in found
+        left += [f"{sign}{text}"] * (secret in found)
+    return left
+
+
+def test_no_planted_form_stays_in_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in IN_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+    assert not left_in(redacted)
+    provenance.record_start(tmp_path, {}, "+password: correcthorse\n")
+    assert (tmp_path / "diff.patch").read_text() == f"+password: {HIDDEN}\n"
+
+
+@kills("The store", "a diff as it is", "diff.patch keeps the secrets of a file of settings that was edited")
+def test_a_diff_that_keeps_secrets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_ASSIGNED", ())
+    assert len(left_in(lambda diff: redacted(diff, {}))) == 3 * len(PLANTED)
+
+
+def test_code_is_kept_as_it_is() -> None:
+    """All of this repository's own, in which nothing is secret."""
+    folders = ("harness/config", "harness/launch", "harness/train", "conf", "sweeps")
+    files = [path for folder in folders for path in (provenance.ROOT / folder).rglob("*")]
+    texts = {path: path.read_text() for path in files if path.suffix in (".py", ".yaml")}
+    assert len(texts) > 150
+    changed = [path.name for path, text in texts.items() if redacted(text, {}) != text]
+    assert not changed
 
 
 def test_no_file_of_ours_holds_a_planted_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

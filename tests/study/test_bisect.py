@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -296,7 +297,9 @@ def test_one_setting_among_harmless_ones_is_found(tmp_path: Path, monkeypatch: p
     assert responsible.sentence.startswith(
         "fault.name=F01_duplicated_gradient for none is the smallest difference of 4 that flips the verdict: DIFFERENT"
     )
-    assert responsible.next[0].startswith(f"python run.py --from {ends[0]} fault.name=F01_duplicated_gradient ")
+    assert responsible.next[0].startswith(
+        f"python run.py --from {shlex.quote(str(ends[0]))} fault.name=F01_duplicated_gradient "
+    )
 
 
 def test_trials_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,7 +278,11 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blo
     assert all(block[arm] == block[control] for arm, control in wanted.controls.items()), "arms are paired by block"
 
 
-def test_a_set_of_timed_jobs_is_refused_and_one_is_not(hydra: Hydra) -> None:
+def test_a_set_of_timed_jobs_is_refused_and_one_is_not(
+    hydra: Hydra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     words = ("measure=bench", "cluster=slurm")
     with pytest.raises(BadRequest, match="inside one allocation"):
         ask(hydra, *words, "train.replicate=0,1")

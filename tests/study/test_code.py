@@ -10,9 +10,11 @@ import pytest
 from harness.bisect import revisions
 from harness.bisect.revisions import WORKTREE, Repository
 from harness.config.errors import BadRequest
+from tests.support.needs import skip_without
 
 
 def git(folder: Path, *words: str) -> str:
+    skip_without("git")
     command = ["git", "-C", str(folder), "-c", "user.name=A", "-c", "user.email=a@b.c", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.store import reading
+from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
 from harness.study import meeting
 from harness.study.meeting import Answer, Host, ask, meeting_folder, shared_root
+from tests.support.mutants import kills
 
 
 def place(rank: int, world_size: int) -> RankPlace:
@@ -39,6 +43,49 @@ def test_an_older_starts_answer_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "answer-1-older").write_text('{"run": "/runs/old", "attempt": 0, "exit_code": null, "message": ""}')
     with pytest.raises(TimeoutError, match="rank 1 waited"):
         ask(tmp_path, place(1, 2), timeout_s=0.2)
+
+
+def _led_astray(tmp_path: Path) -> bool:
+    """Whether a rank goes where another user's answer leads: to a run whose code it would execute."""
+    answers = threading.Thread(target=_answer_as_nobody, args=(tmp_path,))
+    answers.start()
+    try:
+        return ask(tmp_path, place(1, 2), timeout_s=20).run == "/theirs"
+    except StoreError as error:
+        return "written by user 65534" not in str(error)
+    finally:
+        answers.join()
+
+
+def _answer_as_nobody(folder: Path) -> None:
+    while not (found := list(folder.glob("ask-1-*"))):
+        time.sleep(0.01)
+    answer = found[0].with_name(found[0].name.replace("ask-", "answer-"))
+    part = folder / "part"
+    part.write_text('{"run": "/theirs", "attempt": 0, "exit_code": null, "message": ""}')
+    os.chown(part, 65534, 65534)
+    part.rename(answer)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user")
+def test_another_users_answer_is_not_taken(tmp_path: Path) -> None:
+    assert not _led_astray(tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user")
+@kills("strangers", "whose answer", "Ranks go to the run that any user's answer names")
+def test_a_rank_that_is_led_astray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "read_own_json", reading.read_json)
+    assert _led_astray(tmp_path)
+
+
+def test_questions_are_asked_where_nobody_else_may_write(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        meeting._leave_question(tmp_path / ".meetings" / "here", 1)
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".meetings" / "here").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from harness.fsdp.comm import sharp_groups
 from harness.fsdp.comm.sharp_groups import COLLNET
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
+from tests.support.mutants import Slip, each
 
 CUDA = torch.device("cuda", 0)
 ALONE = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
@@ -35,7 +36,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setenv(COLLNET, "0")
     monkeypatch.setattr(connect.dist, "init_process_group", init)
     monkeypatch.setattr(connect.dist, "group", group)
-    monkeypatch.setattr(connect, "_store", lambda place, attempt: "store")
+    monkeypatch.setattr(connect, "_store", lambda config, place, attempt: "store")
     monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
     return made
 
@@ -69,6 +70,51 @@ def test_the_default_communicator_has_sharp_where_it_is_the_owner_and_waits_wher
     assert os.environ[COLLNET] == "0"
     assert ranks.sharp is not None
     assert ranks.sharp.owner == owner
+
+
+def chosen(host: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[str | None, str | None]:
+    """Interfaces of gloo and NCCL after a meeting by this host."""
+    names = (connect.GLOO_INTERFACE, connect.NCCL_INTERFACE)
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    connect._choose_interfaces(host)
+    return os.environ.get(names[0]), os.environ.get(names[1])
+
+
+OF_INTERFACES = [
+    ("variables", "On one host, ranks listen where a variable says"),
+    ("nccl", "On one host, NCCL listens where it likes"),
+]
+SLIPS = {
+    "variables": Slip(connect, "_choose_interfaces", "os.environ[GLOO_INTERFACE] = os.environ[NCCL_INTERFACE] =",
+                      "os.environ[NCCL_INTERFACE] = os.environ.setdefault(GLOO_INTERFACE, interface); _ ="),
+    "nccl": Slip(connect, "_choose_interfaces", "os.environ[NCCL_INTERFACE] = ", ""),
+}  # fmt: skip
+
+
+def off_loopback(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether ranks on one host listen elsewhere than on loopback."""
+    (loopback,) = {connect.interface_towards("127.0.0.1")}
+    found = [chosen("127.0.0.1", monkeypatch), chosen("127.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9")]
+    return found != [(loopback, loopback)] * 2
+
+
+def test_on_one_host_ranks_listen_on_loopback_and_over_hosts_where_a_variable_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not off_loopback(monkeypatch)
+    monkeypatch.setattr(connect, "interface_towards", lambda host: "ib7")
+    assert chosen("10.0.0.1", monkeypatch) == ("ib7", None)
+    assert chosen("10.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9") == ("eth9", None)
+
+
+@pytest.mark.parametrize("slip", each("strangers", OF_INTERFACES))
+def test_a_port_off_loopback_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIPS[slip].put(monkeypatch)
+    assert off_loopback(monkeypatch)
 
 
 def test_gloo_is_bound_to_nothing_and_told_nothing(created: list[dict[str, Any]], tmp_path: Path) -> None:

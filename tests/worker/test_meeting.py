@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import os
+import secrets
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from harness.store import reading
+from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, is_slurm_step, rank_place, slurm_job
 from harness.worker import rendezvous
-from harness.worker.rendezvous import interface_towards, meet, reachable_host
+from harness.worker.rendezvous import ADDRESS, interface_towards, is_one_host, meet, reachable_host
+from harness.worker.signed_store import SignedStore
+from tests.support.mutants import Slip, each
 
 SLURM = {
     "SLURM_JOB_ID": "12",
@@ -26,37 +32,140 @@ SLURM = {
 }
 
 
-def at(rank, start="now", world_size=2):
-    return RankPlace(rank, world_size, rank, start, "local")
+HOSTS = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+"""Of ranks that torchrun starts, each on a host of its own."""
 
 
-def test_all_ranks_share_a_store(tmp_path):
-    with ThreadPoolExecutor(3) as pool:
-        met = list(pool.map(lambda rank: meet(tmp_path, at(rank, world_size=3), timeout_s=20), [2, 1, 0]))
-    stores = [store for store, _ in met]
+def at(rank, start="now", world_size=2, launcher="local"):
+    return RankPlace(rank, world_size, rank, start, launcher)
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    (tmp_path / "0").mkdir(mode=0o700)
+    return tmp_path / "0"
+
+
+def met(attempt, world_size=2, launcher="local", environment=HOSTS, start="now"):
+    """What each rank met."""
+    places = [at(rank, start, world_size, launcher) for rank in reversed(range(world_size))]
+    with ThreadPoolExecutor(world_size) as pool:
+        return [*pool.map(lambda place: meet(attempt, place, timeout_s=20, environment=environment), places)]
+
+
+@pytest.mark.parametrize(("launcher", "kind"), [("local", "FileStore"), ("torchrun", "SignedStore")])
+def test_all_ranks_share_a_store_of_their_own_kind(launcher, kind, attempt):
+    meetings = met(attempt, 3, launcher)
+    stores = [each.store for each in meetings]
     stores[0].set("word", "hello")
     assert stores[1].get("word") == stores[2].get("word") == b"hello"
-    assert {host for _, host in met} == {"127.0.0.1"}
+    assert {each.host for each in meetings} == {"127.0.0.1"}
+    assert {type(store).__name__ for store in stores} == {kind}
 
 
-def test_the_port_listens_on_loopback_only(tmp_path):
-    store, _ = meet(tmp_path, at(0), timeout_s=20)
-    port = json.loads((tmp_path / "rendezvous.json").read_text())["port"]
+def test_the_way_is_open_to_nobody_else_whatever_the_umask(attempt):
+    before = os.umask(0)
+    try:
+        met(attempt)
+    finally:
+        os.umask(before)
+    (folder,) = attempt.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / ADDRESS).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_port_listens_on_the_address_that_leads_to_rank_0_only(attempt):
+    meetings = met(attempt, launcher="torchrun")
+    assert isinstance(meetings[0].store, SignedStore)
+    port = rendezvous.read_own_json(attempt / "meeting-now" / ADDRESS)["port"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", port))  # refused if the store listened on every address
-    assert store is not None
 
 
-def test_an_older_starts_address_is_not_believed(tmp_path):
-    (tmp_path / "rendezvous.json").write_text(json.dumps({"start": "before", "host": "127.0.0.1", "port": 1}))
+def test_another_start_is_not_met(attempt):
+    first = met(attempt, start="before")
+    first[0].store.set("word", "old")
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.2 s for rank 0"):
-        meet(tmp_path, at(1), timeout_s=0.2)
-    late = threading.Timer(0.3, lambda: keep.append(meet(tmp_path, at(0), timeout_s=20)))
+        meet(attempt, at(1), timeout_s=0.2)
     keep: list[object] = []
+    late = threading.Timer(0.3, lambda: keep.append(meet(attempt, at(0), timeout_s=20)))
     late.start()
-    store, _ = meet(tmp_path, at(1), timeout_s=20)
-    store.set("a", "b")
+    store = meet(attempt, at(1), timeout_s=20).store
+    assert not store.check(["word"])
     late.join()
+    with pytest.raises(FileExistsError):
+        meet(attempt, at(0), timeout_s=1)
+
+
+def unsafe(attempt: Path) -> list[str]:
+    """Ways that lead ranks to a store which another user may have made."""
+    wrong = []
+    for mode in (0o755, 0o770, 0o701):
+        attempt.chmod(mode)
+        wrong += [] if _is_refused(attempt, "yours alone", at(0, secrets.token_hex(4))) else [f"mode {mode:o}"]
+    attempt.chmod(0o700)
+    if os.getuid() != 0:
+        return wrong
+    os.chown(attempt, 65534, 65534)
+    wrong += [] if _is_refused(attempt, "yours alone") else ["another's folder"]
+    os.chown(attempt, 0, 0)
+    (attempt / "meeting-now").mkdir(exist_ok=True)
+    (attempt / "meeting-now" / ADDRESS).write_text('{"key": "00", "host": "127.0.0.1", "port": 0}')
+    os.chown(attempt / "meeting-now" / ADDRESS, 65534, 65534)
+    return wrong + ([] if _is_refused(attempt, "written by user 65534") else ["another's address"])
+
+
+def _is_refused(attempt: Path, reason: str, place: RankPlace = at(1)) -> bool:  # noqa: B008 # it is frozen
+    try:
+        meet(attempt, place, timeout_s=0.3)
+    except StoreError as error:
+        return reason in str(error)
+    except TimeoutError:
+        return False
+    return False
+
+
+def test_a_way_that_another_user_may_have_laid_is_refused(attempt):
+    assert unsafe(attempt) == []
+
+
+SLIPS = {
+    "modes": Slip(rendezvous, "_check_private", "& 0o077", "& 0o002"),
+    "owners": Slip(rendezvous, "_check_private", "found.st_uid != os.getuid() or ", ""),
+    "whose file": Slip(reading, "open_regular", "own and found.st_uid != os.getuid()", "False"),
+}
+
+
+@pytest.mark.parametrize(
+    "slip",
+    each(
+        "strangers",
+        [
+            ("modes", "An attempt's folder that others may look into is where ranks meet"),
+            ("owners", "So is one of another user"),
+            ("whose file", "A way that another user has laid is gone"),
+        ],
+    ),
+)
+def test_a_way_that_is_not_looked_at_is_found(slip, attempt, monkeypatch):
+    if slip != "modes" and os.getuid() != 0:
+        pytest.skip("needs root, to give a file to another user")
+    SLIPS[slip].put(monkeypatch)
+    assert unsafe(attempt)
+
+
+def test_ranks_without_a_common_start_are_told_how_to_begin(attempt):
+    with pytest.raises(ValueError, match=r"torchrun started these ranks.*let it start run\.py"):
+        meet(attempt, at(0, "", launcher="torchrun"), timeout_s=1)
+
+
+def test_torchruns_ranks_are_on_one_host_where_it_says_so():
+    place = at(0, launcher="torchrun")
+    assert is_one_host(place, HOSTS | {"LOCAL_WORLD_SIZE": "2"})
+    assert not is_one_host(place, HOSTS)
+    assert not is_one_host(place, {})
+    with pytest.raises(ValueError, match="MASTER_ADDR='' leads nowhere"):
+        reachable_host(place, {})
 
 
 def test_who_a_process_is():

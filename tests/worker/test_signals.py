@@ -25,10 +25,13 @@ from tests.support.mutants import Slip, each
 
 @pytest.fixture
 def flag():
+    """Listening as in a terminal, also where `nohup` had the tests ignore its end."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     made = StopFlag()
     made.listen()
     yield made
     made.restore()
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
@@ -191,7 +194,7 @@ def test_outside_slurm_nobody_is_asked():
     assert requeue.fate(RankPlace(0, 2, 0, "", "torchrun")) == Fate()
 
 
-SCONTROL = """#!{python}
+SCONTROL = """#!/usr/bin/env python
 import os, pathlib, signal
 asked = pathlib.Path(__file__).with_name("asked")
 asked.write_text(asked.read_text() + "." if asked.exists() else ".")
@@ -205,27 +208,26 @@ raise SystemExit(len(asked.read_text()) < {works_at})
 def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypatch, capsys, works_at, asked, taken):
     """SLURM signals every process of a step, several times; and a busy controller may lose a request."""
     program = tmp_path / "scontrol"
-    program.write_text(SCONTROL.format(python=sys.executable, works_at=works_at))
+    program.write_text(SCONTROL.format(works_at=works_at))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
-    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0")) is taken
+    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run") is taken
     assert len((tmp_path / "asked").read_text()) == asked
     told = capsys.readouterr().err
-    assert told == (
-        "" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {commands.verb('retry RUN')}\n"
-    )
+    again = commands.verb(f"retry '{tmp_path}/a run'")
+    assert told == ("" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {again}\n")
 
 
 def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
     """The test above can fail: without the shield nothing is put back."""
     program = tmp_path / "scontrol"
-    program.write_text(SCONTROL.format(python=sys.executable, works_at=1))
+    program.write_text(SCONTROL.format(works_at=1))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
     monkeypatch.setattr(requeue, "stop_signals_blocked", nullcontext)
-    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"))
+    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run")
 
 
 def test_progress_never_blocks_training():

@@ -10,6 +10,7 @@ import errno
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from harness.config.errors import Violation
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
-from harness.store import commands
+from harness.store import commands, interpreter
 from harness.store.provenance import versions
 from harness.store.screen import counted
 
@@ -75,6 +76,15 @@ def scheduler_exists(request: Request) -> Iterator[Violation]:
         yield Violation(
             "cluster.backend=slurm", "there is no sbatch on PATH", "local, slurm", "cluster=local, or a login node"
         )
+
+
+@rule()
+def torch_is_installed(request: Request) -> Iterator[Violation]:
+    """Ranks on this machine run in this interpreter; a preview does without torch."""
+    c = request.config
+    here = c.cluster.backend is Backend.local and not c.launch.dry_run
+    if here and importlib.util.find_spec("torch") is None:
+        yield Violation("cluster.backend=local", f"{sys.executable} lacks torch", fix=interpreter.remedy())
 
 
 @rule()
@@ -278,6 +288,7 @@ RULES: tuple[Rule, ...] = (
     devices_exist,
     threads_have_processors,
     scheduler_exists,
+    torch_is_installed,
     project_has_a_name,
     mirror_can_start,
     engine_is_installed,

@@ -227,7 +227,7 @@ class Communicator:
         if self.size == 1:
             return value
         if value.layout is not torch.strided:
-            return self._object_from_first(value, purpose)
+            return self._sparse_from_first(value, purpose)
         shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
         if shared.numel():
             with events.begin(Label("broadcast", purpose), [shared]), events.waiting():
@@ -235,14 +235,19 @@ class Communicator:
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
 
-    def _object_from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """As `from_first`, of a tensor that is no block of memory (a sparse one): the first rank's may have another
-        number of elements."""
-        told: list[Any] = [value.cpu()]
-        with events.begin(Label("broadcast", purpose)), events.waiting():
-            dist.broadcast_object_list(told, group=self.group, group_src=0)
-        found: Tensor = told[0].to(self.runtime.device)
-        return found
+    def _sparse_from_first(self, value: Tensor, purpose: str) -> Tensor:
+        """As `from_first`, of a sparse tensor; the first rank's may have another number of elements."""
+        mine = _dense_parts(value)
+        is_coalesced = value.layout is torch.sparse_coo and value.is_coalesced()
+        sizes = [size for part in mine for size in part.shape]
+        header = self.from_first(torch.tensor([is_coalesced, *sizes], dtype=torch.int64), purpose).tolist()
+        is_coalesced, parts = bool(header.pop(0)), []
+        for part in mine:
+            shape = [header.pop(0) for _ in part.shape]
+            parts.append(self.from_first(part if self.rank == 0 else part.new_empty(shape), purpose))
+        if value.layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(parts[0], parts[1], value.shape, is_coalesced=is_coalesced)
+        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], value.shape, layout=value.layout)
 
     def scratch(self, place: tuple[int, int], like: Tensor) -> Tensor:
         """A buffer to receive into, shaped like `like`; the same memory for every caller that names this place."""
@@ -269,6 +274,15 @@ class Communicator:
             with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
+
+
+def _dense_parts(value: Tensor) -> list[Tensor]:
+    """What a sparse tensor is made of, in the order in which torch makes it: indices, then values."""
+    if value.layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    return [value.ccol_indices(), value.row_indices(), value.values()]
 
 
 def _copy_back(evened: Sequence[Evened]) -> None:

@@ -7,8 +7,6 @@ import errno
 import os
 from typing import Any
 
-WORD = ctypes.sizeof(ctypes.c_int64)
-
 
 class _Span(ctypes.Structure):
     """struct iovec."""

@@ -15,7 +15,7 @@ swallowed with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
@@ -298,7 +298,3 @@ def _words(error: BaseException) -> str:
 def _torch_version() -> tuple[int, int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return major, minor
-
-
-Allocating = Callable[[], AbstractContextManager[None]]
-"""What surrounds allocations of buckets."""

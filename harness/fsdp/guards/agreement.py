@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.guards.hang_report import by_value, ranks_text
@@ -35,9 +34,21 @@ def check_agreed(told: Told, comm: Communicator, purpose: str, wrong: str, fix: 
     table[comm.rank] = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in told).encode())
     if len(set(comm.sum_scalars(table, purpose).tolist())) == 1:
         return
-    everyones: list[Any] = [None] * comm.size
-    dist.all_gather_object(everyones, list(told), group=comm.group)
-    raise RanksDisagree(f"{wrong}: {difference(everyones)}. {fix}")
+    raise RanksDisagree(f"{wrong}: {difference(_everyones(told, comm, purpose))}. {fix}")
+
+
+def _everyones(told: Told, comm: Communicator, purpose: str) -> list[Told]:
+    """What each rank was told, by rank. *Collective.*"""
+    text = json.dumps(list(told)).encode()
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.runtime.device)
+    lengths[comm.rank] = len(text)
+    found = comm.sum_scalars(lengths, purpose).tolist()
+    room = 8 * -(-max(found) // 8)
+    table = torch.zeros(comm.size, room, dtype=torch.uint8)
+    table[comm.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    words = comm.sum_scalars(table.view(torch.int64).to(comm.runtime.device), purpose)
+    rows = words.cpu().view(torch.uint8).numpy()
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, found, strict=True)]
 
 
 def difference(everyones: Sequence[Told]) -> str:

@@ -7,7 +7,7 @@ every rank has all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -37,14 +37,15 @@ def state_dict_of(
 ) -> dict[str, Any]:
     """`state`: entries by a parameter's number. `param_groups`: settings, and numbers of a group. *Collective.*"""
     numbers = {name: number for number, name in enumerate(_names(optimizer, owner))}
-    counters = _counters(held, everyone)
+    groups_of = owner.groups.names_by_group(optimizer)
+    counters = _counters(held, everyone, groups_of)
     state: dict[int, dict[str, Tensor]] = {}
     for name, entry, value in _entries(held):
         if name in numbers:
             state.setdefault(numbers[name], {})[entry] = counters.get((name, entry), value)
     groups = []
     given = owner.groups.given(optimizer)
-    for settings, names in zip(given, owner.groups.names_by_group(optimizer), strict=True):
+    for settings, names in zip(given, groups_of, strict=True):
         groups.append(settings | {"params": [numbers[name] for name in names]})
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -72,8 +73,11 @@ def load_state_dict(
         group.update({k: deepcopy(v) for k, v in settings.items() if k != "params" and k not in KERNELS})
 
 
-def _counters(held: ShardedState, everyone: Everyone) -> dict[tuple[str, str], Tensor]:
-    """All counters, also of parameters of which this rank has no row. *Collective.*"""
+def _counters(held: ShardedState, everyone: Everyone, groups: Sequence[Sequence[str]]) -> dict[tuple[str, str], Tensor]:
+    """All counters, also of parameters of which this rank has no row. *Collective.*
+
+    No rank counts a parameter without rows: it has the largest count of its group, as torch counts it in every step.
+    """
     known = {
         (name, entry): value
         for name, entry, value in _entries(held)
@@ -84,8 +88,17 @@ def _counters(held: ShardedState, everyone: Everyone) -> dict[tuple[str, str], T
     values = [0.0 if isinstance(known[key], RowShard) else float(known[key]) for key in order]
     device = everyone.runtime.device
     sums = everyone.sum_scalars(torch.tensor([values, here], dtype=torch.float64, device=device), "counters").cpu()
-    means = sums[0] / sums[1]  # of equal numbers: exact
-    return {key: means[place].to(known[key].dtype) for place, key in enumerate(order)}
+    means = sums[0] / sums[1]  # of equal numbers: exact; NaN where no rank has a copy
+    found = {key: means[place].to(known[key].dtype) for place, key in enumerate(order)}
+    for name, entry in (key for key in order if found[key].isnan()):
+        group = next((names for names in groups if name in names), ())
+        others = [found[key] for key in order if key[1] == entry and key[0] in group and not found[key].isnan()]
+        found[name, entry] = _largest(others, found[name, entry])
+    return found
+
+
+def _largest(counts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(list(counts)).max() if counts else torch.zeros_like(like)
 
 
 def _key(parameter_and_entry: tuple[str, str]) -> str:

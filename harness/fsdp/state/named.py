@@ -335,7 +335,8 @@ def _device_mesh(mesh: Mesh, tensor: Communicator | None) -> DeviceMesh:
         return DeviceMesh.from_group(mesh.inner.group, kind)
     grid = torch.tensor(_grid(mesh) if mesh.outer is not None else dist.get_process_group_ranks(mesh.inner.group))
     if tensor is not None:
-        grids: list[Any] = [None] * tensor.size
-        dist.all_gather_object(grids, grid, group=tensor.group)
-        grid = torch.stack(grids, dim=-1)
+        grid = grid.to(tensor.runtime.device)
+        grids = [torch.empty_like(grid) for _ in range(tensor.size)]
+        dist.all_gather(grids, grid, group=tensor.group)
+        grid = torch.stack(grids, dim=-1).cpu()
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=grid, mesh_dim_names=tuple(groups))

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,9 +104,10 @@ def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, ki
     if data is None or tensor is None:
         one = tensor if data is None else data
         return None if one is None else DeviceMesh.from_group(one, kind)
-    rows: list[list[int]] = [[]] * dist.get_world_size(data)
-    dist.all_gather_object(rows, dist.get_process_group_ranks(tensor), group=data)
-    ranks = tuple(rank for row in rows for rank in row)
+    row = torch.tensor(dist.get_process_group_ranks(tensor), device=kind)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(data))]
+    dist.all_gather(rows, row, group=data)
+    ranks = tuple(torch.cat(rows).tolist())
     found = _CROSSED.setdefault(data, {})
     if ranks not in found:
         found[ranks] = group_of_members(ranks, "weights", like=data)

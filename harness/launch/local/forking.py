@@ -224,12 +224,6 @@ def fork_rank(
         raise
 
 
-def close_servers() -> None:
-    """End every server of this process."""
-    while _SERVERS:
-        _SERVERS.popitem()[1].close()
-
-
 def _adopt_orphans() -> None:
     if sys.platform != "linux":
         raise OSError("launch.fork=true needs Linux: only there can a launcher adopt what another process forked")

@@ -14,6 +14,7 @@ from harness.launch.opening import Opened
 from harness.store import status
 from harness.store.files import Lock
 from harness.store.rank_place import RankPlace, stop_reason
+from harness.store.screen import unfiltered
 from harness.store.status import State
 
 STATES = {code: state for state, code in EXIT_CODES.items()}
@@ -27,7 +28,8 @@ def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], 
     with lock:
         try:
             # By name: only here does the desk's process become a rank, and no other desk code may load torch.
-            code = import_module("harness.worker").main(path, attempt, place, listener)
+            with unfiltered():
+                code = import_module("harness.worker").main(path, attempt, place, listener)
         except KeyboardInterrupt:
             reason = f"{stop_reason(signal.SIGINT)}; not saved"
             status.move(path, attempt, State.cancelled, reason)

@@ -8,6 +8,7 @@ before they go.
 from __future__ import annotations
 
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
-from harness.store.rank_place import stop_reason
+from harness.store.rank_place import meeting_folder, stop_reason
 from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
 from harness.store.status import State
@@ -78,6 +79,7 @@ class LocalRun:
         self.config: Config = opened.cell.typed
         self.devices = tuple(devices)
         self._folder: Path = opened.run.attempt_dir(opened.attempt)
+        self._start = secrets.token_hex(8)
         self._listener = listener
         self._lock = lock
         self._verdict: tuple[State, str] | None = None
@@ -90,7 +92,7 @@ class LocalRun:
                 opened.run.path,
                 opened.attempt,
                 self.config,
-                start=secrets.token_hex(8),
+                start=self._start,
                 lock=lock.fileno(),
                 patience=Patience(
                     self.config.launch.hang_timeout_s,
@@ -194,6 +196,7 @@ class LocalRun:
         self._listen()
         for rank in self.ranks:
             rank.close()
+        shutil.rmtree(meeting_folder(self._folder, self._start), ignore_errors=True)
         ended = self._judge()
         try:
             self._write(ended)

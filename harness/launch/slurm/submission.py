@@ -28,7 +28,7 @@ from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
 from harness.store import failure, nodes, provenance, status
 from harness.store.errors import StoreError
-from harness.store.files import SameFiles, write_atomic
+from harness.store.files import SameFiles, private_folder, write_atomic
 from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CODE_OF, RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
@@ -140,7 +140,7 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
         for index, (cell, decision) in enumerate(batch.wanted)
     ]
     store.remember(opened[-1].run)
-    batch.folder.mkdir(parents=True, exist_ok=True)
+    private_folder(batch.folder)
     try:
         write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
         jobs = _sbatch(batch, opened, same)

@@ -53,11 +53,13 @@ dtype is in doubt.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
+from harness.parity.alone import fed
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
@@ -100,14 +102,14 @@ class Look:
 BETWEEN = "weights between steps"
 
 LOOKS = {
-    "sum": Look("sum at every step", Stage.reduction, "not the sum of what its ranks computed"),
-    "gather": Look("weights of every forward", Stage.gather, "a forward used other weights than the main ones"),
+    "sum": Look("sum, sketched", Stage.reduction, "not the sum of what its ranks computed"),
+    "gather": Look("weights of forwards, sketched", Stage.gather, "a forward used other weights than the main ones"),
     "kept": Look(BETWEEN, Stage.weights, "changed between two steps, by something else than the optimizer"),
     "replicas": Look(
-        "copies of every step", Stage.optimizer, "ranks left with different copies of one piece", since=Stage.gradient
+        "copies, sketched", Stage.optimizer, "ranks left with different copies of one piece", since=Stage.gradient
     ),
     "rule": Look("update by the rule, sampled", Stage.optimizer, "not what the optimizer's rule makes of the gradient"),
-    "norm": Look("logged norm of every step", Stage.clipping, "not the norm of the gradient that was reduced"),
+    "norm": Look("logged norm, sketched", Stage.clipping, "not the norm of the gradient that was reduced"),
     "again": Look(
         "gradient worked out again",
         Stage.gradient,
@@ -276,16 +278,35 @@ def _deviations(draws: int) -> float:
 
 
 def vouched_until(run: Record, arithmetic: Arithmetic) -> int:
-    """The last step up to which a run was seen to be right at every step in all that `REQUIRED` names; 0 for none."""
+    """The last step up to which a run was fed what its data holds and is right in all that `REQUIRED` names, at every
+    step; 0 for none."""
     import numpy as np
 
     if run.stream is None:
         return 0
     right = np.ones(min(run.length, len(run.stream.column("sum"))), dtype=bool)
     left_out = np.isin(np.arange(1, len(right) + 1), sorted(run.skipped))
+    right &= np.array(fed.right_at(run), dtype=bool)[: len(right)]
     for name in REQUIRED:
         values = run.stream.column(name)[: len(right)]
         with np.errstate(invalid="ignore"):
             fine = values <= bound(name, run.stream, arithmetic)
         right &= fine | (left_out & np.isnan(values) & (name in OF_GRADIENTS))
     return len(right) if right.all() else int(np.argmin(right))
+
+
+def looked_at(run: Record) -> Mapping[str, NDArray[np.bool_]]:
+    """By column of the stream that a pass stands on, and `fed`, whether each step was looked at. What there is nothing
+    to see of, the gradients of a step that was left out, counts as seen."""
+    import numpy as np
+
+    seen = {"fed": np.array(fed.seen_at(run), dtype=bool)}
+    left_out = np.isin(np.arange(1, run.length + 1), sorted(run.skipped))
+    if run.stream is None:
+        return seen
+    for name in (*REQUIRED, RECOMPUTED):
+        values = run.stream.column(name)[: run.length]
+        known = np.zeros(run.length, dtype=bool)
+        known[: len(values)] = ~np.isnan(values)
+        seen[name] = known | (left_out & (name in OF_GRADIENTS))
+    return seen

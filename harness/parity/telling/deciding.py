@@ -13,6 +13,7 @@ from harness.parity.outcome import Finding, Grade, Outcome
 from harness.parity.record import IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.reference import BOUNDS
 from harness.store.commands import request, shown, verb
+from harness.store.rundir import CONFIG
 
 ALWAYS = "launch.rerun=always"
 """Makes a run that is done once more."""
@@ -25,8 +26,14 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
     """What makes two runs comparable that are not; where no command does, the one that says in what they differ."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
-    commands = [_again(run, *_anew(run.problems)) for run in (arm, control) if run.problems]
+    commands = [_renewed(run) for run in (arm, control) if run.problems]
     return tuple(commands) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
+
+
+def _renewed(run: Record) -> str:
+    """What makes a run whole; where its configuration is damaged, it cannot say what to make."""
+    damaged = any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) for each in run.problems)
+    return verb(f"show {shown(run.path)}") if damaged else _again(run, *_anew(run.problems))
 
 
 def _anew(problems: Sequence[str]) -> tuple[str, ...]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from harness.parity.outcome import Finding, Outcome
 
 OUTCOMES = {
-    Outcome.EQUAL: "Every recorded bit agrees: it is the same training.",
-    Outcome.EQUIVALENT: "Bits differ, and rounding explains every difference: it is the same training.",
+    Outcome.EQUAL: "Every recorded bit agrees: by this, it is the same training.",
+    Outcome.EQUIVALENT: "Bits differ, and rounding explains all that was recorded: by this, it is the same training.",
     Outcome.DIFFERENT: "Rounding cannot explain what is named here: another training, or one of the two runs is wrong.",
     Outcome.UNDECIDED: "It could be rounding or a fault, or too little was recorded; the next command may decide.",
-    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is incomplete; nothing was compared.",
+    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is not whole; nothing was compared.",
 }
 """What each outcome says, for newcomers."""
 
@@ -24,6 +24,7 @@ TIERS = {
 
 CHECKS = {
     "comparable": "facts that must agree before anything is compared",
+    "files as the run left them": "runs of older versions have no checksums: a damaged file can look like a fault",
     "scale of all gradients": "a common factor of all gradients of step 1, as of a rank counted twice",
     "gradient distance": "the distance of a tensor's gradient from the control's, divided by its norm",
     "gradient, worst piece": "the same for the worst of 32 pieces of a tensor; finds a lost shard or tail",
@@ -51,13 +52,14 @@ CHECKS = {
     "state as saved": "whether the state after loading is the saved state",
     "sum of local gradients": "in one run: the engine's gradient against the sum of autograd's local gradients",
     "update by the rule": "in one run: an update against the optimizer's rule in double precision",
-    "sum at every step": "the sum of local gradients at every step, from four sketches per tensor",
-    "weights of every forward": "the weights a forward used against the main ones",
+    "tokens as fed": "in one run: tokens and targets that the engine was given against those of the data source",
+    "sum, sketched": "the sum of local gradients in each step that was looked at, from four sketches per tensor",
+    "weights of forwards, sketched": "the weights a forward used against the main ones",
     "weights between steps": "weights before a step against those after the previous step",
     "weights after the last step": "a run's final weights against those after its last step",
-    "copies of every step": "whether ranks that hold copies of a piece hold the same values",
+    "copies, sketched": "whether ranks that hold copies of a piece hold the same values",
     "update by the rule, sampled": "a sample of elements against the optimizer's rule; rounding explains at most 1",
-    "logged norm of every step": "the logged norm against that of the gradient",
+    "logged norm, sketched": "the logged norm against that of the gradient",
     "update is made": "under a dynamic loss scale, whether both runs skipped an update, or only one",
     "update left out": "whether updates were skipped exactly where gradients overflowed",
     "gradient worked out again": "once in a run: a rank's gradients against the plain model's, of the same weights",

@@ -68,10 +68,11 @@ def _series(measure: str, key: str) -> Look:
     return Look("series", OF_SERIES[measure], ("KEY",), whole=measure.startswith("mean"), key=key)
 
 
-def _fact(file: str, *keys: str, alone: bool = True) -> Look:
+def _fact(file: str, *keys: str, alone: bool = True, measure: str = "bool(found[0])") -> Look:
     again = "Makes one run again and reads what it recorded of itself." if alone else Look.again
     captured = file.startswith("capture")
-    return Look("facts", "", ("FILE", "KEYS"), (), again, alone, captured, not captured, file=file, keys=keys)
+    constants = ("FILE", "KEYS", *(["TENSOR"] if "TENSOR" in measure else []))
+    return Look("facts", measure, constants, (), again, alone, captured, not captured, file=file, keys=keys)
 
 
 def _rule(measure: str) -> Look:
@@ -101,13 +102,13 @@ OF_SERIES = {
 """What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
 STREAMED = (
-    ("sum at every step", "sum", 0),
-    ("weights of every forward", "gather", 0),
+    ("sum, sketched", "sum", 0),
+    ("weights of forwards, sketched", "gather", 0),
     ("weights between steps", "kept", 0),
     ("weights after the last step", "kept", 1),
-    ("copies of every step", "replicas", 0),
+    ("copies, sketched", "replicas", 0),
     ("update by the rule, sampled", "rule", 0),
-    ("logged norm of every step", "norm", 0),
+    ("logged norm, sketched", "norm", 0),
     ("gradient worked out again", "again", 0),
     ("the same function", "drift", 0),
 )
@@ -122,7 +123,13 @@ def _stream(column: str, after: int) -> Look:
 
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
+SHARED = "list(found[0].values()).count(found[0][TENSOR]) > 1"
+"""Whether another weight has the checksum of this one."""
+
+FED_AGAIN = "Makes one run again: the digest of what it was fed against that of its data source."
+
 LOOKS: Mapping[str, Look] = {
+    "tokens as fed": Look("fed", again=FED_AGAIN, alone=True),
     "gradient distance": _tensors("distance"),
     "gradient, worst piece": _tensors("piece"),
     "gradient among its fellows": _tensors("piece"),
@@ -140,12 +147,12 @@ LOOKS: Mapping[str, Look] = {
     "scale of the sum": _tensors("scale", WITNESS),
     "witnessed tensor": _tensors("exists", WITNESS),
     "weights of the forward": _fact("capture/witness-{step:06d}.json", "wrong_weights"),
-    "weights apart": _fact("capture/witness-{step:06d}.json", "kept"),
+    "weights apart": _fact("capture/witness-{step:06d}.json", "kept", measure=SHARED),
     "replicas": _fact("summary.json", "other_replicas"),
-    "tensors apart": _fact("summary.json", "structure", "aliases"),
+    "tensors apart": _fact("summary.json", "structure", measure='found[0]["aliases"] + found[0]["elsewhere"] != []'),
     "ties kept": _fact("summary.json", "structure", "untied"),
     "state as saved": _fact("summary.json", "restored", "wrong"),
-    "final weights": _fact("summary.json", "final_weights", alone=False),
+    "final weights": _fact("summary.json", "final_weights", alone=False, measure="found[0] != found[1]"),
     "logged norm": Look("norm", again=NORM_AGAIN, alone=True, captured=True),
     **{check: _stream(column, after) for check, column, after in STREAMED},
     "local gradient given the weights": _tensors("distance", TESTIMONIES),
@@ -160,5 +167,10 @@ LOOKS: Mapping[str, Look] = {
     **{f"{key} bits": _series("bits", key) for key in ("loss", "grad_norm", "param_norm")},
     **{f"{key} is finite": _series("finite", key) for key in ("loss", "grad_norm", "param_norm")},
 }
-"""How each check is looked at again, by its name. A check that is not here says that evidence is missing or too weak,
-and has no wrong number to show."""
+"""How each check is looked at again, by its name. Of what is not here, `UNSHOWN`, no script shows anything."""
+
+UNSHOWN = (
+    *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
+    *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
+    *("output of a module", "loss given the logits", "update left out"),
+)

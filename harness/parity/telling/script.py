@@ -21,7 +21,7 @@ from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.store import commands
-from harness.store.files import write_atomic
+from harness.store.files import private_folder, write_atomic
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, flatten, read_summary
 from harness.store.vouching import ONCE
@@ -68,7 +68,7 @@ def write_script(verdict: Verdict) -> Path | None:
     text = script(verdict)
     if text is None:
         return None
-    path.parent.mkdir(exist_ok=True)
+    private_folder(path.parent)
     write_atomic(path, text)
     return path
 

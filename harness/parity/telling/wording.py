@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
@@ -53,13 +53,13 @@ def verdict(
     evidence: Sequence[Finding],
     findings: Sequence[Finding],
     resolution: float | None,
-    certain: bool = False,
+    looked_at: Mapping[str, Sequence[int]],
 ) -> Verdict:
-    """Put a decision on comparable runs into words; `certain` where both were seen to be right at every step."""
+    """Put a decision on comparable runs into words; `looked_at` has the steps in which both were, by what was."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     return Verdict(
         outcome=outcome,
-        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution, certain)}.",
+        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution, looked_at)}.",
         arm=str(arm.path),
         control=str(control.path),
         tier=decided,
@@ -78,7 +78,7 @@ def _sentence(
     evidence: Sequence[Finding],
     findings: Sequence[Finding],
     resolution: float | None,
-    certain: bool,
+    looked_at: Mapping[str, Sequence[int]],
 ) -> str:
     pair = f"{arm.name} against {control.name}"
     if outcome is Outcome.EQUAL:
@@ -89,12 +89,43 @@ def _sentence(
         return f"{pair} agrees in every recorded bit ({recorded}, and the final weights)"
     if outcome is Outcome.EQUIVALENT:
         reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
-        seen = "; each run was seen to be right at every step" if certain else ""
+        seen = _looked_at(looked_at, arm.length)
         return f"{pair} differs by no more than rounding explains over {counted(arm.length, 'step')}{seen}{reach}"
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     named = first if first.tensor else _named(first, findings, grave)
     return f"{pair}: {describe(first, named, _hint(first, findings))}"
+
+
+def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
+    """What was looked at beside the engines, and in which steps, as clauses that follow a sentence."""
+    every = [word for name, word in LOOKED_AT.items() if len(steps.get(name, ())) == length]
+    told = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
+    for name, word in LOOKED_AT.items():
+        found = steps.get(name, ())
+        if word not in every and (found or name == AGAIN):
+            told.append(f"{word}: {_of_steps(found, length)}")
+    return "".join(f"; {each}" for each in told)
+
+
+def _of_steps(steps: Sequence[int], length: int) -> str:
+    if len(steps) < 2:
+        return f"at step {steps[0]} alone" if steps else "at no step"
+    return f"at {len(steps)} of {length} steps"
+
+
+AGAIN = "again"
+
+LOOKED_AT = {
+    "fed": "what it was fed",
+    "kept": "weights between steps",
+    "gather": "weights of forwards",
+    "sum": "sums of gradients",
+    "norm": "the norm",
+    "rule": "samples of the update",
+    AGAIN: "forwards and backwards, worked out again",
+}
+"""What is looked at, in words."""
 
 
 def _hint(first: Finding, findings: Sequence[Finding]) -> str:

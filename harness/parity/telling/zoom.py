@@ -10,7 +10,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
-from harness.store import commands
+from harness.store import checksums, commands
 from harness.store.screen import table
 
 PIECES = 6
@@ -28,8 +28,10 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
 
     Raises:
         BadRequest: one of the runs did not capture that step or has no such tensor.
-        StoreError: one of them is no run.
+        StoreError: one of them is no run, or is damaged.
     """
+    for path in (arm, control):
+        checksums.demand(Path(path))
     left, right = load(Path(arm)), load(Path(control))
     for run in (left, right):
         _require(run, tensor, step)

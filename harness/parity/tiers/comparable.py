@@ -1,51 +1,16 @@
-"""T0: may two runs be compared at all? Every fact that must agree, and what differs.
-
-The rule is refusal: a setting that is not listed here as an axis of comparison must be the same in both runs, so that a
-setting added later is refused until somebody decides about it.
-"""
+"""T0: may two runs be compared at all? Every fact that must agree, and what differs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
-
-AXES = (
-    "engine",
-    "sharding",
-    "dtype",
-    "numerics",
-    "mesh",
-    "nccl_ub",
-    "sharp",
-    "fault",
-    "ckpt",
-    "measure",
-    "launch",
-    "wandb",
-    "study",
-    "cluster",
-    "notes",
-)
-"""Groups whose settings may differ: what a study varies, and what cannot touch a number."""
-
-FREE = (
-    "train.microbatch_size",  # the global batch is the same; its digest says so
-    "train.replicate",
-    "train.param_norm_every",
-    "model.name",
-    "model.activation_checkpointing",
-)
-"""Single settings that may differ."""
+from harness.store.identity import must_agree
 
 FREE_OWN = ("engine", "callback")
 """Kinds of the user's own classes that may differ."""
-
-HELD = ("cluster.device", "cluster.threads_per_rank")
-"""Settings of a free group that must agree: sums depend on both."""
 
 FACTS = ("cpu_model", "cpu_capability", "device", "threads_per_rank", "cuda", "nccl", "allow_tf32")
 """Entries of provenance that must agree."""
@@ -82,6 +47,14 @@ def _problems(run: Record) -> list[Finding]:
     ]
 
 
+def unlisted(arm: Record, control: Record) -> list[Finding]:
+    """A remark on runs whose files are not known to be as they left them, or not all of them."""
+    if arm.files == control.files == "whole":
+        return []
+    note = "not known: an older version made the run and listed no checksums"
+    return [Finding("T0", "files as the run left them", Stage.record, Grade.ok, arm.files, control.files, note=note)]
+
+
 def finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
     """What a fact of the two runs comes to: `ok` if both have the same."""
     verdict = Grade.ok if left == right else Grade.bad
@@ -103,14 +76,6 @@ def _config(arm: Record, control: Record) -> list[Finding]:
     if not differing:
         return [Finding("T0", "configuration", Stage.record, Grade.ok, "equal", "equal", count=len(held))]
     return [finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
-
-
-@cache
-def must_agree(key: str) -> bool:
-    """Whether a dotted setting must be the same in two runs that are compared."""
-    if key in HELD:
-        return True
-    return key.split(".")[0] not in AXES and key not in FREE
 
 
 def _origin(arm: Record, control: Record) -> list[Finding]:
@@ -147,6 +112,6 @@ def _steps(key: str, arm: Record, control: Record) -> Finding:
     if series[0] != series[1]:
         for step, (left, right) in enumerate(zip(*series, strict=False), start=1):  # of another length: train.steps
             if left != right:
-                note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
+                note = "the data of the two runs holds other tokens" if key == "data_digest" else ""
                 return finding(key, stage, left, right, step=step, note=note)
     return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=arm.length)

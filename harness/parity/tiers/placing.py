@@ -5,7 +5,7 @@ agree. Of a step that was not captured only its loss and its norms are known, an
 anything since the loss before it. What the runs' own witnesses saw to be right is taken off both ends: the sum (no
 reduction), the rule (no optimizer), the logged norm (no clipping), what was gathered and kept (no gather, no weights).
 What was gathered is seen of forwards: where a backward's weights are gathered again, a gather may still be at fault.
-The data's digests are compared beforehand.
+What a run was fed is held against its data, step by step.
 """
 
 from __future__ import annotations

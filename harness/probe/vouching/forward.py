@@ -13,12 +13,13 @@ one width share them; of very large batches the first `ROWS` positions are looke
 
 from __future__ import annotations
 
-import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.probe.hooks import Aside
 from harness.probe.vouching.sketch import SKETCHES, Place, Signs
 
 ROWS = 1 << 20
@@ -33,15 +34,14 @@ class ForwardWatch:
         signs: of all sketches.
         rows: positions of the global batch: sequences times tokens of each.
         first: the first position of this rank.
+        aside: surrounds what its hooks do (`Timers.aside`).
     """
 
-    def __init__(self, module: nn.Module, signs: Signs, rows: int, first: int) -> None:
-        self.module, self.signs = module, signs
+    def __init__(self, module: nn.Module, signs: Signs, rows: int, first: int, aside: Aside = nullcontext) -> None:
+        self.module, self.signs, self._aside = module, signs, aside
         self.rows, self.next = min(rows, ROWS), first
         self.found: dict[str, Tensor] = {}
         """By module, in the order of their first calls: m sketches and the sum of squares; fp64 [m + 1], on the CPU."""
-        self.seconds = 0.0
-        """What looking has taken."""
         self._begin, self._called = first, set[str]()
         self._handles: list[Any] = []
 
@@ -65,10 +65,9 @@ class ForwardWatch:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             if name in self._called or not isinstance(output, Tensor) or not output.is_floating_point():
                 return
-            began = time.perf_counter()
             self._called.add(name)
-            self._look(name, output.detach())
-            self.seconds += time.perf_counter() - began
+            with self._aside():
+                self._look(name, output.detach())
 
         return look
 

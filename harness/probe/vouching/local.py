@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.fp8.linear import layers_of
-from harness.probe.hooks import ParameterHooks
+from harness.probe.hooks import Aside, ParameterHooks
 from harness.probe.vouching.sketch import Place, Signs, Sketch
 
 
@@ -20,7 +19,7 @@ class LocalWatch:
     """A context manager around a step's forwards and backwards; asked afterwards.
 
     Hooks see the gradient that autograd hands to a parameter, before the engine touches it, and a weight as the module
-    looks it up. What they cost is counted apart.
+    looks it up.
 
     Args:
         module: whose own parameters autograd hands local gradients to.
@@ -29,6 +28,7 @@ class LocalWatch:
         weights: whether the weights of forwards are looked at too.
         kept: weights that are kept whole, by the places of their names: where a forward computes with that very memory,
             the first look at it is `begun`'s too.
+        aside: surrounds what its hooks do (`Timers.aside`).
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class LocalWatch:
         *,
         weights: bool = True,
         kept: Mapping[int, Tensor] | None = None,
+        aside: Aside = nullcontext,
     ) -> None:
-        self.module = module
+        self.module, self._aside = module, aside
         self._kept = dict(kept or {})
         self.begun: dict[int, Sketch] = {}
         """Sketches, without squares, of the weights in `kept` as a forward of this step first found them there."""
@@ -52,15 +53,13 @@ class LocalWatch:
         self._quantized: set[str] = set()
         self.hidden: set[int] = set()
         """Tensors whose weights the forward used in 8 bits, by their places."""
-        self.seconds = 0.0
-        """What looking has taken."""
         self._hooks = ExitStack()
 
     def __enter__(self) -> LocalWatch:
         names = {id(param): name for name, param in self.module.named_parameters()}
         layers = [dict(layer.named_parameters(recurse=False)) for layer in layers_of(self.module)]
         self._quantized = {names[id(own["weight"])] for own in layers}  # `layer.weight` may be a copy that was cast
-        self._hooks.enter_context(ParameterHooks(self.module, self._gradient, self._forward))
+        self._hooks.enter_context(ParameterHooks(self.module, self._gradient, self._forward, self._aside))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,10 +80,8 @@ class LocalWatch:
                 self.begun[self._places[name]] = found
 
     def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> Sketch:
-        began = time.perf_counter()
         found = self.signs.sketch(name, tensor.shape, tensor, Place.whole(tensor.shape), squares=squares)
         seen.append((self._places[name], found))
-        self.seconds += time.perf_counter() - began
         return found
 
     @property

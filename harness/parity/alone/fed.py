@@ -1,0 +1,41 @@
+"""What a run was fed, against what its data source held: two digests of each step, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+
+DIGESTS = ("data_digest", "fed_digest")
+FED = "tokens as fed"
+WRONG = "it was fed other tokens or targets than its data source holds"
+
+
+def check(run: Record) -> list[Finding]:
+    """The first step that was fed wrongly, and one that stands for all that were fed right."""
+    right, seen = right_at(run), seen_at(run)
+    wrong = [step for step in range(1, run.length + 1) if seen[step - 1] and not right[step - 1]]
+    found = []
+    if wrong:
+        held, fed = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
+        more = f", in {len(wrong)} steps up to step {wrong[-1]}" if len(wrong) > 1 else ""
+        note = f"in {run.name}, {WRONG}{more}"
+        found.append(Finding("T1", FED, Stage.data, Grade.bad, fed, held, step=wrong[0], count=len(wrong), note=note))
+    if any(right):
+        found.append(Finding("T1", FED, Stage.data, Grade.ok, "as held", "as held", count=sum(right)))
+    return found
+
+
+def seen_at(run: Record) -> list[bool]:
+    """By step, whether both digests were recorded."""
+    return [held is not None and fed is not None for held, fed in _pairs(run)]
+
+
+def right_at(run: Record) -> list[bool]:
+    """By step, whether both were recorded and are the same."""
+    return [held is not None and held == fed for held, fed in _pairs(run)]
+
+
+def _pairs(run: Record) -> Iterator[tuple[str | None, str | None]]:
+    return zip(*(run.columns[key] for key in DIGESTS), strict=True)

@@ -1,0 +1,190 @@
+"""`checksums.json`: size and checksum of every file that a run recorded, as they were when its last attempt ended.
+
+[Note: Evidence that is whole]
+A disk, a copy that was cut off or an editor changes a file, and a verdict would blame the run. So rank 0 lists what the
+run recorded when an attempt ends (done, preempted or cancelled), and writes the checksum of the list into `status.json`
+together with that end. A crash leaves both or neither. A new attempt changes these files, and its first status names no
+list. Not listed is what changes after the end (`status.json`, `attempts/`, `verdict/`, `wandb/`), and `ckpt/`, whose
+manifests have checksums of their own.
+
+    version, attempts (how many were made), files: by path within the run, bytes and xxh3 (XXH3-128)
+
+XXH3 is what checkpoints have; files are read no faster. It finds accidents. Whoever wants to deceive can write the list
+anew, and no checksum beside a file prevents that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from harness.store import status
+from harness.store.errors import StoreError
+from harness.store.files import write_json
+from harness.store.reading import folder_names, open_regular, read_format
+from harness.store.rundir import CHECKSUMS, RunDir
+from harness.store.screen import counted
+from harness.store.shapes import LISTED
+from harness.store.status import State
+
+VERSION = 1
+FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metrics.jsonl", "summary.json")
+FOLDERS = ("capture", "vouch")
+ASIDE = ("overrides.txt", "diff.patch")
+"""Files of which no result is made. A diff may be its owner's secret, or taken out of a copy for others."""
+TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
+"""Files that tables and mirrors are made of."""
+SUFFIXES = (".json", ".safetensors", ".f64")
+"""What a file of a capture or a stream ends with; others are left by a crash, or are not the run's."""
+RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
+BLOCK = 2**18
+
+
+def write(run: Path) -> str:
+    """List what a run recorded; returns the list's own checksum, for its status.
+
+    Raises:
+        StoreError: a file cannot be read.
+        OSError: the list cannot be written.
+    """
+    files = {name: dict(zip(("bytes", "xxh3"), _sum(run / name), strict=True)) for name in _recorded(run)}
+    write_json(run / CHECKSUMS, {"version": VERSION, "attempts": len(RunDir(run).attempts()), "files": files})
+    return _sum(run / CHECKSUMS)[1]
+
+
+def renew(run: Path) -> None:
+    """List anew what was changed on purpose after the run ended; nothing of a run without a list."""
+    if (ended := status.read(run)) is not None and ended.checksums:
+        status.note(run, checksums=write(run))
+
+
+def damage(run: Path, *names: str) -> dict[str, str] | None:
+    """By file, in a sentence, how it is not as the run left it: missing, truncated, changed or added.
+
+    Args:
+        run: the run directory.
+        names: paths within it that matter; all where none is given.
+
+    Returns:
+        None where there is no list: the run has not ended, or an older version made it.
+
+    Raises:
+        StoreError: `status.json` cannot be read.
+    """
+    ended, there = status.read(run), (run / CHECKSUMS).exists()
+    if ended is None:
+        return {status.FILE: f"{status.FILE} is missing"} if there else None
+    if not ended.checksums and not (there and ended.state is State.done):
+        return None
+    try:
+        listed = _read(run, ended.checksums)
+    except StoreError as error:
+        return {CHECKSUMS: str(error)}
+    files: Mapping[str, Mapping[str, Any]] = listed["files"]
+    found = {} if names else {**_gone(run, files), **_added(run, files), **_attempts(run, listed["attempts"])}
+    for name in names or files:
+        if name in files and f"{name.partition('/')[0]}/" not in found and (wrong := _fault(run / name, files[name])):
+            found[name] = f"{name} {wrong}"
+    return found
+
+
+def demand(run: Path, *names: str) -> None:
+    """Let files be read only as the run left them; those of a run without a list are read as they are.
+
+    Raises:
+        StoreError: naming each that is damaged, of `names` or of all that results are made of.
+    """
+    if wrong := unfit(run, *names):
+        raise StoreError(f"{run}: {'; '.join(wrong)}; {RESTORE}")
+
+
+def unfit(run: Path, *names: str) -> list[str]:
+    """The sentences of `damage` about named files, or about all that results are made of."""
+    return [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]
+
+
+def told(run: Path) -> str:
+    """What a person is told of a run's record; empty where nothing was listed."""
+    found = damage(run)
+    if found is None:
+        return ""
+    if found:
+        return f"damaged: {'; '.join(found.values())}; {RESTORE}"
+    return f"complete, {counted(len(_read(run)['files']), 'file')}"
+
+
+def _recorded(run: Path) -> list[str]:
+    """Paths of what is there to be listed."""
+    found = [name for name in FILES if os.path.isfile(run / name)]
+    for folder in FOLDERS:
+        names = (name for name in sorted(folder_names(run / folder)) if not name.startswith("."))
+        found += [f"{folder}/{name}" for name in names if name.endswith(SUFFIXES)]
+    return found
+
+
+def _read(run: Path, checksum: str | None = None) -> dict[str, Any]:
+    """The list. Raises `StoreError`: it is missing, or not the one with this checksum."""
+    path = run / CHECKSUMS
+    if not path.exists():
+        raise StoreError(f"{CHECKSUMS} is missing, so nothing says what the run recorded")
+    if checksum is not None and _sum(path)[1] != checksum:
+        raise StoreError(f"{CHECKSUMS} was changed: it is not the list that status.json names")
+    listed: dict[str, Any] = read_format(path, VERSION, LISTED) or {}
+    return listed
+
+
+def _gone(run: Path, files: Iterable[str]) -> dict[str, str]:
+    """Whole folders that are missing."""
+    found = {}
+    for folder in FOLDERS:
+        count = sum(name.startswith(f"{folder}/") for name in files)
+        if count and not os.path.lexists(run / folder):
+            found[f"{folder}/"] = f"{folder}/ is missing ({counted(count, 'file')})"
+    return found
+
+
+def _added(run: Path, files: Mapping[str, Any]) -> dict[str, str]:
+    """Files that a reader would take for the run's."""
+    return {name: f"{name} was added after the run ended" for name in _recorded(run) if name not in files}
+
+
+def _attempts(run: Path, count: int) -> dict[str, str]:
+    there = len(RunDir(run).attempts())
+    return {"attempts/": f"attempts/ is truncated: {there} of {count} are there"} if there < count else {}
+
+
+def _fault(path: Path, entry: Mapping[str, Any]) -> str:
+    """In what a file differs from its entry; empty if in nothing that is seen."""
+    try:
+        size = path.stat().st_size
+        if size < entry["bytes"]:
+            return f"is truncated: {size} of {entry['bytes']} bytes"
+        if size > entry["bytes"]:
+            return f"was changed: it has {size} bytes and had {entry['bytes']}"
+        if not os.access(path, os.R_OK):  # another person's: whoever needs it is told that it is closed
+            return ""
+        return "" if _sum(path)[1] == entry["xxh3"] else "was changed: its checksum is another"
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except StoreError as error:
+        return f"was changed: {error}"
+
+
+def _sum(path: Path) -> tuple[int, str]:
+    """Bytes of a file and their XXH3-128 in hex. Raises `StoreError` or `OSError`: it cannot be read."""
+    file = open_regular(path)
+    if file is None:
+        raise StoreError(f"{path} is missing")
+    digest, size = xxhash.xxh3_128(), 0
+    with file:
+        for block in iter(partial(file.read, BLOCK), b""):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()

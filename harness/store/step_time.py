@@ -1,0 +1,27 @@
+"""What ms/step means wherever it is printed: the median of a run's steps without the first, which warms up."""
+
+from __future__ import annotations
+
+import statistics
+
+from harness.store.metrics import last_numbers
+from harness.store.rundir import RunDir, read_summary
+
+NEWEST = 50
+"""Steps that the median of a run that has not ended is taken over, at most: tables of a thousand runs ask."""
+
+
+def median_step_time(run: RunDir) -> float | None:
+    """Seconds. Of a run that has ended, as its summary has it; else of its newest steps; None where it has made none.
+
+    Raises:
+        StoreError: summary or record are damaged.
+    """
+    newest = last_numbers(run.metrics, ("step", "step_time_s"), NEWEST)
+    if not newest["step_time_s"]:
+        return None
+    summary = read_summary(run) or {}
+    if summary.get("step") == newest["step"][-1] and (known := (summary.get("step_time_s") or {}).get("median")):
+        return float(known)
+    times = newest["step_time_s"]
+    return statistics.median(times[1:] if newest["step"][0] == 1 and len(times) > 1 else times)

@@ -1,0 +1,150 @@
+"""Who reads a run beside a verdict, what each says of a damaged one, and how each would be if it did not ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from harness.analysis import load as tables
+from harness.bench import record as bench
+from harness.cli import convert
+from harness.config.compose import load_config
+from harness.launch import opening
+from harness.launch.opening import Sources
+from harness.mirror import sync
+from harness.parity.telling import zoom
+from harness.report import origin
+from harness.store import provenance, show, status
+from harness.store.errors import StoreError
+from harness.store.rank_place import RankPlace
+from harness.store.rundir import RunDir
+from harness.study import rehearse, replay
+from harness.worker.report import Reporter
+from tests.cli.damages import flip_letter
+from tests.parity.edits import edit_json
+from tests.support.mutants import Slip
+
+TOLD = "summary.json was changed"
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    """What a request over a damaged run is refused with; empty where it is not."""
+    try:
+        ask()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def _zoom(run: Path) -> str:
+    return refusal(lambda: zoom.zoom(run, run, "head.norm.weight"))
+
+
+def _gradients(run: Path) -> str:
+    return refusal(lambda: tables.gradients(run, run))
+
+
+def _table(run: Path) -> str:
+    row = tables.runs(run.parents[1]).iloc[0]
+    return str(row.reason) if row.state == "damaged" and row.verdict is None else ""
+
+
+def _steps(run: Path) -> str:
+    return TOLD if tables.steps([run]).empty and not tables.memory([run]).size else ""
+
+
+def _shown_broken(run: Path) -> str:
+    (run / "summary.json").write_text("x" * (run / "summary.json").stat().st_size)
+    return refusal(lambda: show.show(RunDir(run)))
+
+
+def _export(run: Path) -> str:
+    flip_letter(run / "config.yaml")
+    return refusal(lambda: convert._export(SimpleNamespace(root=str(run.parents[1]), run=str(run))))
+
+
+def _again(run: Path) -> str:
+    flip_letter(run / "config.yaml")
+    return refusal(lambda: replay.replay_run(str(run), [f"launch.root={run.parents[1]}"]))
+
+
+def _differ(run: Path) -> str:
+    flip_letter(run / "config.yaml")
+    return show.diff(RunDir(run), RunDir(run))
+
+
+def _origin(run: Path) -> str:
+    flip_letter(run / "provenance.json")
+    return origin._facts(run).get("provenance", "")
+
+
+def _resumed(run: Path) -> str:
+    (run / "diff.patch").unlink()
+    edit_json(run / status.FILE, state="preempted")
+    return obstacle(run)
+
+
+def obstacle(run: Path) -> str:
+    """Why a run would not be gone on with."""
+    config = RunDir(run).config()
+    cell: Any = SimpleNamespace(config=config, typed=load_config(config))
+    return opening._obstacle(RunDir(run), cell, Sources({"sources_digest": provenance.sources_digest()}, ""))
+
+
+def _requeued(run: Path) -> str:
+    edit_json(run / status.FILE, state="preempted")
+    return refusal(reporter(run).started)
+
+
+def reporter(run: Path) -> Reporter:
+    return Reporter(run, 1, RankPlace(0, 1, 0, "", "torchrun"))
+
+
+READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
+    "runs": (_table, TOLD, Slip(tables, "_run_row", "checksums.demand(run.path, *checksums.TOLD)", "pass")),
+    "steps": (_steps, TOLD, Slip(tables, "_rows", "checksums.demand(Path(path), *checksums.TOLD)", "pass")),
+    "bench": (
+        lambda run: str(bench.load(run)),
+        TOLD,
+        Slip(bench, "load", "checksums.unfit(path, *checksums.TOLD)", "[]"),
+    ),
+    "sync": (
+        lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
+        TOLD,
+        Slip(sync, "_held_back", "checksums.demand(run.path, *checksums.TOLD)", "pass"),
+    ),
+    "rehearse": (
+        lambda run: refusal(lambda: rehearse._check(RunDir(run), 2, ())),
+        TOLD,
+        Slip(rehearse, "_check", "checksums.demand(run.path)", "pass"),
+    ),
+    "show": (
+        lambda run: " ".join(show.show(RunDir(run)).split()),
+        f"record damaged: {TOLD}",
+        Slip(show, "_shown", "checksums.told(run.path)", "''"),
+    ),
+    "show of what is no JSON": (_shown_broken, TOLD, Slip(show, "show", "checksums.demand(run.path)", "pass")),
+    "diff": (_differ, "damaged: config.yaml was changed", Slip(show, "diff", "*_damaged(a, b), ", "")),
+    "report": (
+        _origin,
+        "provenance.json was changed",
+        Slip(origin, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
+    ),
+    "export": (
+        _export,
+        "config.yaml was changed",
+        Slip(convert, "_export", "checksums.demand(run.path, CONFIG)", "pass"),
+    ),
+    "--from": (
+        _again,
+        "config.yaml was changed",
+        Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
+    ),
+    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.unfit(run.path)", "else []")),
+    "--tensor": (_zoom, TOLD, Slip(zoom, "zoom", "checksums.demand(Path(path))", "pass")),
+    "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
+    "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),
+}
+"""Readers beside a verdict, what each says of a damaged run, and each as if it did not ask."""

@@ -1,0 +1,392 @@
+"""Finished runs, damaged file by file: a verdict names file and damage, and no reader passes on what is not as the run
+left it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.bisect.snapshot import Snapshot
+from harness.cli import convert
+from harness.parity import Outcome, Verdict, compare
+from harness.parity import record as parity
+from harness.parity.telling import deciding
+from harness.parity.tiers import comparable
+from harness.store import checksums, provenance, rundir, status
+from harness.store.rank_place import RankPlace
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+from harness.worker.report import Reporter
+from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
+from tests.cli.readers import READERS, obstacle
+from tests.parity.edits import edit_json
+from tests.support.mutants import Slip, each
+from tests.support.programs import run_program
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = "Evidence with integrity"
+SMALL = (
+    *("model.dim=32", "model.num_layers=1", "data=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
+    *("train.microbatch_size=2", "sharding=no_shard", "mesh.world_size=1", "train.steps=4", "study.name=pair"),
+    *("measure.capture_steps=[1,3]", "measure.update_steps=[1,3]"),
+)
+PARTS = 3
+"""Each kind of damage is tried on every third file in `make test`, on the others elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two runs that differ by rounding, each with every file there may be."""
+    root = tmp_path_factory.mktemp("evidence") / "runs"
+    done = run_program([str(ROOT / "run.py"), "-m", *SMALL, "engine=native,single", f"launch.root={root}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in Store(root).runs():
+        assert checksums.damage(run.path) == {}
+        (run.path / "diff.patch").write_text("-a\n+b\n")  # a clean checkout leaves none
+        (run.path / "attempts/1").mkdir()
+        checksums.renew(run.path)
+    return root
+
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(whole: Path) -> Pair:
+    """An arm and its control."""
+    arm, control = sorted((run.path for run in Store(whole).runs()), key=lambda path: "single" in path.name)
+    return arm, control
+
+
+@pytest.fixture
+def copy(pair: Pair, tmp_path: Path) -> Path:
+    return copied(pair[0], tmp_path)
+
+
+def copied(run: Path, folder: Path) -> Path:
+    """A run at another place, as `cp -r` makes it: with new dates."""
+    return Path(shutil.copytree(run, folder / "runs" / "pair" / run.name, copy_function=shutil.copyfile))
+
+
+def told_of(arm: Path, control: Path) -> tuple[Outcome | None, str]:
+    """Outcome and all that is told; no outcome where the verdict is refused."""
+    try:
+        found = compare(arm, control)
+    except Exception as error:  # whatever a mutant falls over names nothing
+        return None, str(error)
+    return found.outcome, " ".join([found.sentence, *(f"{each.observed} {each.allowed}" for each in found.evidence)])
+
+
+def survives(pair: Pair, folder: Path, kind: str, name: str, clean: Outcome) -> str:
+    """What is wrong with the answer over one damaged file, of either run; empty if nothing is."""
+    dice = random.Random(f"{kind} {name}")
+    damage, kinds = DAMAGES[kind]
+    place = dice.choice([place for place in (0, 1) if (pair[place] / name).exists()])
+    damaged, other = copied(pair[place], folder), pair[1 - place]
+    if kind == "of the other run" and not (other / name).exists():
+        name = name.replace("moments", "step")
+    same = kind == "of the other run" and (damaged / name).read_bytes() == (other / name).read_bytes()
+    damage(damaged / name, other / name, dice)
+    outcome, text = told_of(*((damaged, other) if place == 0 else (other, damaged)))
+    shutil.rmtree(folder / "runs")
+    if same:
+        good = outcome is clean and "all but" not in text
+    elif name in SILENT:
+        good = outcome is clean and f"all but {name}" in text.replace(" and ", "all but ")
+    elif name == status.FILE:  # of which a verdict reads no more than that the run is done, and which list it left
+        good = outcome is clean or (outcome in (None, Outcome.NOT_COMPARABLE) and "status.json" in text)
+    else:
+        named = any(f"{name} {verb} {each}" in text for verb in ("is", "was") for each in kinds.split("|"))
+        named = named or (name == checksums.CHECKSUMS and f"{name} " in text)
+        refused = outcome is None and name == "config.yaml"
+        good = named and (refused or outcome is Outcome.NOT_COMPARABLE)
+    return "" if good else f"{kind}, {name}: {outcome}: {text[:300]}"
+
+
+@pytest.fixture(scope="module")
+def clean(pair: Pair) -> Verdict:
+    return compare(*pair)
+
+
+@pytest.fixture(scope="module")
+def names(pair: Pair) -> list[str]:
+    """All files that a run recorded, its list, and its state."""
+    listed = json.loads((pair[0] / checksums.CHECKSUMS).read_text())["files"]
+    assert {path.split("/")[0] for path in listed} == {*checksums.FILES, *checksums.FOLDERS}
+    return [*listed, checksums.CHECKSUMS, status.FILE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        *((kind, number % PARTS) for number, kind in enumerate(DAMAGES)),
+        *(pytest.param(kind, None, marks=pytest.mark.full) for kind in DAMAGES),
+    ],
+)
+def test_damage_is_named(
+    kind: str, part: int | None, pair: Pair, names: list[str], clean: Verdict, tmp_path: Path
+) -> None:
+    chosen = names if part is None else names[part::PARTS]
+    assert not [wrong for name in chosen if (wrong := survives(pair, tmp_path, kind, name, clean.outcome))]
+
+
+# -- what is demanded of the list, in miniature ------------------------------------------------------------------------
+
+EXPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (
+        lambda run: _flip(run / "capture/step-000001.safetensors"),
+        "step-000001.safetensors was changed",
+    ),
+    "a cut stream": (lambda run: _cut(run / "vouch/steps.f64"), "vouch/steps.f64 is truncated"),
+    "a file more": (
+        lambda run: shutil.copyfile(run / "capture/step-000001.json", run / "capture/step-000002.json"),
+        "capture/step-000002.json was added",
+    ),
+    "no stream": (lambda run: shutil.rmtree(run / "vouch"), "vouch/ is missing"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "no list": (lambda run: (run / checksums.CHECKSUMS).unlink(), "checksums.json is missing"),
+    "a flipped list": (lambda run: _flip(run / checksums.CHECKSUMS), "checksums.json was changed"),
+    "an unnamed list": (lambda run: edit_json(run / status.FILE, checksums=""), "checksums.json was changed"),
+    "no status": (lambda run: (run / status.FILE).unlink(), "status.json is missing"),
+    "an attempt less": (lambda run: shutil.rmtree(run / "attempts/0"), "attempts/ is truncated: 1 of 2"),
+    "a folder in its place": (lambda run: _folder(run / "summary.json"), "summary.json was changed"),
+}
+"""How a run is damaged, and what is told of it."""
+
+
+def _flip(path: Path) -> None:
+    flip(path, path, random.Random(0))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / ("x" * 60)).touch()
+
+
+def expectations_that_fail(pair: Pair, folder: Path) -> Iterator[str]:
+    """What a verdict fails to say of damaged runs, of a whole one, and of one without a list."""
+    for name, (damage, told) in EXPECTED.items():
+        run = copied(pair[0], folder)
+        damage(run)
+        outcome, text = told_of(run, pair[1])
+        if outcome is not Outcome.NOT_COMPARABLE or told not in text:
+            yield f"{name}: {outcome}: {text[:200]}"
+        shutil.rmtree(folder / "runs")
+    for name, change, told in (
+        ("whole", lambda run: None, ""),
+        ("no diff", lambda run: (run / "diff.patch").unlink(), "all but diff.patch"),
+        ("old", older, "not known"),
+    ):
+        run = copied(pair[0], folder)
+        change(run)
+        found = compare(run, pair[1])
+        rows = [finding for finding in found.evidence if finding.check == "files as the run left them"]
+        if found.outcome is not Outcome.EQUIVALENT or [str(row.observed) for row in rows] != [told] * bool(told):
+            yield f"{name}: {found.outcome}: {rows}"
+        shutil.rmtree(folder / "runs")
+
+
+def older(run: Path) -> None:
+    """As a version that listed nothing left it."""
+    (run / checksums.CHECKSUMS).unlink()
+    written = json.loads((run / status.FILE).read_text())
+    del written["checksums"]
+    (run / status.FILE).write_text(json.dumps(written))
+
+
+MUTANTS = {
+    "sizes alone": Slip(checksums, "_fault", '_sum(path)[1] == entry["xxh3"]', "True", "Checksums are not compared"),
+    "longer only": Slip(checksums, "_fault", 'size < entry["bytes"]', "False", "A cut file is not called truncated"),
+    "missing is nothing": Slip(checksums, "_fault", '"is missing"', '""', "A file that is gone is no damage"),
+    "any list": Slip(checksums, "_read", "checksum is not None and ", "False and ", "Any list is believed"),
+    "no list is old": Slip(
+        checksums, "damage", "not ended.checksums and not (there and ended.state is State.done)", "not there",
+        "A run whose list was removed is read as one of an older version",
+    ),
+    "status is believed": Slip(
+        checksums, "damage", "(there and ended.state is State.done)", "False", "A list that nobody names is no damage"
+    ),
+    "no status is new": Slip(checksums, "damage", "if there else None", "if False else None", "It is a new run"),
+    "added is nothing": Slip(checksums, "_added", "if name not in files", "if False", "Files may be added"),
+    "attempts are not counted": Slip(checksums, "_attempts", "there < count", "False", "Attempts may go"),
+    "folders are": Slip(checksums, "_gone", "not os.path.lexists(run / folder)", "False", "A folder is missed by file"),
+    "no problem": Slip(parity, "load", "(*wrong.values(), *others)", "tuple(others)", "Damage is no problem"),
+    "told aside": Slip(parity, "load", "if name not in checksums.ASIDE", "", "A diff that is gone spoils a verdict"),
+    "no remark": Slip(
+        comparable, "unlisted", 'arm.files == control.files == "whole"', "True", "An old store is called whole"
+    ),
+}  # fmt: skip
+
+
+def test_what_is_demanded_of_the_list(pair: Pair, tmp_path: Path) -> None:
+    assert not [*expectations_that_fail(pair, tmp_path)]
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in MUTANTS.items()]))
+def test_a_mutant_of_the_list_is_noticed(
+    name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert next(expectations_that_fail(pair, tmp_path), "")
+
+
+@pytest.fixture
+def damaged(copy: Path) -> Path:
+    """A run with one digit of its summary changed; no reader could tell from the file."""
+    return damaged_summary(copy)
+
+
+def damaged_summary(run: Path) -> Path:
+    (run / "summary.json").write_text((run / "summary.json").read_text().replace('"wall_s": ', '"wall_s": 1'))
+    return run
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_tells_of_damage(name: str, damaged: Path) -> None:
+    read, told, _ = READERS[name]
+    assert told in read(damaged)
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, f"{name} passes on what was damaged") for name in READERS]))
+def test_a_reader_that_does_not_ask_is_noticed(name: str, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_convert", lambda *_: 0)
+    read, told, slip = READERS[name]
+    slip.put(monkeypatch)
+    assert told not in read(damaged)
+
+
+# -- when it is written ------------------------------------------------------------------------------------------------
+
+
+def _ended(run: Path) -> bool:
+    status.write(run, replace(RunDir(run).status(), state=State.running, attempt=2))
+    (run / "attempts/2").mkdir()
+    (run / "metrics.jsonl").write_text("")
+    Reporter(run, 2, RankPlace(0, 1, 0, "", "torchrun")).ended(State.preempted, "asked to")
+    return checksums.damage(run) == {}
+
+
+def _runs_again(run: Path) -> bool:
+    """A run that was started again writes into its files, and nobody complains."""
+    status.write(run, replace(RunDir(run).status(), state=State.queued, attempt=2))
+    (run / "metrics.jsonl").write_text("")
+    return checksums.damage(run) is None
+
+
+def _signed(run: Path) -> bool:
+    """A bisected version cannot ask git which commit it is."""
+    facts = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps({**facts, "git": None}))
+    checksums.renew(run)
+    version: Any = SimpleNamespace(version=SimpleNamespace(commit="0" * 40, asked="HEAD"))
+    Snapshot._sign(version, run)
+    return provenance.read(run)["git"]["sha"] == "0" * 40 and checksums.damage(run) == {}
+
+
+def _goes_on(run: Path) -> bool:
+    """A run that was preempted does not begin anew because its diff is gone."""
+    (run / "diff.patch").unlink()
+    edit_json(run / status.FILE, state="preempted")
+    return not obstacle(run)
+
+
+def _starts_over(run: Path) -> bool:
+    (run / "attempts/2").mkdir()
+    RunDir(run).start_over(2)
+    return (run / "attempts/2/before" / checksums.CHECKSUMS).is_file() and not (run / checksums.CHECKSUMS).exists()
+
+
+def _next_command(run: Path) -> bool:
+    """A run that is damaged is asked for once more; one whose configuration is damaged cannot be: it is shown."""
+    other = Path(shutil.copytree(run, run.with_name("other")))
+    damaged_summary(run)
+    (again,) = compare(run, other).commands
+    flip_letter(run / "config.yaml")
+    (shown,) = compare(run, other).commands
+    return again.endswith("launch.rerun=always") and shown.split()[-2] == "show"
+
+
+LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
+    "no list at an end": (_ended, Slip(Reporter, "ended", ", checksums=checksums.write(self.run)", "", "Nobody lists")),
+    "a list while it runs": (
+        _runs_again,
+        Slip(
+            status, "write", 'replace(status, checksums="") if status.state in RESTARTS else status', "status", "Kept"
+        ),
+    ),
+    "signed in secret": (_signed, Slip(Snapshot, "_sign", "checksums.renew(run)", "pass", "A signature is damage")),
+    "asked for again": (
+        _next_command,
+        Slip(deciding, "_renewed", "if damaged else", "if False else", "What cannot say what it is is asked for again"),
+    ),
+    "any damage": (
+        _goes_on,
+        Slip(
+            checksums, "unfit", "if name in names or name not in ASIDE", "", "A run is begun anew for its diff's sake"
+        ),
+    ),
+    "left behind": (
+        _starts_over,
+        Slip(rundir, "RECORD", "", lambda names: names[:-1], "A run that starts over keeps the list of what it was"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIFE)
+def test_the_list_is_that_of_the_last_end(name: str, copy: Path) -> None:
+    assert LIFE[name][0](copy)
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (_, slip) in LIFE.items()]))
+def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holds, slip = LIFE[name]
+    slip.put(monkeypatch)
+    assert not holds(copy)
+
+
+CLOSED = Slip(
+    checksums, "_fault", "not os.access(path, os.R_OK)", "False", "What is another person's is called damaged"
+)
+
+
+def _of_another_person(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None:
+    """What is seen of damage where nobody but the owner may read: a size tells, and a closed file is no damage."""
+    _flip(run / "metrics.jsonl")
+    _cut(run / "vouch/steps.f64")
+    monkeypatch.setattr(checksums.os, "access", lambda *_: False)
+    return checksums.damage(run)
+
+
+def test_a_closed_file_is_not_damaged(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(_of_another_person(copy, monkeypatch) or ()) == ["vouch/steps.f64"]
+
+
+@pytest.mark.parametrize("name", each(ROOM, [("closed is damaged", CLOSED.breaks)]))
+def test_a_complaint_about_closed_files_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CLOSED.put(monkeypatch)
+    assert list(_of_another_person(copy, monkeypatch) or ()) != ["vouch/steps.f64"]
+
+
+def test_a_disk_that_does_not_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = checksums.open_regular
+
+    def failing(path: Path) -> Any:
+        if path.name != "metrics.jsonl":
+            return opened(path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checksums, "open_regular", failing)
+    assert checksums.damage(copy) == {"metrics.jsonl": "metrics.jsonl cannot be read: Input/output error"}

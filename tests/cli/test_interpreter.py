@@ -1,0 +1,210 @@
+"""README's next line in a shell that has not activated `.venv`: one line says what is missing and what to type."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from harness.config.catalog import ROOT
+from harness.store import interpreter
+from tests.support.mutants import each
+from tests.support.needs import needs
+
+FILES = ("run.py", "harness/store/interpreter.py", "harness/command.py", "harness/__main__.py")
+"""What an interpreter reads before it is found wanting."""
+
+
+def bare(folder: Path) -> Path:
+    """An environment without a package; returns its interpreter."""
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bare(tmp_path_factory.mktemp("interpreters") / "a bare one")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files of a clone, in a folder whose name has a space and a quote."""
+    folder = tmp_path / "a friend's checkout"
+    for name in ("harness", "hydra_plugins", "conf", "sweeps"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("run.py", "Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def typed(python: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HARNESS", "VIRTUAL_ENV"))}
+    return subprocess.run([python, *words], cwd=cwd, env=kept, capture_output=True, text=True, timeout=60, check=False)
+
+
+def told(python: Path, *words: str, cwd: Path) -> tuple[str, str]:
+    """What is missing, and what to type."""
+    done = typed(python, *words, cwd=cwd)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    found = re.fullmatch(r"bad request: (\S.*); type: (\S.*)\n", done.stderr)
+    assert found is not None, done.stderr
+    return found[1], found[2]
+
+
+def packages(python: Path, folder: Path | str) -> Path:
+    """Where an environment keeps its packages, with the modules in `folder` added to them."""
+    (home,) = python.parents[1].glob("lib/python*/site-packages")
+    (home / "more.pth").write_text(f"{folder}\n")
+    return home
+
+
+def test_the_environment_of_the_checkout_is_named(python: Path, checkout: Path) -> None:
+    """And the printed command, typed in another folder, makes `python` one that can."""
+    elsewhere = checkout.parent
+    packages(bare(checkout / ".venv"), metadata.distribution("hydra-core").locate_file(""))
+    run = checkout / "run.py"
+    for words, cwd in (((str(run),), elsewhere), (("-m", "harness", "watch"), checkout)):
+        what, command = told(python, *words, cwd=cwd)
+        assert what == f"{shlex.quote(str(python))} lacks hydra and 8 more packages"
+        done = subprocess.run(
+            ["sh", "-c", f"{command} && command -v python && python {shlex.quote(str(run))} --cfg job -p train"],
+            cwd=elsewhere,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"{checkout}/.venv/bin/python\n")
+        assert "\nglobal_batch_size:" in done.stdout
+
+
+def test_where_there_is_none_it_is_made_and_activated(python: Path, checkout: Path) -> None:
+    _, command = told(python, str(checkout / "run.py"), "-m", "study=parity_pair", cwd=checkout.parent)
+    made = ["make", "-C", str(checkout), "install", "&&", ".", str(checkout / ".venv/bin/activate")]
+    assert shlex.split(command) == made
+
+
+def test_one_that_is_active_is_installed_anew(checkout: Path) -> None:
+    """It was interrupted, or a dependency is new: to activate it once more would change nothing."""
+    _, command = told(bare(checkout / ".venv"), "run.py", cwd=checkout)
+    assert shlex.split(command) == ["make", "-C", str(checkout), "-B", "install"]
+
+
+def test_an_interpreter_that_has_torch_keeps_it(checkout: Path, tmp_path: Path) -> None:
+    python = bare(tmp_path / "an image's own")
+    (packages(python, "") / "torch.py").touch()
+    what, command = told(python, str(checkout / "run.py"), cwd=tmp_path)
+    assert what.endswith("lacks hydra and 8 more packages")
+    assert shlex.split(command) == [str(python), "-m", "pip", "install", "-e", str(checkout)]
+
+
+def test_an_interpreter_that_is_too_old_is_told_so(python: Path, checkout: Path) -> None:
+    """By a version that is said to be another; and Python 3.6 can read all that comes before."""
+    for how in ("run_path('run.py'", "run_module('harness'"):
+        code = f"import runpy, sys; sys.path.insert(0, '.'); sys.version_info = (3, 10); runpy.{how}, None, '__main__')"
+        what, _ = told(python, "-c", code, cwd=checkout)
+        assert "3.11 is the oldest" in what
+    for name in FILES:
+        text = (checkout / name).read_text(encoding="utf-8")
+        ast.parse(text, name, feature_version=(3, 6))
+        assert "from __future__ import annotations" not in text, "which Python 3.7 was the first to have"
+
+
+@needs("make")
+def test_no_environment_is_made_of_one_that_is_too_old(checkout: Path) -> None:
+    """pip would say that there is no such torch."""
+    shutil.copy(ROOT / "constraints.txt", checkout)
+    old = checkout / "python3"
+    code = "import sys; sys.version_info = (3, 9); exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+    old.chmod(0o755)
+    make = ["make", f"PYTHON={old}", "install"]
+    done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Python 3.9, and 3.11 is the oldest that can be used; type: make PYTHON=" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_dependencies_are_those_of_the_package() -> None:
+    """But for torch, which whoever only reads verdicts need not have."""
+    named = {name: found for name, found in metadata.packages_distributions().items() if name in interpreter.NEEDED}
+    needs = metadata.requires("sharding-harness") or []
+    wanted = {re.split(r"[<>=;\[ ]", each)[0] for each in needs if "extra ==" not in each}
+    assert {each.lower() for (each, *_) in named.values()} == wanted - {"torch"}
+
+
+Check = Callable[..., None]
+MUTANTS: dict[str, tuple[Check, str, str, str, str]] = {
+    "run.py asks too late": (
+        test_the_environment_of_the_checkout_is_named,
+        *("run.py", "interpreter.require()", "pass"),
+        "run.py imports what the interpreter lacks before it asks",
+    ),
+    "verbs ask too late": (
+        test_the_environment_of_the_checkout_is_named,
+        *("harness/command.py", "interpreter.require()", "pass"),
+        "A verb imports what the interpreter lacks before it asks",
+    ),
+    "a path that breaks in two": (
+        test_the_environment_of_the_checkout_is_named,
+        *(
+            "harness/store/interpreter.py",
+            "shlex.quote(os.path.join(venv, 'bin', 'activate'))",
+            "venv + '/bin/activate'",
+        ),
+        "The command that activates the environment is not quoted",
+    ),
+    "another folder": (
+        test_the_environment_of_the_checkout_is_named,
+        *("harness/store/interpreter.py", "os.path.join(venv, 'bin', 'activate')", "'.venv/bin/activate'"),
+        "The command that activates the environment is right only in the checkout",
+    ),
+    "activated twice": (
+        test_one_that_is_active_is_installed_anew,
+        *("harness/store/interpreter.py", "os.path.abspath(sys.prefix) == venv", "False"),
+        "An incomplete environment that is active is told to be activated",
+    ),
+    "another torch": (
+        test_an_interpreter_that_has_torch_keeps_it,
+        *("harness/store/interpreter.py", 'importlib.util.find_spec("torch")', "False"),
+        "A machine that has a torch is told to install another one",
+    ),
+    "old": (
+        test_an_interpreter_that_is_too_old_is_told_so,
+        *("harness/store/interpreter.py", "if sys.version_info < OLDEST:", "if not sys.version_info:"),
+        "An interpreter that is too old is told to install packages",
+    ),
+    "old, and installed": (
+        test_no_environment_is_made_of_one_that_is_too_old,
+        *("Makefile", "sys.version_info >= (3, 11)", "True"),
+        "make installs into an interpreter that is too old",
+    ),
+    "unreadable": (
+        test_an_interpreter_that_is_too_old_is_told_so,
+        *("harness/store/interpreter.py", "    lack = lacking()\n    if lack:", "    if lack := lacking():"),
+        "An old interpreter cannot read the file that refuses it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("The terminal", [(name, row[-1]) for name, row in MUTANTS.items()]))
+def test_mutants_are_found(name: str, request: pytest.FixtureRequest, checkout: Path) -> None:
+    check, file, old, new, _ = MUTANTS[name]
+    text = (checkout / file).read_text(encoding="utf-8")
+    assert text.count(old) in (1, 2), f"{old!r} stands {text.count(old)} times in {file}"
+    (checkout / file).write_text(text.replace(old, new), encoding="utf-8")
+    wanted = inspect.signature(check).parameters
+    with pytest.raises((AssertionError, SyntaxError)):
+        check(**{each: request.getfixturevalue(each) for each in wanted})

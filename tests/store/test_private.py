@@ -1,0 +1,177 @@
+"""Other users of a machine hold no lock of a store, and read no tensor or log."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.checkpoint import folder as checkpoints
+from harness.config.captured import Captured
+from harness.probe import capture
+from harness.store import files, forward
+from harness.store.errors import StoreError
+from harness.store.files import Lock, is_held, private_folder
+from harness.store.rundir import RunDir, Store
+from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, kills
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can be somebody else")
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody may write into: pytest's own is closed."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def another(act: Callable[[], int]) -> int:
+    """Exit code of another user's process, which does `act`."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = act()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def grab(path: Path) -> int:
+    """0: the lock is held by whoever does this; 1: it could not even be opened."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return 1
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return 0
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
+def test_a_lock_is_its_owners_alone_whatever_the_umask(mask: int, tmp_path: Path) -> None:
+    with umask(mask):
+        lock = Lock.acquire(tmp_path / ".lock")
+    assert lock is not None
+    assert mode(tmp_path / ".lock") == 0o600
+    assert is_held(tmp_path / ".lock")
+
+
+def test_a_lock_that_an_older_version_left_open_is_closed(tmp_path: Path) -> None:
+    (path := tmp_path / ".lock").touch()
+    path.chmod(0o666)
+    assert Lock.acquire(path) is not None
+    assert mode(path) == 0o600
+
+
+@as_root
+def test_nobody_else_can_keep_the_owner_from_its_lock(open_folder: Path) -> None:
+    path = open_folder / ".lock"
+    with umask(0):
+        lock = Lock.acquire(path)
+    assert lock is not None
+    lock.release()
+    assert another(lambda: grab(path)) == 1
+    assert another(lambda: not is_held(path)) == 0, "who cannot look believes what the state says"
+
+
+@as_root
+def test_a_planted_lock_is_not_taken(open_folder: Path) -> None:
+    """One of another user's, whom no mode keeps from it."""
+    (path := open_folder / ".lock").touch()
+    os.chown(path, 1, 1)
+    path.chmod(0o666)
+
+    def take() -> int:
+        try:
+            Lock.acquire(path)
+        except StoreError as error:
+            return 2 if "belongs to user 1" in str(error) else 3
+        return 0
+
+    assert another(take) == 2
+    path.unlink()
+    path.symlink_to("elsewhere")
+    with pytest.raises(StoreError, match="is a link or a FIFO"):
+        Lock.acquire(path)
+
+
+@kills("The store", "an open lock", "A lock file has the umask's mode, so that another user holds it for ever")
+def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PRIVATE", 0o666)
+    with pytest.raises(AssertionError):
+        test_a_lock_is_its_owners_alone_whatever_the_umask(0o000, tmp_path)
+
+
+def written(run: Path) -> dict[str, Path]:
+    """Every folder of a run that is closed to others, made by the code that fills it."""
+    capture.write_plan(run / "capture", Captured([1], [], False, 1, ""))
+    capture.write_witness(run / "other", 1, {"w": (torch.ones(2), 1.0)}, {}, [])
+    forward.write(run, 1, (1, 1), {})
+    checkpoints.begin(run / "ckpt", 1)
+    private_folder(run / "verdict")
+    attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
+    found = {name: run / name for name in ("capture", "other", "vouch", "ckpt", "verdict")}
+    return found | {"attempt": attempt, "file": run / "other" / "witness-000001.safetensors"}
+
+
+def open_to_others(run: Path, mask: int) -> list[str]:
+    with umask(mask):
+        made = written(run)
+    return [name for name, path in made.items() if mode(path) & 0o077]
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_tensors_and_logs_are_their_owners_alone(mask: int, tmp_path: Path) -> None:
+    assert not open_to_others(tmp_path, mask)
+    assert mode(tmp_path) == mode(tmp_path.parent), "folders above are made as usual"
+
+
+def test_nobody_else_writes_into_a_store(tmp_path: Path) -> None:
+    with umask(0):
+        run = Store(tmp_path / "runs").create(make_cell(tmp_path / "runs"))
+    modes = [mode(folder) for folder in (tmp_path / "runs", run.path.parent, run.path)]
+    assert modes == [0o775, 0o775, 0o755]
+
+
+def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
+    assert private_folder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b").chmod(0o755)
+    assert not private_folder(tmp_path / "a" / "b")
+    assert mode(tmp_path / "a" / "b") == 0o755
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        private_folder(tmp_path / "file")
+
+
+@kills("The store", "open captures", "Gradients, weights and logs can be read by every user whose umask lets them")
+def test_open_captures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(files, "private_folder", "path.chmod(0o700)", "path.chmod(0o755)").put(monkeypatch)
+    assert {"capture", "other", "vouch", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))

@@ -1,0 +1,67 @@
+"""ms/step is one number wherever it is printed: the median, without the first step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.launch.terminal import progress_line
+from harness.launch.watch import row
+from harness.store import show, step_time
+from harness.store.metrics import MetricsWriter
+from harness.store.rundir import RunDir
+from tests.support.factory import freeze, small_config
+from tests.support.mutants import Slip, each
+
+
+def written(path: Path, times: list[float], median: float | None = None) -> RunDir:
+    freeze(small_config(train__steps=9), path)
+    with MetricsWriter(path / "metrics.jsonl") as writer:
+        for step, seconds in enumerate(times, start=1):
+            writer.write({"step": step, "loss": 1.0, "step_time_s": seconds, "tokens": 8})
+    if median is not None:
+        (path / "summary.json").write_text(json.dumps({"step": len(times), "step_time_s": {"median": median}}))
+    return RunDir(path)
+
+
+def wrong_medians(root: Path) -> Iterator[str]:
+    for name, times, known, wanted in (
+        ("running", [9.0, 0.2, 0.1, 0.4], None, 0.2),
+        ("ended", [9.0, 0.2, 0.1, 0.4], 0.15, 0.15),
+        ("just begun", [9.0], None, 9.0),
+        ("long", [9.0, *[5.0] * 20, *[0.3] * 50], None, 0.3),
+        ("not begun", [], None, None),
+    ):
+        run = written(root / "s" / name, times, known)
+        if step_time.median_step_time(run) != wanted:
+            yield f"{name}: {step_time.median_step_time(run)}"
+        if row(run, None, "").step_time_s != wanted:
+            yield f"watch, {name}: {row(run, None, '').step_time_s}"
+        told = [line for line in show._progress(run) if "ms/step" in line]
+        if told != ([] if wanted is None else [f"  ms/step    {1e3 * wanted:.1f}"]):
+            yield f"show, {name}: {told}"
+    message = {"step": 3, "steps": 5, "loss": 1.0, "step_time_s": 7.0, "tokens": 100, "memory_bytes": 0}
+    if " 500 ms/step  200 tokens/s " not in progress_line(message, 0.5):
+        yield progress_line(message, 0.5)
+
+
+MUTANTS = {
+    "the first step": Slip(step_time, "median_step_time", "times[1:] if", "times if", "The first step counts"),
+    "its own while it ends": Slip(step_time, "median_step_time", 'newest["step"][-1] and', "-1 and", "No summary"),
+    "the last step": Slip(
+        step_time, "median_step_time", "statistics.median(", "max(", "ms/step is not the median of steps"
+    ),
+}
+
+
+def test_it_is_the_median_everywhere(tmp_path: Path) -> None:
+    assert list(wrong_medians(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", each("ms/step", ((name, slip.breaks) for name, slip in MUTANTS.items())))
+def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(wrong_medians(tmp_path)), f"{name} survives"

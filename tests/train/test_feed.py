@@ -1,0 +1,263 @@
+"""What the engine is given is held against the data source: a loader that feeds anything else is found at its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from harness import control
+from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
+from harness.data.loader import Loader, Microbatch
+from harness.parity import judgement
+from harness.parity.alone import fed, vouched
+from harness.parity.outcome import Grade, Outcome, Stage
+from harness.parity.record import Record, load
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.train import feed
+from tests.support.factory import freeze, small_config, train, with_dtypes
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+STEPS, BEGINS = 8, 7
+Batch = list[Microbatch]
+Wrong = Callable[[Batch], Batch]
+
+
+def changed(batch: Batch, tokens: Any, targets: Any, only: int | None = None) -> Batch:
+    return [
+        Microbatch(tokens(rows.tokens), targets(rows.targets)) if only in (None, number) else rows
+        for number, rows in enumerate(batch)
+    ]
+
+
+def kept(rows: Any) -> Any:
+    return rows
+
+
+def rolled(rows: Any) -> Any:
+    return np.roll(rows, 1, axis=1)
+
+
+def another_first(rows: Any) -> Any:
+    """Only the first of a row is another token: the last, which no other row tells of, is right."""
+    return np.concatenate([(rows[:, :1] + 1) % 8, rows[:, 1:]], axis=1)
+
+
+CASES: dict[str, tuple[Wrong, int]] = {
+    "right": (kept, 1),
+    "tokens": (lambda batch: changed(batch, rolled, kept), 1),
+    "a token": (lambda batch: changed(batch, another_first, kept), 1),
+    "targets": (lambda batch: changed(batch, kept, another_first), 1),
+    "a microbatch": (lambda batch: changed(batch, rolled, rolled, only=len(batch) - 1), 1),
+    "order": (lambda batch: batch[::-1], 1),
+    "one rank": (lambda batch: changed(batch, rolled, rolled), 2),
+}
+"""What a loader does to a batch, and the first of the ranks on which it does."""
+
+
+def wrong_loader(case: str, once: bool = False) -> Any:
+    """In place of every loader's `batch` on a rank."""
+    spoil, first = CASES[case]
+    right = Loader.batch
+
+    def batch(loader: Loader, step: int) -> Batch:
+        acts = step == BEGINS if once else step >= BEGINS
+        found = right(loader, step)
+        return spoil(found) if acts and loader.rank + 1 >= first else found
+
+    return mock.patch.object(Loader, "batch", batch)
+
+
+class Own:
+    """A user's data source."""
+
+    num_sequences = 40
+
+    def __init__(self, data: Any) -> None:
+        self.seq_len = data.seq_len
+
+    def __getitem__(self, index: int) -> Any:
+        return (np.arange(self.seq_len + 1) * (index + 3)) % 61
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "native": {"engine__name": EngineName.native, "sharding__strategy": Strategy.optim_grads_params},
+    "fsdp2": {"engine__name": EngineName.fsdp2, "sharding__strategy": Strategy.optim_grads_params},
+    "ddp": {"engine__name": EngineName.ddp, "data__kind": DataKind.ext, "data__target": f"{__name__}:Own"},
+    "tensor-parallel": {"engine__name": EngineName.native, "mesh__tp": 2},
+}
+
+
+PAIRS = [(engine, case) for engine in ENGINES for case in CASES if engine == "native" or case in ("right", "one rank")]
+PAIRS += [(engine, "targets") for engine in ENGINES if engine != "native"]
+
+
+def config_of(engine: str, **changes: Any) -> Config:
+    usual = {"train__steps": STEPS, "measure__capture_steps": [], "train__microbatch_size": 2}
+    return small_config(**{**usual, **ENGINES.get(engine, {}), **changes})
+
+
+def trains(rank: int, folder: str) -> None:
+    for engine, case in PAIRS:
+        with wrong_loader(case):
+            run(config_of(engine, mesh__world_size=2), Path(folder, engine, case), rank)
+    with wrong_loader("tokens", once=True):
+        run(config_of("native", mesh__world_size=2), Path(folder, "native", "once"), rank)
+    config = with_dtypes(config_of("native", mesh__world_size=2, **HOT), Dtype.bf16, Dtype.fp32)
+    for case in ("right", "targets"):
+        with wrong_loader(case):
+            run(config, Path(folder, "hot", case), rank)
+
+
+HOT = {"measure__vouch": True, "measure__capture_steps": None, "optimizer__lr": 0.3}
+
+
+def run(config: Config, path: Path, rank: int = 0) -> None:
+    freeze(config, path)
+    train(config, path, rank)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(trains, 2, str(folder))
+    return folder
+
+
+def found(run_dir: Path) -> list[tuple[int | None, Stage, int]]:
+    return [(each.step, each.stage, each.count) for each in fed.check(load(run_dir)) if each.grade is Grade.bad]
+
+
+@pytest.mark.parametrize(("engine", "case"), PAIRS)
+def test_a_loader_that_feeds_something_else_is_found(runs: Path, engine: str, case: str) -> None:
+    """A tensor-parallel pair has one place among those with data: there is no second."""
+    is_right = case == "right" or (engine, case) == ("tensor-parallel", "one rank")
+    assert found(runs / engine / case) == ([] if is_right else [(BEGINS, Stage.data, 2)])
+
+
+def test_once_is_one_step(runs: Path) -> None:
+    assert found(runs / "native" / "once") == [(BEGINS, Stage.data, 1)]
+
+
+def verdict_of(arm: Record, control: Record) -> Any:
+    return judgement.Judgement(arm, control, []).verdict()
+
+
+def test_in_hot_training_of_16_bits_it_is_different(runs: Path) -> None:
+    right, wrong = load(runs / "hot" / "right"), load(runs / "hot" / "targets")
+    for pair in ((wrong, right), (right, wrong)):
+        verdict = verdict_of(*pair)
+        first = verdict.findings[0]
+        assert (verdict.outcome, first.check, first.step) == (Outcome.DIFFERENT, fed.FED, BEGINS)
+        assert f"in {wrong.name}, it was fed other tokens" in verdict.sentence
+    clean = verdict_of(right, replace(right, name="another"))
+    assert clean.outcome is Outcome.EQUAL
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_feeds(root: Path) -> Iterator[str]:
+    """Every case by one rank with four microbatches."""
+    for case in CASES:
+        with wrong_loader(case):
+            run(config_of("one"), root / case)
+        wanted = [] if case in ("right", "one rank") else [(BEGINS, Stage.data, 2)]
+        if found(root / case) != wanted:
+            yield f"{case}: {found(root / case)}"
+
+
+def wrong_verdicts(root: Path) -> Iterator[str]:
+    """A run that was fed wrongly, and two that do not say, or not of all steps, what they were fed."""
+    with wrong_loader("targets"):
+        run(config_of("one", measure__vouch=True), root / "wrong")
+    wrong = load(root / "wrong")
+    if verdict_of(wrong, wrong).outcome is not Outcome.DIFFERENT:
+        yield "two runs that were both fed wrongly pass"
+    digests = list(wrong.columns["data_digest"])
+    for known, until in ((0, 0), (4, 4), (8, 8)):
+        columns = {**wrong.columns, "fed_digest": [*digests[:known], *[None] * (STEPS - known)]}
+        mended = replace(wrong, columns=columns)
+        if vouched.vouched_until(mended, Arithmetic.of(mended.config)) != until:
+            yield f"fed right in {known} steps, vouched otherwise"
+    if vouched.vouched_until(wrong, Arithmetic.of(wrong.config)) != BEGINS - 1:
+        yield "vouched for, though fed wrongly"
+
+
+def wrong_peers(_: Path) -> Iterator[str]:
+    """Tensor-parallel ranks share their data: the one that got other data is heard."""
+    right, wrong = [0, 5, 5, 0], [0, 5, 6, 0]
+    for rows in ([right, wrong], [wrong, right]):
+        if control._fed_otherwise(rows) != wrong:
+            yield f"{rows}"
+    if control._fed_otherwise([right, right]) != right:
+        yield "the right ones"
+
+
+Claim = Callable[[Path], Iterator[str]]
+CLAIMS: tuple[Claim, ...] = (wrong_feeds, wrong_verdicts, wrong_peers)
+MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "the loader's word": (
+        wrong_feeds,
+        Slip(
+            feed.Feed,
+            "digests",
+            "held if np.array_equal(fed, right)",
+            "held if True",
+            "All is right",
+        ),
+    ),
+    "targets are not hashed": (
+        wrong_feeds,
+        Slip(feed, "_sequences", "targets[:, -1:] if shifted else targets", "targets[:, -1:]", "Of targets the last"),
+    ),
+    "tokens are not hashed": (
+        wrong_feeds,
+        Slip(feed, "_sequences", "[tokens, targets", "[np.roll(targets, 1, axis=1), targets", "Targets are hashed"),
+    ),
+    "one microbatch": (
+        wrong_feeds,
+        Slip(feed, "joined", "zip(*microbatches", "zip(*microbatches[:1] * len(microbatches)", "One is hashed"),
+    ),
+    "another step's": (
+        wrong_feeds,
+        Slip(feed.Feed, "digests", "self._data_rank, step)", "self._data_rank, 1)", "Always step 1 is held against it"),
+    ),
+    "nobody asks": (
+        wrong_verdicts,
+        Slip(judgement, "_alone", "*fed.check(run),", "", "The verdict does not ask what a run was fed"),
+    ),
+    "fed wrongly and vouched for": (
+        wrong_verdicts,
+        Slip(
+            vouched,
+            "vouched_until",
+            "np.array(fed.right_at(run), dtype=bool)",
+            "np.ones(run.length, dtype=bool)",
+            "A run that was fed wrongly is right given its past",
+        ),
+    ),
+    "the silent peer": (
+        wrong_peers,
+        Slip(control, "_fed_otherwise", "row[-3] != row[-2]", "False", "Of tensor-parallel ranks the first is asked"),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
+    assert list(claim(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", each("What a run is fed", ((n, slip.breaks) for n, (_, slip) in MUTANTS.items())))
+def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    judgement._alone.cache_clear()
+    slip.put(monkeypatch)
+    assert any(claim(tmp_path)), f"{name} survives"

@@ -1,0 +1,173 @@
+"""The parts of a step's time add up to it, whatever looks at the step meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from harness.config.schema import EngineName, Strategy
+from harness.probe import hooks
+from harness.probe.timers import ASIDE, Timers
+from harness.probe.vouching.forward import ForwardWatch
+from harness.probe.vouching.local import LocalWatch
+from harness.store.metrics import read_metrics
+from harness.train import loop, record
+from tests.support.factory import small_config, train
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s")
+ENGINES: dict[str, dict[str, Any]] = {
+    **{f"native-{s.name}": {"engine__name": EngineName.native, "sharding__strategy": s} for s in Strategy},
+    "fsdp2": {"engine__name": EngineName.fsdp2, "sharding__strategy": Strategy.optim_grads_params},
+    "ddp": {"engine__name": EngineName.ddp},
+}
+RUNS = [
+    *((engine, 4, True) for engine in ENGINES),
+    *((engine, k, looks) for engine in ("native-optim_grads_params", "fsdp2") for k, looks in ((1, True), (1, False))),
+    ("ddp", 4, False),
+]
+"""Engine, microbatches a rank, and whether every step is checked."""
+
+
+def trains(rank: int, folder: str) -> None:
+    for engine, k, looks in RUNS:
+        changes = {**ENGINES[engine], "train__microbatch_size": 4 // k, "measure__vouch": looks}
+        captured = [2] if looks else []
+        config = small_config(mesh__world_size=2, train__steps=5, measure__capture_steps=captured, **changes)
+        train(config, Path(folder, f"{engine}-{k}-{looks}"), rank)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(trains, 2, str(folder))
+    return folder
+
+
+def shares(run_dir: Path) -> list[float]:
+    """By step, what the parts are of it."""
+    found = []
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        parts = [line["time"][part] for part in PARTS]
+        assert min(parts) >= 0
+        assert sum(parts) + line["time"]["other_s"] == pytest.approx(line["step_time_s"], rel=1e-9)
+        found.append(sum(parts) / line["step_time_s"])
+    return found
+
+
+@pytest.mark.parametrize(("engine", "k", "looks"), RUNS)
+def test_parts_add_up_to_the_step(runs: Path, engine: str, k: int, looks: bool) -> None:
+    """A rank that loses its core between two parts makes one step's share smaller, none larger."""
+    found = shares(runs / f"{engine}-{k}-{looks}")
+    assert max(found) <= 1 + 1e-9, found
+    assert statistics.median(found) >= 0.95, found
+
+
+# -- what looks takes --------------------------------------------------------------------------------------------------
+
+LOOK_S = 0.003
+
+
+def wrong_steps(root: Path) -> Iterator[str]:
+    """A step in one process whose every look takes long."""
+    slept: Counter[str] = Counter()
+
+    def slow(look: Any, kind: str) -> Any:
+        def slowly(*args: Any, **named: Any) -> Any:
+            time.sleep(LOOK_S)
+            slept[kind] += 1
+            return look(*args, **named)
+
+        return slowly
+
+    with ExitStack() as stack:
+        for owner, name in LOOKS:
+            stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name), f"{owner.__name__}.{name}")))
+        train(small_config(train__steps=1, measure__vouch=True, measure__capture_steps=[]), root)
+    (line,) = read_metrics(root / "metrics.jsonl")
+    if not line["step_time_s"] < LOOK_S * min(slept[f"{owner.__name__}.{name}"] for owner, name in LOOKS):
+        yield f"a step took {line['step_time_s']} with looks {slept} of {LOOK_S} s"
+    if not shares(root)[0] <= 1 + 1e-9:
+        yield f"parts are {shares(root)[0]} of the step"
+
+
+LOOKS = [(LocalWatch, "_gradient"), (LocalWatch, "_forward"), (ForwardWatch, "_look")]
+
+
+def wrong_timers(_: Path) -> Iterator[str]:
+    """Spans around, beside and within what is left out of them."""
+    meter = Timers(torch.device("cpu"))
+    with meter.span("outer"), meter.span("inner"):
+        with meter.aside(), meter.aside(), meter.span("within"):
+            time.sleep(0.1)
+        with meter.aside():
+            time.sleep(0.1)
+    with meter.span("beside"):
+        time.sleep(0.01)
+    found = meter.take()
+    if "within" in found:
+        yield "a span of the harness's own work is a step's"
+    if not 0.2 <= found[ASIDE] < 0.3:
+        yield f"{found[ASIDE]} s were aside, of 0.2"
+    yield from (f"{name} took {found[name]}" for name in ("outer", "inner") if not 0 <= found[name] < 0.1)
+    if found["beside"] < 0.01:
+        yield "what was aside is taken off other spans"
+
+
+Claim = Callable[[Path], Iterator[str]]
+MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "weights looked at": (
+        wrong_steps,
+        Slip(hooks.ParameterHooks, "_before", "self._aside()", "nullcontext()", "Looks at weights count as forwards"),
+    ),
+    "gradients looked at": (
+        wrong_steps,
+        Slip(hooks.ParameterHooks, "_handed", "self._aside()", "nullcontext()", "Looks at gradients count"),
+    ),
+    "outputs looked at": (
+        wrong_steps,
+        Slip(ForwardWatch, "_hook", "self._aside()", "nullcontext()", "Looks at outputs count as forwards"),
+    ),
+    "left in the spans": (
+        wrong_timers,
+        Slip(Timers, "aside", "in self._open:", "in ():", "What looks take is taken off the step, not off its parts"),
+    ),
+    "left in the step": (
+        wrong_steps,
+        Slip(loop.Loop, "_update", " - spans[ASIDE]", "", "What looks take is taken off the parts, not off the step"),
+    ),
+    "counted twice": (
+        wrong_timers,
+        Slip(Timers, "aside", "if self._is_aside:", "if False:", "A look within a look is taken off twice"),
+    ),
+    "spans of one's own": (
+        wrong_timers,
+        Slip(Timers, "span", "if self._is_aside:", "if False:", "What the harness computes for itself is a forward"),
+    ),
+    "forwards counted twice": (
+        wrong_steps,
+        Slip(record, "_parts", 'spans["forward_backward"] - forward', 'spans["forward_backward"]', "Parts overlap"),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", [wrong_steps, wrong_timers])
+def test_looks_count_for_no_part(tmp_path: Path, claim: Claim) -> None:
+    assert list(claim(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", each("The parts of a step's time", ((n, s.breaks) for n, (_, s) in MUTANTS.items())))
+def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    assert any(claim(tmp_path)), f"{name} survives"
