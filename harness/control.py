@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness.data.order import MASK64
 from harness.engines.protocol import Ranks
-from harness.fsdp import watched
+from harness.fsdp import Observer
 from harness.probe.collectives import CollectiveMeter
 
 EXCHANGE = "the loop's own numbers"
@@ -64,7 +64,7 @@ class Control:
 
         def end() -> list[list[int]]:
             assert work is not None
-            with watched(EXCHANGE, group):
+            with Observer.watched(EXCHANGE, group):
                 work.wait()
             return [row.tolist() for row in theirs]
 
@@ -83,7 +83,7 @@ class Control:
             ]
 
         def end() -> None:
-            with watched(EXCHANGE, group):
+            with Observer.watched(EXCHANGE, group):
                 for work in works:
                     if work is not None:
                         work.wait()

@@ -4,7 +4,8 @@
 
 A *room* of a package is a folder or a file directly in it; an *arrow* is a pair of rooms of which one imports the
 other; arrows both ways are a *circle*. Counted from the sources as text, for `harness` and for the engine,
-`harness/fsdp`. Writes benchmarks/data/house.json and docs/records/house.md.
+`harness/fsdp`; and the size of product, tests and benchmarks, package by package. Writes benchmarks/data/house.json and
+docs/records/house.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,17 @@ PAGE = ROOT / "docs" / "records" / "house.md"
 REVISIONS = {
     "9fd760c": "before the files were moved into rooms",
     "d2bca67": "with the rooms, before tensor parallelism, FP8 and what ordinary programs need",
+    "5135ba6": "before the ground was cleared for another engine",
 }
+SIZED = "5135ba6"
+"""The revision whose sizes stand beside those of this checkout."""
+WHOLES = {"product": ("harness", "hydra_plugins", "run.py"), "tests": ("tests",), "benchmarks": ("benchmarks",)}
+SIZES = ("files", "lines", "statements", "characters")
 PACKAGES = ("harness", "harness.fsdp")
 HEAD = """# The house in numbers
 
-*Record. How many files, lines, rooms and arrows the package and its engine had and have. Made by
-`python benchmarks/checks/house.py`; the data are in `benchmarks/data/house.json`.*
+*Record. How many files, lines, rooms and arrows the package and its engine had and have, and how large product, tests
+and benchmarks are. Made by `python benchmarks/checks/house.py`; the data are in `benchmarks/data/house.json`.*
 
 A *room* is a folder or a file directly in a package; an *arrow* is a pair of rooms of which one imports the other;
 arrows both ways are a *circle*. The order in which rooms may import each other is drawn in the README and held by
@@ -100,19 +106,44 @@ def lines_of_init(root: Path) -> int:
     return init.end_lineno - init.lineno + 1
 
 
+def sizes(root: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """By whole and package: files that are not empty, lines, statements (`ast.stmt`) and characters."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for whole, tops in WHOLES.items():
+        rows = found.setdefault(whole, {})
+        for path in sorted(file for top in tops for file in _files(root / top)):
+            text = path.read_text(encoding="utf-8")
+            statements = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
+            counted = (bool(text), len(text.splitlines()), statements, len(text))
+            row = rows.setdefault(_package(path.relative_to(root)), dict.fromkeys(SIZES, 0))
+            for size, count in zip(SIZES, counted, strict=True):
+                row[size] += count
+    return found
+
+
+def _files(top: Path) -> list[Path]:
+    return [*top.rglob("*.py")] if top.is_dir() else [top]
+
+
+def _package(path: Path) -> str:
+    """The folder that is counted: of two names, in the engine of three."""
+    depth = 3 if path.parts[:2] == ("harness", "fsdp") else 2
+    return "/".join(path.parts[: min(depth, len(path.parts) - 1)]) or path.name
+
+
 def look(root: Path) -> dict[str, Any]:
     """Everything that is counted of one tree."""
     found: dict[str, Any] = {package: structure(root, package) for package in PACKAGES}
     return found | {"lines_of_ShardedModel_init": lines_of_init(root)}
 
 
-def at(revision: str) -> dict[str, Any]:
+def at(revision: str, count: Callable[[Path], dict[str, Any]] = look) -> dict[str, Any]:
     """The same of a revision, exported into a temporary folder."""
-    archive = subprocess.run(["git", "archive", revision, "harness"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-        return look(Path(folder))
+        return count(Path(folder))
 
 
 def render(found: dict[str, Any]) -> str:
@@ -125,7 +156,28 @@ def render(found: dict[str, Any]) -> str:
         rows += [(f"{package}: {each.replace('_', ' ')}", *_cells(columns, package, each)) for each in counts]
     init = "lines_of_ShardedModel_init"
     rows.append(("`ShardedModel.__init__`: lines", *(str(each[init]) for each in columns.values())))
-    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), ""])
+    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), "", *_size_table(found["sizes"]), ""])
+
+
+def _size_table(found: dict[str, Any]) -> Iterator[str]:
+    """A row a package and one a whole, each cell the revision's count and this checkout's."""
+    yield from (f"Sizes of Python sources, at `{SIZED}` / in this checkout; a statement is an `ast.stmt`.", "")
+    yield f"| | {' | '.join(SIZES)} |"
+    yield "|---" * (len(SIZES) + 1) + "|"
+    for whole in WHOLES:
+        before, now = found[SIZED][whole], found["now"][whole]
+        for package in sorted(before.keys() | now.keys()):
+            yield _size_row(f"`{package}`", [before.get(package), now.get(package)])
+        yield _size_row(f"**{whole}**", [_total(before), _total(now)])
+
+
+def _size_row(name: str, pair: list[dict[str, int] | None]) -> str:
+    cells = (" / ".join("-" if each is None else f"{each[size]:,}" for each in pair) for size in SIZES)
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _total(rows: dict[str, dict[str, int]]) -> dict[str, int]:
+    return {size: sum(row[size] for row in rows.values()) for size in SIZES}
 
 
 def _cells(columns: dict[str, dict[str, Any]], package: str, count: str) -> Iterator[str]:
@@ -146,6 +198,7 @@ def main() -> None:
         "command": "python benchmarks/checks/house.py",
         "revisions": {revision: at(revision) for revision in REVISIONS},
         "now": look(ROOT),
+        "sizes": {SIZED: at(SIZED, sizes), "now": sizes(ROOT)},
     }
     OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(render(found), encoding="utf-8")

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.policy import Checkpoints
 from harness.config.compose import compose
@@ -34,7 +35,6 @@ from harness.config.schema import Config
 from harness.control import Control
 from harness.engines.protocol import Engine, Ranks
 from harness.engines.registry import engine_class
-from harness.fsdp.state.row_shard import local_of
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.support.spawn import run_ranks
@@ -71,7 +71,7 @@ def built(engine: str, layers: int, rank: int) -> tuple[Engine, Config]:
     with torch.no_grad():
         for key, tensor in made.state().tensors.items():
             if "/exp_avg" in key:
-                local_of(tensor).normal_(generator=generator)
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).normal_(generator=generator)
     return made, config
 
 

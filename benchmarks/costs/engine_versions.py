@@ -49,7 +49,7 @@ def serve(shape: str, strategy: str, rank: int, port: int) -> None:
     from torch import nn
 
     import harness.fsdp
-    from harness.fsdp import fully_shard
+    from harness.fsdp import fully_shard_model, fully_shard_optimizer
 
     checkout = Path.cwd().resolve()
     if not Path(str(harness.fsdp.__file__)).resolve().is_relative_to(checkout):
@@ -62,7 +62,8 @@ def serve(shape: str, strategy: str, rank: int, port: int) -> None:
     block = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)]
     module = nn.Sequential(*block, nn.Linear(width, 16))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
+    model = fully_shard_model(module, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
+    fully_shard_optimizer(model, optimizer)
     x = torch.randn(BATCH, width)
 
     def step() -> float:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.bench.stats import Interval, median_ratio
 from harness.config.schema import Strategy
-from harness.fsdp import fully_shard
+from harness.fsdp import fully_shard_model, fully_shard_optimizer
 from harness.models.llama import Block, Embedding, Head, Llama
 from tests.support.factory import small_config
 from tests.support.spawn import run_ranks
@@ -85,7 +85,8 @@ def prepare(arm: str, module: nn.Module) -> tuple[Callable[[Tensor], Tensor], to
         torch_fsdp.fully_shard(module)
         return module, torch.optim.AdamW(module.parameters(), lr=1e-4, **kernel)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, **kernel)
-    return fully_shard(module, optimizer, fsdp_unit_modules=[*UNITS], zero_dp_strategy=name)
+    model = fully_shard_model(module, fsdp_unit_modules=[*UNITS], zero_dp_strategy=name)
+    return model, fully_shard_optimizer(model, optimizer)
 
 
 def one_rank(rank: int, sizes: tuple[int, int, int], turns: int, names: tuple[str, ...]) -> dict[str, list[list[Took]]]:

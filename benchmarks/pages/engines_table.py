@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.config.errors import BadRequest, refuse
-from harness.fsdp import OuterStrategy
+from harness.fsdp.vocabulary import OuterStrategy
 from harness.parity import StudyVerdict, Verdict, verdict
 from harness.parity.outcome import Outcome, percent
 from harness.parity.record import Record, load

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
-
-from harness.fsdp import local_of
+from torch.distributed.tensor import DTensor
 
 
 class Copied:
@@ -20,7 +19,8 @@ class Copied:
 
     def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
         self.items: list[WriteItem] = _create_write_items(key, tensor)
-        local = local_of(tensor)
+        held = tensor.detach()
+        local: Tensor = held.to_local() if isinstance(held, DTensor) else held
         pinned = local.device.type == "cuda"
         fits = memory is not None and memory.shape == local.shape and memory.dtype == local.dtype
         self.tensor = (

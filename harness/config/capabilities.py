@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from harness.fsdp.facts import declared_in
-from harness.fsdp.options import EngineOptions
+from harness.fsdp.options import EngineOptions, declared_in
 from harness.fsdp.vocabulary import Choice, Dtype, Numerics, OuterStrategy, Registration, Strategy
 
 RERUNS = (Numerics.fast, Numerics.deterministic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from harness.config.adapter import capabilities_of
@@ -19,8 +20,7 @@ from harness.config.schema import (
     ModelFamily,
     OptimizerName,
 )
-from harness.fsdp import options
-from harness.fsdp.storage.placement import On, Placements
+from harness.fsdp import Placements, options
 
 
 def global_microbatches(cfg: Config) -> int:
@@ -206,11 +206,11 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
     """
     whole, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
     count = whole // max(1, cfg.mesh.tp)
-    inner_size = max(1, data_ranks(cfg) // outer_size)
+    sizes = max(1, data_ranks(cfg) // outer_size), outer_size
     placed = Placements.of(cfg.sharding.strategy, cfg.sharding.outer if outer_size > 1 else None)
 
-    def kept(lies: On, num_bytes: int, of: int = count) -> int:
-        return int(of * num_bytes * lies.share(inner_size, outer_size))
+    def kept(share: Fraction, num_bytes: int, of: int = count) -> int:
+        return int(of * num_bytes * share)
 
     compute, main = cfg.dtype.compute.bytes, cfg.dtype.main_params.bytes
     in_8_bits = held_in_8_bits(cfg) // max(1, cfg.mesh.tp)
@@ -221,8 +221,8 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
         (in_8_bits, payloads, False),
     ):
         if placed.resting_weights_are_kept:
-            weights += kept(placed.resting_weights, width, of)
+            weights += kept(placed.resting_weights.share(*sizes), width, of)
         if not placed.resting_weights_are_kept or not is_main:
-            weights += kept(placed.main_weights, main, of)
-    grads = kept(placed.accumulated_grads, cfg.dtype.main_grads.bytes)
-    return weights + grads + kept(placed.optimizer_state, main * optimizer_states(cfg))
+            weights += kept(placed.main_weights.share(*sizes), main, of)
+    grads = kept(placed.accumulated_grads.share(*sizes), cfg.dtype.main_grads.bytes)
+    return weights + grads + kept(placed.optimizer_state.share(*sizes), main * optimizer_states(cfg))

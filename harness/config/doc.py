@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.config import cluster_group, engine_group, model_group, network, schema
 from harness.fsdp import options
-from harness.fsdp.facts import Range
+from harness.fsdp.options import Range
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, TypeVar, cast
 
-from harness.fsdp.facts import Range
+from harness.fsdp.options import Range
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ from harness.config.model_group import ModelFamily as ModelFamily
 from harness.config.network import NcclLog as NcclLog
 from harness.config.network import NcclUbConfig, SharpConfig
 from harness.config.number import COUNT, SEED, number
-from harness.fsdp.facts import Range
-from harness.fsdp.options import Options
+from harness.fsdp.options import Options, Range
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
 from harness.fsdp.vocabulary import Dtype as Dtype
 from harness.fsdp.vocabulary import Fallback as Fallback

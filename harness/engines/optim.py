@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
-from harness.fsdp import entries_of, sum_of_squares
+from harness.fsdp import create_state, sum_of_squares
 
 
 class Group(NamedTuple):
@@ -79,13 +79,9 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The state itself, not copied, as `<parameter>/<entry>` -> tensor; `create_state` was called before."""
-    return {
-        f"{names[param]}/{entry}": optimizer.state[param][entry]
-        for group in optimizer.param_groups
-        for param in group["params"]
-        for entry in entries_of(optimizer, group)
-    }
+    """The state itself, not copied, as `<parameter>/<entry>` -> tensor."""
+    held = create_state(optimizer)
+    return {f"{names[param]}/{entry}": value for param, own in held.items() for entry, value in own.items()}
 
 
 def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and nothing else.
 
-Everything a user needs is a name of this package. Names are imported on first use, so that its parts without torch
-(`vocabulary`, `options`, `arguments`, `storage.layout`) can be imported where torch is not.
+Everything a user needs is a name of this package. Names are imported on first use, so that `Placements` and the
+modules `vocabulary` and `options` can be imported where torch is not.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     from harness.fsdp.api import fully_shard as fully_shard
     from harness.fsdp.api import fully_shard_model as fully_shard_model
     from harness.fsdp.api import fully_shard_optimizer as fully_shard_optimizer
-    from harness.fsdp.comm.events import watched as watched
+    from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
     from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
     from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
-    from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
-    from harness.fsdp.fp8.linear import convert_linears as convert_linears
-    from harness.fsdp.fp8.linear import update_scales as update_scales
+    from harness.fsdp.fp8.linear import Fp8Linear as Fp8Linear
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
     from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
@@ -42,14 +40,10 @@ if TYPE_CHECKING:
     from harness.fsdp.state.row_shard import RowShard as RowShard
     from harness.fsdp.state.row_shard import local_of as local_of
     from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
-    from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
-    from harness.fsdp.tensor_parallel.parameters import cut_portion as cut_portion
-    from harness.fsdp.tensor_parallel.parameters import join_portions as join_portions
-    from harness.fsdp.tensor_parallel.parameters import portion_of as portion_of
+    from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel.portion import Portion as Portion
-    from harness.fsdp.update.accepted import steps_elementwise as steps_elementwise
+    from harness.fsdp.tensor_parallel.portion import UnknownPlan as UnknownPlan
     from harness.fsdp.update.blank import create_state as create_state
-    from harness.fsdp.update.blank import entries_of as entries_of
     from harness.fsdp.update.flat_pieces import FlatPieceError as FlatPieceError
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
@@ -69,19 +63,15 @@ _EXPORTS = {
         "fully_shard_model",
         "fully_shard_optimizer",
     ),
-    "comm.events": ("watched",),
+    "comm.events": ("Observer",),
     "comm.fixed_point": ("FixedPoint",),
     "comm.mesh": ("Groups",),
     "comm.sharp_groups": (
         "SharpOwnership",
         "ThreadBlocks",
-        "axis_groups",
         "communicator_options",
     ),
-    "fp8.linear": (
-        "convert_linears",
-        "update_scales",
-    ),
+    "fp8.linear": ("Fp8Linear",),
     "guards.agreement": ("RanksDisagree",),
     "guards.hang_report": ("CollectiveError",),
     "guards.copied_gradients": ("CopiesPart",),
@@ -112,18 +102,12 @@ _EXPORTS = {
         "local_of",
     ),
     "storage.parameter_access": ("ReleasedWeightError",),
-    "tensor_parallel.parameters": (
+    "storage.placement": ("Placements",),
+    "tensor_parallel.portion": (
+        "Portion",
         "UnknownPlan",
-        "cut_portion",
-        "join_portions",
-        "portion_of",
     ),
-    "tensor_parallel.portion": ("Portion",),
-    "update.accepted": ("steps_elementwise",),
-    "update.blank": (
-        "create_state",
-        "entries_of",
-    ),
+    "update.blank": ("create_state",),
     "update.flat_pieces": ("FlatPieceError",),
     "update.optimizer": ("ShardedOptimizer",),
     "update.squares": ("sum_of_squares",),

@@ -10,11 +10,14 @@ imported.
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from harness.fsdp.facts import Range, declared_in, option
+from harness.fsdp.facts import Range as Range
+from harness.fsdp.facts import declared_in as declared_in
+from harness.fsdp.facts import option
 from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy
 
 
@@ -211,3 +214,20 @@ def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) 
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3) or names
             raise TypeError(f"{owner} got an unexpected argument {name!r}; nearest are {', '.join(near)}")
+
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
+)
+"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
+
+
+def steps_elementwise(kind: type) -> bool:
+    """Whether an optimizer class is known, or declares (`elementwise`), to update each element independently."""
+    return steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
+
+
+def steps_as_torch_does(kind: Any) -> bool:
+    """Whether a class is one of `ELEMENTWISE`, or inherits its `step`: which torch wraps on the class that is built."""
+    step = inspect.unwrap(kind.step)
+    return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE

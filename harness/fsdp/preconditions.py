@@ -90,7 +90,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
     if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
         raise ValueError(
             f"parameter {name} is a {kind}, a tensor around others, and flat buffers hold plain numbers: shard the"
-            " model before its weights are converted; for 8 bits there is harness.fsdp.convert_linears"
+            " model before its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert"
         )
     if not param.dtype.is_floating_point:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.config import projections
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config
-from harness.fsdp import convert_linears
+from harness.fsdp import Fp8Linear
 from harness.models import llama, llama_plan
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
@@ -53,7 +53,7 @@ class TokenWorkload(ABC):
         """
         if self.recipe is not None:
             chosen = lambda name, _: name.rpartition(".")[2] in projections.NAMES  # noqa: E731 - a name for it says more
-            convert_linears(model, self.recipe, chosen, self.history, device=device)
+            Fp8Linear.convert(model, self.recipe, chosen, self.history, device=device)
 
     @abstractmethod
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,7 @@ Bytes are what this rank has to send, whatever the algorithm, N being the size o
     all_to_all, send exactly what leaves for other ranks; a receive is counted at its sender
     broadcast        S (N - 1) at the root, 0 elsewhere; scatter, gather and reduce alike at whoever sends
 
-A collective that an engine builds of several operations is announced through `harness.fsdp.comm.events`: its
+A collective that an engine builds of several operations is announced through `harness.fsdp.Observer`: its
 operations' bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this
 process's memory passes no operation; the engine announces it too, by the tensors it lays out, and it counts as sent.
 """
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 
 AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 
@@ -54,7 +54,7 @@ class Row:
     bytes: int
 
 
-class CollectiveMeter:
+class CollectiveMeter(Observer):
     """Counts this process's collectives from its construction to `close`. One is active at a time."""
 
     def __init__(self) -> None:
@@ -71,16 +71,14 @@ class CollectiveMeter:
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._paused = False
         self._muted = threading.local()
-        self._end_labels = events.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
-        self._end_offers = events.on_offer(self._offered)
+        self.attach()
         _active = self
 
     def close(self) -> None:
         """Stop counting; a second call does nothing."""
         global _active
         if _active is self:
-            self._end_labels()
-            self._end_offers()
+            self.detach()
             _active = None
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
@@ -92,11 +90,13 @@ class CollectiveMeter:
             entry[0] += count
             entry[1] += num_bytes
 
-    def _offered(self, label: events.Label | None, num_bytes: int) -> None:
-        if label is not None:
-            self.add(label.kind, label.bucket, 0, num_bytes)
-        else:
-            self.add("send", UNLABELLED, 1, num_bytes)
+    def collective(self, kind: str, bucket: str) -> None:
+        """Count it once, in its bucket."""
+        self.add(kind, bucket, 1, 0)
+
+    def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
+        """Count bytes that no operation sends."""
+        self.add(kind, bucket, int(bucket == UNLABELLED), num_bytes)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ def _install() -> None:
 def _counting_call(original: Callable[..., Any], kind: str, cost: Cost) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:
-        if _active is not None and not options and events.current() is not events.CONTROL:
+        if _active is not None and not options and ((label := Observer.current()) is None or label.is_traffic):
             group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined] # torch exports no other way from a name
             _active.add(kind, FUNCTIONAL, 1, cost(*args[:-1], size=group.size(), rank=group.rank()))
         return original(*args, **options)
@@ -285,7 +285,7 @@ def _counting_call(original: Callable[..., Any], kind: str, cost: Cost) -> Calla
 def _told_wait(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wait(*args: Any) -> Any:
-        with events.waiting():
+        with Observer.waiting():
             return original(*args)
 
     return wait
@@ -321,8 +321,8 @@ def _counting_method(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
 
 
 def _count(meter: CollectiveMeter, kind: str, num_bytes: int) -> None:
-    label = events.current()
+    label = Observer.current()
     if label is None:
         meter.add(kind, UNLABELLED, 1, num_bytes)
-    elif label is not events.CONTROL:
+    elif label.is_traffic:
         meter.add(label.kind, label.bucket, 0, num_bytes)

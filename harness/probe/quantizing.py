@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.config.projections import NAMES
-from harness.fsdp.fp8.quantize import quantize
-from harness.fsdp.fp8.recipes import RECIPES, Operand, Recipe
-from harness.fsdp.vocabulary import Fp8
+from harness.fsdp import Fp8Linear
 
 Rounded = Callable[[Tensor], Tensor]
 """Puts the error of one rounding to the compute dtype behind a result."""
@@ -35,7 +33,7 @@ def quantizing(model: nn.Module, recipe: str, rounded: Rounded) -> Iterator[None
     layers = [each for name, each in model.named_modules() if name.rpartition(".")[2] in NAMES]
     for layer in layers:
         assert isinstance(layer, nn.Linear)
-        layer.__dict__["forward"] = _Forward(layer, RECIPES[Fp8[recipe]], rounded)
+        layer.__dict__["forward"] = _Forward(layer, recipe, rounded)
     try:
         yield
     finally:
@@ -46,23 +44,34 @@ def quantizing(model: nn.Module, recipe: str, rounded: Rounded) -> Iterator[None
 class _Forward:
     """Stands in for a layer's forward: [..., in] to [..., out]."""
 
-    def __init__(self, layer: nn.Linear, recipe: Recipe, rounded: Rounded) -> None:
-        self.layer, self.recipe, self.rounded = layer, recipe, rounded
+    def __init__(self, layer: nn.Linear, recipe: str, rounded: Rounded) -> None:
+        self.layer, self.rounded = layer, rounded
+        twin = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        Fp8Linear.convert(twin, recipe, history=1, device=layer.weight.device)
+        assert isinstance(twin, Fp8Linear)
+        self.recipe = twin
+        """A layer of the recipe, without values of its own: how operands are quantized."""
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         found: Tensor = _Product.apply(rows, self.layer.weight, self)  # type: ignore[no-untyped-call] # torch's own
         return found.view(*x.shape[:-1], found.shape[-1])
 
-    def both(self, values: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
-        """Values [rows, columns] as an operand has them when columns are summed over, and when rows are."""
-        scale = torch.ones(1, 1) if self.recipe.delayed else None
-        narrow = values.detach().float()
-        first, second = (
-            quantize(narrow, operand.format, tile, self.recipe.scaling, scale).dequantize().double()
-            for tile in (operand.tile, operand.tile.turned)
-        )
+    def input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """An input [tokens, in] as it is when columns are summed over, and when rows are."""
+        first, second = self.recipe.quantize_input(x.detach().float(), trains=False)
+        return first.dequantize().double(), second.t.dequantize().double()
+
+    def weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A weight [out, in] in the forward, and in the backward."""
+        held = (self.recipe.quantize_weight(weight.detach().float(), turned=turned) for turned in (False, True))
+        first, second = (each.dequantize().double() for each in held)
         return first, second
+
+    def gradient(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """A gradient [tokens, out] as it is when columns are summed over, and when rows are."""
+        first, second = self.recipe.quantize_gradient(grad.detach().float(), trains=False)
+        return first.dequantize().double(), second.t.dequantize().double()
 
 
 class _Product(torch.autograd.Function):
@@ -72,7 +81,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Forward) -> Tensor:
         """x [tokens, in], weight [out, in]; [tokens, out]."""
         with _disable_current_modes():
-            (x1, x2), (w1, w2) = layer.both(x, layer.recipe.activations), layer.both(weight, layer.recipe.weights)
+            (x1, x2), (w1, w2) = layer.input(x), layer.weight(weight)
             ctx.layer = layer
             ctx.save_for_backward(x2, w2)
             return layer.rounded(x1 @ w1.t())
@@ -83,5 +92,5 @@ class _Product(torch.autograd.Function):
         layer: _Forward = ctx.layer
         with _disable_current_modes():
             x2, w2 = ctx.saved_tensors
-            g1, g2 = layer.both(grad, layer.recipe.gradients)
+            g1, g2 = layer.gradient(grad)
             return layer.rounded(g1 @ w2), layer.rounded(g2.t() @ x2), None

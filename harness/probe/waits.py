@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 
 
-class WaitMeter:
-    """Adds up the waits an engine announces through `harness.fsdp.comm.events`, until `close`.
+class WaitMeter(Observer):
+    """Adds up the waits that an engine announces, until `close`.
 
     Observed on CPU only: on CUDA the host runs ahead, and what the device waits for is not what the host waits for.
     """
@@ -19,7 +19,8 @@ class WaitMeter:
     def __init__(self, device: torch.device) -> None:
         self._seconds: float | None = None
         self._paused = False
-        self._end = events.on_wait(self._add) if device.type == "cpu" else lambda: None
+        if device.type == "cpu":
+            self.attach()
 
     def take(self) -> float | None:
         """Seconds since the last call; None where no wait was announced."""
@@ -28,8 +29,7 @@ class WaitMeter:
 
     def close(self) -> None:
         """Stop listening; a second call does nothing."""
-        self._end()
-        self._end = lambda: None
+        self.detach()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -40,6 +40,7 @@ class WaitMeter:
         finally:
             self._paused = before
 
-    def _add(self, seconds: float) -> None:
+    def waited(self, seconds: float) -> None:
+        """Count a wait."""
         if not self._paused:
             self._seconds = (self._seconds or 0.0) + seconds

@@ -26,9 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp.fp8.formats import is_8_bit
-from harness.fsdp.fp8.linear import Fp8Linear, layers_of
-from harness.fsdp.fp8.quantize import Quantized
+from harness.fsdp import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks
 
 UNSEEN = -1
@@ -94,7 +92,8 @@ class Witness:
             if param.requires_grad:
                 self._sums[name] = _Sum()
         names = {id(param): name for name, param in self.module.named_parameters()}
-        self._quantized = {names[id(layer.weight)]: layer for layer in layers_of(self.module) if layer.is_held}
+        layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
+        self._quantized = {names[id(layer.weight)]: layer for layer in layers if layer.is_held}
         self.checksums |= {name + TURNED: set() for name, layer in self._quantized.items() if _has_two(layer)}
         for name, layer in self._quantized.items():
             before = layer.__dict__.get("weight_for")
@@ -115,14 +114,14 @@ class Witness:
         self._sums[name].add(gradient)
 
     def _forward(self, name: str, weight: Tensor) -> None:
-        if not is_8_bit(weight.dtype):  # of those `_multiplied` sees the scales too
+        if weight.dtype.itemsize > 1:  # of 8-bit ones `_multiplied` sees the scales too
             self.checksums[name].add(checksum(weight))
 
-    def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Quantized:
+    def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Any:
         """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same, or
         the other one of its two payloads."""
-        found: Quantized = weight_for(turned=turned)
-        if is_8_bit(layer.weight.dtype):
+        found = weight_for(turned=turned)
+        if layer.weight.dtype.itemsize == 1:
             held = found.t if turned else found
             used = self.checksums[name + TURNED if turned and _has_two(layer) else name]
             with self.aside():
@@ -172,7 +171,7 @@ class Witness:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
-        if not is_8_bit(layer.weight.dtype):
+        if layer.weight.dtype.itemsize > 1:
             return (weight,)
         here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
         found = layer.quantize_weight(here, turned=turned)

@@ -30,7 +30,7 @@ from harness.data.loader import Loader
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Microbatch, Seen
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.fp8.linear import delayed_state
+from harness.fsdp import Fp8Linear
 from harness.models.registry import workload_for
 from harness.models.workload import TokenWorkload
 from harness.probe.memory import free_bytes
@@ -115,8 +115,8 @@ def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
     weights = dict(model.named_parameters())
     for name, weight in session.engine.named_weights():
         weights[name].copy_(weight)
-    theirs = delayed_state(seen.module)
-    for name, buffer in delayed_state(model).items():
+    theirs = Fp8Linear.delayed_state(seen.module)
+    for name, buffer in Fp8Linear.delayed_state(model).items():
         if name in theirs:  # an engine of one's own may keep them elsewhere
             buffer.copy_(theirs[name])
 

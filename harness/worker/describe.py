@@ -25,7 +25,8 @@ from harness.config.schema import Config
 from harness.engines.describe import Unusable, imported, nearest, sources, where
 from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Microbatch
-from harness.fsdp import create_state, entries_of, steps_elementwise
+from harness.fsdp import create_state
+from harness.fsdp.options import steps_elementwise
 from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
@@ -234,7 +235,7 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
         with trying("its step" + prepared * f", with {ZEROS},"):
             optimizer.step()
         kept.append({str(name) for weight in weights for name in optimizer.state.get(weight, {})})
-    declared = {entry for group in optimizer.param_groups for entry in entries_of(optimizer, group)}
+    declared = {entry for own in create_state(optimizer).values() for entry in own}
     if kept[0] != declared or kept[1] != declared:
         held = ", ".join(repr(name) for name in sorted(kept[0] | kept[1]))
         raise Unusable(

@@ -1,4 +1,4 @@
-"""Random cells of docs/checkpoints.md, other ones in each run; dtypes; and what a wrong engine would show."""
+"""Random cells of docs/checkpoints.md, other ones in each run; and dtypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,27 +14,20 @@ from torch import Tensor
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.storage import whole_tensor
-from harness.fsdp.model import ShardedModel
-from harness.fsdp.state import named
-from harness.fsdp.state.named import ShardedState
-from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import (
     LAYOUTS,
     PORTIONS,
     SAVED,
     SINGLE,
-    Cell,
     Layout,
     build,
     checkpoints_of,
     draw,
-    read_all,
     run_cells,
     write_all,
     write_reference,
     written_right,
 )
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 Saved = tuple[Path, dict[str, Tensor]]
@@ -130,40 +122,3 @@ def save_narrow(rank: int, root: Path) -> None:
 def test_a_wider_dtype_loses_nothing(tmp_path: Path) -> None:
     run_ranks(save_narrow, 2, tmp_path)
     assert run_ranks(narrow_to_wide, 2, tmp_path) == [[], []]
-
-
-# -- wrong engines -----------------------------------------------------------------------------------------------------
-
-TARGET = Layout("native", "optim", 3)
-MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "counters kept": (ShardedState, "adopt", lambda self: None),
-    "weights not installed": (ShardedModel, "adopt_state", lambda self, state: state.adopt()),
-    "rows of the neighbour": (named, "_rows", lambda slot, local: _swapped(slot, local)),
-}
-_ROWS = named._rows
-
-
-def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
-    """Rows of a matrix numbered from its end: no overlap and no hole, so that nothing but the elements shows it."""
-    begin, end = _ROWS(slot, local)
-    rows = slot.spec.num_rows
-    return (rows - end, rows - begin) if len(slot.spec.shape) == 2 and begin < end else (begin, end)
-
-
-def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]) -> list[Cell]:
-    owner, name, wrong = MUTANTS[how]
-    with mock.patch.object(owner, name, wrong):
-        return [*read_all(rank, root, [(TARGET, [SINGLE])], after)]
-
-
-@pytest.mark.parametrize("how", each("The engine, by saved state", ((name, f"loading: {name}") for name in MUTANTS)))
-def test_an_engine_that_loads_wrongly_is_caught(saved: Saved, how: str) -> None:
-    root, after = saved
-    cells = run_ranks(loaded_by_a_mutant, 3, root, how, after)
-    assert not any(cell.holds for of_rank in cells for cell in of_rank)
-
-
-def test_without_a_mutant_the_same_cell_holds(saved: Saved) -> None:
-    root, after = saved
-    cells = run_ranks(read_all, 3, root, [(TARGET, [SINGLE])], after)
-    assert all(cell.holds for of_rank in cells for cell in of_rank)

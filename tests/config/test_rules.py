@@ -12,7 +12,7 @@ from harness.config.doc import Setting, settings
 from harness.config.errors import BadRequest
 from harness.config.rules import effect, numbers
 from harness.config.schema import EngineName
-from harness.fsdp.facts import Range
+from harness.fsdp.options import Range
 from tests.support.composing import compose
 
 DRY = "launch.dry_run=true"

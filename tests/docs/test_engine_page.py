@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.pages import engine_page
-from benchmarks.pages.engine_formulas import Setup, kept, sent
-from harness.fsdp.storage.placement import Axis
+from benchmarks.fsdp import engine_page
+from benchmarks.fsdp.engine_formulas import Axis, Setup, kept, sent
 from tests.fsdp import test_communication as counted
 
 
 def test_the_page_and_its_picture_are_what_the_engine_does_and_its_code_runs() -> None:
     page = engine_page.PAGE.read_text()
     made, picture = engine_page.render(page)
-    assert made == page, "run: python benchmarks/pages/engine_page.py"
-    assert engine_page.PICTURE.read_text() == picture, "run: python benchmarks/pages/engine_page.py"
+    assert made == page, "run: python benchmarks/fsdp/engine_page.py"
+    assert engine_page.PICTURE.read_text() == picture, "run: python benchmarks/fsdp/engine_page.py"
 
 
 @pytest.mark.parametrize("case", counted.CASES, ids=counted.name_of)

@@ -17,13 +17,15 @@ SOURCES = {
     "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
     "compatibility.md": "benchmarks/pages/compatibility_prose.md",
     "configuration.md": "benchmarks/pages/settings_page.py",
-    "dtypes.md": "benchmarks/pages/dtype_table.py",
+    "dtypes.md": "benchmarks/fsdp/dtype_table.py",
     "metrics.md": "benchmarks/pages/metrics_page.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
+    "records/doors.md": "benchmarks/checks/doors.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
     "records/power.md": "benchmarks/power/page.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
+    "records/step_trace.md": "benchmarks/checks/step_trace.py",
     "records/streams.md": "benchmarks/pages/streams.py",
 }
 """Where the head of a generated page is written. `engine_step_time.md` begins with its study's question, which

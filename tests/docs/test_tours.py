@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import ShardedModel
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -65,7 +64,7 @@ def side(lines: list[str], sign: str) -> str:
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    if isinstance(model, ShardedModel):
+    if hasattr(model, "full_weights"):  # our engine's
         return dict(model.full_weights())
     named = getattr(model, "module", model).named_parameters()
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}

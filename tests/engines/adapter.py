@@ -22,7 +22,7 @@ from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.update.blank import create_state
+from harness.fsdp import Observer, create_state
 
 
 class Flat:
@@ -45,7 +45,8 @@ class Flat:
     def publish(self) -> None:
         """Collect the main weights of all ranks and compute with them from now on."""
         parts = list(self.weights.chunk(dist.get_world_size()))
-        dist.all_gather(parts, self.main.detach())
+        with Observer.announce("all_gather", "main weights"), Observer.waiting():  # for the record: bytes, exposed time
+            dist.all_gather(parts, self.main.detach())
         for name, view in self.views(self.weights).items():
             self.params[name].data.copy_(view)
 
@@ -90,7 +91,8 @@ class Adapter(Engine):
                     view.add_(gradient)
                 flat.params[name].grad = None
             if last:
-                dist.all_reduce(flat.gradients)
+                with Observer.announce("all_reduce", "gradients"), Observer.waiting():
+                    dist.all_reduce(flat.gradients)
                 flat.gradients.div_(global_microbatches(self.config))
         return loss.detach()
 

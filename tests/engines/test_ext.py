@@ -46,7 +46,13 @@ def test_a_users_engine_trains_goes_stale_and_is_checked(tmp_path: Path) -> None
     done = run_py(folder, "engine.adapter=mine:Adapter")
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "runs" / "adhoc").glob("*-ext-*")
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["time"]["exposed_comm_s"] > 0 for line in lines] == [True, True], "as the adapter announces"
+    sent = json.loads((run / "summary.json").read_text())["collectives"]
+    assert {(row["kind"], row["bucket"]) for row in sent} == {
+        ("all_gather", "main weights"),
+        ("all_reduce", "gradients"),
+    }
     (recorded,) = json.loads((run / "provenance.json").read_text())["own"]
     assert (recorded["kind"], recorded["root"], recorded["files"]) == ("engine", str(folder), ["mine.py"])
     assert not provenance.is_stale(run)

@@ -14,7 +14,7 @@ from harness.engines import optim
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch
 from harness.engines.registry import engine_class
-from harness.fsdp.update.blank import create_state
+from harness.fsdp import create_state
 from harness.models.workload import LlamaWorkload
 from tests.support.factory import ranks_of, small_config, with_dtypes
 from tests.support.spawn import run_ranks

@@ -25,7 +25,7 @@ from pkgutil import iter_modules
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, EngineName
-from harness.fsdp.storage.placement import Placements
+from harness.fsdp import Placements
 from harness.fsdp.vocabulary import Strategy
 
 BITS = {"full": 8, "middle": 11, "weak": 16}

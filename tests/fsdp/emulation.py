@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from harness.engines import optim
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.policy import Dtypes
-from harness.fsdp.update import order_free_norm
-from harness.fsdp.update.blank import create_state
+from harness.fsdp import Dtypes, create_state
+from harness.fsdp.comm import order_free_norm
 from harness.models.workload import LlamaWorkload
 from tests.fsdp.trial import KEPT, Case, Record, batches
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
+from harness.fsdp.comm import order_free_norm
 from harness.fsdp.options import Options
-from harness.fsdp.update import order_free_norm
 from harness.fsdp.vocabulary import Strategy
 
 torch.set_num_threads(1)  # as on the ranks: some kernels' bits depend on the number of threads

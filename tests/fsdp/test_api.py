@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
-from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.megatron_arguments import UNBUILT
 from harness.fsdp.storage.parameter_access import ReleasedWeightError
+from harness.fsdp.vocabulary import Strategy
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]

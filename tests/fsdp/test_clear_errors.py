@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.fsdp import ReleasedWeightError, fully_shard_model, preconditions, wrapper
+from harness.fsdp import ReleasedWeightError, UnknownPlan, fully_shard_model, preconditions, wrapper
 from harness.fsdp.state import access
 from harness.fsdp.storage import parameter_access
 from harness.fsdp.storage.whereabouts import Whereabouts
-from harness.fsdp.tensor_parallel.parameters import UnknownPlan
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Block, Net, built, data, said, trained

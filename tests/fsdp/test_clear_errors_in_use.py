@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.fsdp import ReleasedWeightError, fully_shard, fully_shard_model
+from harness.fsdp import ReleasedWeightError, StepError, fully_shard, fully_shard_model
 from harness.fsdp.runtime import backward_hooks, forward_hooks
 from harness.fsdp.runtime.graph import Passed
-from harness.fsdp.runtime.step import Step, StepError
+from harness.fsdp.runtime.step import Step
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Net, built, data, said, trained

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.api import fully_shard
+from harness.fsdp import fully_shard
 from harness.probe.collectives import CollectiveMeter
 from tests.support.spawn import run_ranks
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.fsdp import OuterStrategy, Strategy
+from harness.fsdp import OuterStrategy, Placements, Strategy
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.storage.cuts import Cuts, Place
 from harness.fsdp.storage.layout import ParamSpec
-from harness.fsdp.storage.placement import SHARD, Placements
+from harness.fsdp.storage.placement import SHARD
 
 PAIRS = list(itertools.product(Strategy, OuterStrategy))
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, bit_hash, check_equal
+from harness.fsdp.guards.replicas import Replica, ReplicaCheck, bit_hash, check_equal
 from harness.fsdp.runtime import installation
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.control import Control
 from harness.engines.protocol import Ranks
-from harness.fsdp import watched
+from harness.fsdp import Observer
 from harness.fsdp.comm.peer_memory import Laid
 from harness.fsdp.options import Options
 from harness.probe.collectives import CollectiveMeter
@@ -94,7 +94,7 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
     dist.barrier()
 
     def exchange() -> None:
-        with watched("how far each rank is", own):
+        with Observer.watched("how far each rank is", own):
             dist.barrier(own)
 
     def loop() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel
+from harness.fsdp import GradientAccessError, ShardedModel
 from harness.fsdp.runtime import readiness
-from harness.fsdp.runtime.gradient_answer import Answer, GradientAccessError
+from harness.fsdp.runtime.gradient_answer import Answer
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, plain_gradients, shard
 from tests.support.covering import once
 from tests.support.mutants import each

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import ShardedModel, binding, fully_shard, preconditions
+from harness.fsdp import RowShard, ShardedModel, binding, fully_shard, preconditions
 from harness.fsdp.runtime import backward_hooks, forward_hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.handed_on import without_weights
-from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.storage.parameter_views import ParameterViews
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES

@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from harness.config.schema import Dtype, EngineName
 from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
-from harness.fsdp.loss_scale import LossScale
-from harness.fsdp.update.optimizer import ShardedOptimizer
+from harness.fsdp import (
+    LossScale,
+    MixedPrecisionPolicy,
+    ShardedModel,
+    ShardedOptimizer,
+    Strategy,
+    fully_shard,
+    fully_shard_model,
+)
 from harness.models.workload import LlamaWorkload
 from harness.store.metrics import read_metrics
 from tests.fsdp.test_api import Block

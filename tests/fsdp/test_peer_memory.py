@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, Numerics, fully_shard_model
+from harness.fsdp import CollectiveError, MixedPrecisionPolicy, Numerics, fully_shard_model
 from harness.fsdp.comm import cross_memory, events, notices, peer_memory
 from harness.fsdp.comm.communicator import Communicator, Pending, _has_spare_cores
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, make_reduction
-from harness.fsdp.guards.hang_report import CollectiveError
 from harness.probe.collectives import CollectiveMeter
 from harness.store import failure
 from tests.fsdp.trial import WAYS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp import MixedPrecisionPolicy, Placements, fully_shard
 from harness.fsdp.storage import placement
 from harness.fsdp.storage.placement import (
     GATHERED,
@@ -25,7 +25,6 @@ from harness.fsdp.storage.placement import (
     Buffer,
     On,
     Placement,
-    Placements,
     Step,
     operation,
     route,

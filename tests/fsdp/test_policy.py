@@ -12,8 +12,8 @@ from harness.config.derived import accumulate_dtype
 from harness.config.rules.engine import gradients_keep_their_precision, main_weights_are_no_narrower
 from harness.config.rules.request import Request
 from harness.config.schema import Config, Dtype
-from harness.fsdp import MixedPrecisionPolicy
-from harness.fsdp.policy import FORMATS, RENAMED, Dtypes, holds
+from harness.fsdp import Dtypes, MixedPrecisionPolicy
+from harness.fsdp.policy import FORMATS, RENAMED, holds
 
 TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp64: torch.float64}
 

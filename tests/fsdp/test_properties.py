@@ -21,9 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import fully_shard
+from harness.fsdp import Dtypes, fully_shard
 from harness.fsdp.comm import communicator
-from harness.fsdp.policy import Dtypes
 from tests.fsdp.pairs import mesh_of as grid
 from tests.fsdp.random_programs import (
     MESHES,

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.fsdp import ShardedModel, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import ShardedModel, ShardedOptimizer, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.runtime import backward_hooks, trainability
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.update.optimizer import ShardedOptimizer
 from tests.fsdp.freezing import (
     PROGRAMS,
     WIDTH,

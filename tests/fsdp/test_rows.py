@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp import RowShard
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
 from tests.support.spawn import run_ranks
 

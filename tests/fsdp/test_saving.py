@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from harness.fsdp import RanksDisagree, ShardedModel, local_of
+from harness.fsdp import RanksDisagree, RowShard, ShardedModel, local_of
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.state import access, hooks
-from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.stateful import StatefulModule
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found

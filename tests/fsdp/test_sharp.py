@@ -9,15 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.fsdp import SharpOwnership, ThreadBlocks, communicator_options
 from harness.fsdp.comm import sharp_groups
-from harness.fsdp.comm.sharp_groups import (
-    COLLNET,
-    SharpOwnership,
-    ThreadBlocks,
-    axis_groups,
-    communicator_options,
-    variable,
-)
+from harness.fsdp.comm.sharp_groups import COLLNET, variable
 from tests.support.spawn import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -147,7 +141,7 @@ def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], 
     ownership = SharpOwnership(CPU, environment)
     ownership.device = CUDA  # what it sets
     barrier, sharp_groups.barrier = sharp_groups.barrier, lambda group, device: barrier(group, CPU)
-    inner, outer = axis_groups(num_outer, ownership, owner)
+    inner, outer = ownership.axis_groups(num_outer, owner)
     assert ownership.owner == owner
     return dist.get_process_group_ranks(inner), dist.get_process_group_ranks(outer), created
 
@@ -163,6 +157,6 @@ def test_the_owners_axis_is_created_first_and_alone_with_sharp(owner: str) -> No
 
 def test_axes_must_divide_the_ranks(group: Any) -> None:
     with pytest.raises(ValueError, match="does not divide the number of ranks, 1"):
-        axis_groups(2)
+        SharpOwnership(CPU).axis_groups(2)
     with pytest.raises(ValueError, match="not one of dp, dp_outer"):
-        axis_groups(1, owner="tp")
+        SharpOwnership(CPU).axis_groups(1, owner="tp")

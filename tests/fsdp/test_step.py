@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.fsdp import Strategy, fully_shard
+from harness.fsdp import StepError, Strategy, fully_shard
 from harness.fsdp.runtime import step
 from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.step import (
@@ -33,7 +33,6 @@ from harness.fsdp.runtime.step import (
     Call,
     InstallState,
     Step,
-    StepError,
     StepShape,
     StepState,
 )

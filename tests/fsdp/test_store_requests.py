@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.fsdp import CollectiveError
 from harness.fsdp.comm.events import Label
 from harness.fsdp.guards import alarm, collective_check
 from harness.fsdp.guards.alarm import Alarm, RollCall
 from harness.fsdp.guards.collective_check import CollectiveCheck
 from harness.fsdp.guards.deadlock import Stand, Stands
-from harness.fsdp.guards.hang_report import CollectiveError, Position, ranks_text
+from harness.fsdp.guards.hang_report import Position, ranks_text
 from tests.support.mutants import each
 
 FEW, MANY = 4, 48

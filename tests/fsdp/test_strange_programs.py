@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
-from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp import (
+    MixedPrecisionPolicy,
+    ShardedModel,
+    Strategy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
 

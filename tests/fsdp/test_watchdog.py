@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import ShardedModel, fully_shard
+from harness.fsdp import CollectiveError, ShardedModel, fully_shard
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import Label
-from harness.fsdp.guards.hang_report import CollectiveError
 from harness.fsdp.guards.watchdog import Watchdog
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
 from tests.fsdp.pairs import STRATEGIES

@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import MegatronModel
-from harness.fsdp.update.flat_pieces import FlatPieceError
+from harness.fsdp import FlatPieceError, MegatronModel
 
 SOURCE = Path(__file__).parents[1] / "vendored" / "megatron_lm" / "test_mfsdp_fully_shard.txt"
 RANKS = 8

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
@@ -22,8 +22,7 @@ from harness.control import Control
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch
 from harness.engines.registry import engine_class
-from harness.fsdp.fp8.delayed import Column
-from harness.fsdp.fp8.recipes import RECIPES
+from harness.fsdp import Fp8Linear
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
@@ -32,6 +31,8 @@ from tests.support.spawn import run_ranks
 
 ZERO_3 = Strategy.optim_grads_params
 STEPS, STOPPED = 3, 2
+OF_WEIGHTS = 1
+"""Column of an amax history."""
 SHARDED = {
     Fp8.current: Strategy.optim,
     Fp8.delayed: ZERO_3,
@@ -125,8 +126,8 @@ def test_our_engine_trains_what_one_process_trains_to_the_bit(recipe: Fp8, train
         if key.endswith(
             "fp8_amax_history"
         ):  # ours notes the next weights' amax when it quantizes them, after the update
-            assert value[0, Column.weights] > 0 == alone[key][0, Column.weights]
-            value[0, Column.weights] = 0.0
+            assert value[0, OF_WEIGHTS] > 0 == alone[key][0, OF_WEIGHTS]
+            value[0, OF_WEIGHTS] = 0.0
         assert torch.equal(value, alone[key]), key
     assert any(key.startswith("fp8/") for key in ours) == (recipe is Fp8.delayed)
     lines, others = (read_metrics(root / name / "metrics.jsonl") for name in (recipe.name, f"single {recipe.name}"))
@@ -221,7 +222,11 @@ def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:
 
 
 def test_facts_of_recipes_are_said_alike() -> None:
-    for name, recipe in RECIPES.items():
+    for name in Fp8:
+        layer = nn.Linear(128, 128)
+        Fp8Linear.convert(layer, name)
+        assert isinstance(layer, Fp8Linear)
+        recipe = layer.recipe
         assert (name.payloads, name.multiple) == (len(recipe.held_tiles), recipe.multiple)
         assert name.gradient_precision == recipe.gradients.format.precision
         assert recipe.activations.format.precision == recipe.weights.format.precision == 4

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 from harness.probe.collectives import CollectiveMeter, Row, by_kind
 from tests.support.spawn import run_ranks
 
@@ -107,10 +107,10 @@ def subgroup(rank: int) -> None:
 
 def labelled(rank: int) -> None:
     """A reduce-scatter built of sends counts once, in its bucket."""
-    with events.begin(events.Label("reduce_scatter", "blocks.0/fp32")):
+    with Observer.announce("reduce_scatter", "blocks.0/fp32"):
         ring(rank)
         ring(rank)
-    with events.begin(events.Label("all_gather", "blocks.0/fp32")):
+    with Observer.announce("all_gather", "blocks.0/fp32"):
         all_gather_base(rank)
 
 

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from harness.config.schema import Dtype
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 from harness.probe.capture import write_capture
+from harness.probe.collectives import CollectiveMeter, Row
 from harness.probe.flops import peak_flops, peak_of_name
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import ASIDE, Timers
 from harness.probe.waits import WaitMeter
 from harness.store.metrics import NON_FINITE
+from tests.support.mutants import Slip, each
 
 CPU = torch.device("cpu")
 
@@ -41,18 +43,55 @@ def test_waits_are_what_engines_announce() -> None:
     meter = WaitMeter(CPU)
     assert meter.take() is None
     for _ in range(2):
-        with events.waiting():
+        with Observer.waiting():
             time.sleep(0.01)
     waited = meter.take()
     assert waited is not None
     assert waited >= 0.02
-    with meter.paused(), events.waiting():
+    with meter.paused(), Observer.waiting():
         pass
     assert meter.take() is None
     meter.close()
-    with events.waiting():
+    with Observer.waiting():
         pass
     assert meter.take() is None
+
+
+SEEN = [Row("all_gather", "weights", 1, 0), True, False]
+
+
+def observed() -> tuple[list[object], CollectiveMeter, WaitMeter]:
+    """What meters saw of an engine that announces; once more after they were closed, which they must not see."""
+    collectives, waits = CollectiveMeter(), WaitMeter(CPU)
+    seen: list[object] = []
+    for _ in range(2):
+        with Observer.announce("all_gather", "weights"), Observer.waiting():
+            pass
+        seen += [*collectives.take(), waits.take() is not None]
+        collectives.close()
+        waits.close()
+    return seen, collectives, waits
+
+
+def test_meters_see_what_any_engine_announces() -> None:
+    assert observed()[0] == SEEN
+
+
+SLIPS = {
+    "waits": Slip(Observer.waiting, "__exit__", "observer.waited(seconds)", "pass", "Observers are not told of waits"),
+    "collectives": Slip(Observer, "announce", "begin(", "resume(", "Collectives are labelled, and observers not told"),
+    "ends": Slip(Observer, "detach", "_observers.remove(self)", "pass", "A meter that was closed goes on counting"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", each("Observers of engines", ((name, slip.breaks) for name, slip in SLIPS.items())))
+def test_an_observer_that_is_told_wrongly_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        SLIPS[name].put(patched)
+        seen, *meters = observed()
+    for meter in meters:
+        meter.detach()  # where the mistake left it attached
+    assert seen != SEEN
 
 
 def test_memory_on_cpu_knows_no_allocator() -> None:

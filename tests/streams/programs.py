@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import ShardedModel, fully_shard_optimizer
-from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.fp8.linear import convert_linears
+from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard_optimizer
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cases import (
@@ -84,7 +82,7 @@ def program_of(case: Case) -> Program:
         param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
     if case.more in EIGHT_BITS:
         program.widen()
-        convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
+        Fp8Linear.convert(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
     return program
 
 

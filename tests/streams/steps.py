@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
-from harness.fsdp.comm.mesh import Groups
+from harness.fsdp import Groups, MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
 from harness.models.llama import Block, Llama
 from tests.streams.cost import Counts, Machine, Timeline, counts_of, step_of, timeline
 from tests.streams.fsdp2 import fsdp2_believing_in, sharded

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.fsdp.comm.order_free_norm import square_counters
 from harness.fsdp.state.flat import where_numbers_lie
-from harness.fsdp.update.order_free_norm import square_counters
 from tests.streams.cost import Machine
 from tests.streams.recorder import recording
 from tests.streams.steps import Arm, Found, measured

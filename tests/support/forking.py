@@ -27,7 +27,6 @@ PRELOADED = (
     "torch._dynamo",  # imported by the first optimizer of a process, for half a second
     "torch.distributed.device_mesh",
     "torch.testing",
-    "harness.fsdp.api",
     "harness.engines.adapters.native",
     "harness.checkpoint.policy",
     "harness.models.registry",

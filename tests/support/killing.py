@@ -21,9 +21,8 @@ import torch.distributed as dist
 from harness.checkpoint import folder as folders
 from harness.checkpoint.policy import Checkpoint
 from harness.config.schema import Config
-from harness.fsdp.state.row_shard import local_of
 from tests.support.forking import PRELOADED
-from tests.support.layouts import Layout, build, checkpoints_of
+from tests.support.layouts import Layout, build, checkpoints_of, local_of
 from tests.support.spawn import run_ranks
 
 WORLD = 2

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
@@ -34,9 +35,8 @@ from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config, GradBuffer, ModelConfig
 from harness.control import Control
 from harness.engines.protocol import Engine
-from harness.fsdp import Fp8, convert_linears
-from harness.fsdp.fp8.linear import Column, layers_of
-from harness.fsdp.state.row_shard import local_of
+from harness.fsdp import Fp8Linear
+from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import Spoiled, batches, make_engine, make_workload
@@ -194,15 +194,16 @@ class Quantizing(Spoiled):
         for part in model.modules():
             if isinstance(part, nn.Linear):
                 part.__class__ = nn.Linear  # of a class that only leaves its values to the workload
-        convert_linears(model, self.recipe, lambda name, _: name.startswith("blocks."), history=2)
+        Fp8Linear.convert(model, self.recipe, lambda name, _: name.startswith("blocks."), history=2)
         return model
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         """Histories too."""
         self._workload.materialise_buffers(model, device)
-        for layer in layers_of(model) if self.recipe is Fp8.delayed else ():
-            layer.fp8_amax_history = torch.zeros(2, len(Column), device=device)
-            layer.fp8_scale = torch.ones(len(Column), device=device)
+        for layer in model.modules():
+            if isinstance(layer, Fp8Linear) and self.recipe is Fp8.delayed:
+                layer.fp8_amax_history = torch.zeros_like(layer.fp8_amax_history, device=device)
+                layer.fp8_scale = torch.ones_like(layer.fp8_scale, device=device)
 
 
 def build(config: Config, rank: int, recipe: Fp8 | None = None) -> Engine:
@@ -233,6 +234,11 @@ def write_reference(folder: Path, layout: Layout = SINGLE) -> dict[str, Tensor]:
 
 def _reference_on(rank: int, folder: Path, layout: Layout) -> dict[str, Tensor]:
     return write_reference(folder, layout)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor of a state, over its memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def spoil(engine: Engine) -> None:

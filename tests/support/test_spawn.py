@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
-from harness.fsdp.comm import communicator
 from tests.support import forking, spawn
 from tests.support.forking import fork_ranks
 from tests.support.spawn import RankFailed, run_ranks
@@ -56,7 +56,7 @@ def state() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "seed": torch.initial_seed(),
         "draw": torch.rand(1).item(),
-        "patched": communicator._has_spare_cores.__name__,
+        "patched": functional.silu.__name__,
         "cached": len(visits()),
         "python threads": sorted(thread.name for thread in threading.enumerate()),
         "folder": os.getcwd(),
@@ -73,7 +73,7 @@ def look_and_litter(rank: int) -> dict[str, Any]:
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(rank)
-    communicator._has_spare_cores = lambda _: True
+    functional.silu = lambda _: True
     visits().append(rank)
     threading.Thread(target=time.sleep, args=(WAIT_S,), name="left behind", daemon=True).start()
     assert state() != found

@@ -25,10 +25,10 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
-from harness.fsdp.state.row_shard import local_of
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, stopping, train
+from tests.support.layouts import local_of
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
@@ -247,7 +247,7 @@ def faulty(rank: int, root: Path, name: str) -> list[str]:
     config = native(sharding__strategy=Strategy.optim_grads_params)
     train(config, root / "whole", rank)
     train(config, root / "run", rank, should_stop=stopping(5))
-    config.fault.name, config.fault.strength = name, FaultStrength.full
+    config.fault.name, config.fault.strength = f"tests.faults.resume:{name}", FaultStrength.full
     train(config, root / "run", rank)
     return against(root / "whole", root / "run") if rank == 0 else []
 

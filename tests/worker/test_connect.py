@@ -13,13 +13,13 @@ import torch
 from harness.config.schema import Config, SharpAxis
 from harness.engines.adapters import native
 from harness.engines.protocol import Ranks
-from harness.fsdp.comm import sharp_groups
-from harness.fsdp.comm.sharp_groups import COLLNET
+from harness.fsdp import SharpOwnership
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
 from tests.support.mutants import Slip, each
 
 CUDA = torch.device("cuda", 0)
+COLLNET = "NCCL_COLLNET_ENABLE"
 ALONE = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
 
 
@@ -37,7 +37,8 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(connect.dist, "init_process_group", init)
     monkeypatch.setattr(connect.dist, "group", group)
     monkeypatch.setattr(connect, "_store", lambda config, place, attempt: "store")
-    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
+    monkeypatch.setattr(connect.dist, "all_reduce", lambda *_, **__: made[-1].update(met=os.environ.get(COLLNET)))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))  # on the device
     return made
 
 
@@ -138,13 +139,15 @@ def test_an_axis_is_given_the_switches_only_where_they_were_asked_for(
     config: Config, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is given them raises NCCL_COLLNET_ENABLE while its communicator is made, whatever else said 0."""
-    seen: list[tuple[int, bool, str]] = []
+    seen: list[tuple[int, str]] = []
 
-    def groups(num_outer: int, ownership: sharp_groups.SharpOwnership | None = None, owner: str = "dp") -> Any:
-        seen.append((num_outer, ownership is not None, owner))
+    def groups(_: SharpOwnership, num_outer: int, owner: str) -> Any:
+        seen.append((num_outer, owner))
         return None, None
 
-    monkeypatch.setattr(native, "axis_groups", groups)
-    ranks = Ranks(0, 4, 0, CUDA, sharp_groups.SharpOwnership(CUDA))
-    native._groups(config, ranks)
-    assert seen == [(2, given, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")]
+    monkeypatch.setattr(SharpOwnership, "axis_groups", groups)
+    monkeypatch.setattr(native.DeviceMesh, "from_group", lambda *_, **__: "given")
+    monkeypatch.setattr(native, "data_parallel_mesh", lambda *_: "not given")
+    mesh = native._axes(config, Ranks(0, 4, 0, CUDA, SharpOwnership(CUDA)))["device_mesh"]
+    assert mesh == ("given" if given else "not given")
+    assert seen == [(2, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")] * given

@@ -27,8 +27,8 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
+from harness.fsdp import Placements
 from harness.fsdp.options import OPTIONS, conflicts
-from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import HYBRIDS
 from harness.store.screen import counted
 

@@ -6,26 +6,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.derived import engine_options, global_microbatches, loss_scale, wants_infiniband_sharp
-from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig
+from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
-from harness.engines.base.sharded import grid_mesh
+from harness.engines.base.sharded import data_parallel_mesh, grid_mesh
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import (
-    Groups,
-    LossScale,
-    MixedPrecisionPolicy,
-    ShardedModel,
-    SharpAxis,
-    axis_groups,
-    create_state,
-    fully_shard_optimizer,
-)
+from harness.fsdp import LossScale, MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
 
 LOSS_SCALE = "loss_scale/"
 """Prefix of the loss scale's state."""
@@ -41,17 +33,15 @@ class NativeEngine(Engine):
         module = workload.build("meta", TORCH_DTYPES[dtype.compute])
         workload.quantize(module, ranks.device)
         workload.materialise_buffers(module, ranks.device)
-        groups = _groups(config, ranks)
+        axes = _axes(config, ranks)
         if config.mesh.tp > 1:
-            mesh = grid_mesh(config, ranks)
-            workload.cut(module, mesh["tp"], sequence_parallel=config.mesh.sequence_parallel)
-            groups = _groups_of(mesh)
-        self.model = ShardedModel(
+            workload.cut(module, axes["device_mesh"]["tp"], sequence_parallel=config.mesh.sequence_parallel)
+        self.model = fully_shard_model(
             module,
-            groups=groups,
-            unit_modules=workload.unit_classes,
-            strategy=config.sharding.strategy,
-            outer_strategy=config.sharding.outer,
+            **axes,
+            fsdp_unit_modules=workload.unit_classes,
+            zero_dp_strategy=config.sharding.strategy,
+            outer_dp_sharding_strategy=config.sharding.outer,
             mixed_precision_policy=_policy(dtype),
             device=ranks.device,
             grad_divisor=global_microbatches(config),
@@ -60,7 +50,9 @@ class NativeEngine(Engine):
             **engine_options(config),
         )
         scale = loss_scale(config)
-        self.loss_scale = None if scale is None else _loss_scale(self.model, scale, dtype.loss_scale_growth_steps)
+        self.loss_scale: LossScale | None = None
+        if scale is not None:
+            self.loss_scale = LossScale(self.model, **_scaling(scale, dtype.loss_scale_growth_steps))
         self._scaled: Scaled | None = None
         by_decay: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
@@ -173,7 +165,7 @@ class NativeEngine(Engine):
         return self.model.transport()
 
     def counters(self) -> dict[str, int]:
-        """What `ShardedModel.counters` says of the time since the last call."""
+        """What the model's `counters` say of the time since the last call."""
         counted = self.model.counters()
         self.model.reset_counters()
         return counted
@@ -194,25 +186,27 @@ def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(**formats, allow_low_precision_grads=dtype.allow_low_precision_grads)
 
 
-def _groups(config: Config, ranks: Ranks) -> Groups:
-    if config.mesh.dp_outer == 1:
-        return Groups()
+def _axes(config: Config, ranks: Ranks) -> dict[str, Any]:
+    """The mesh of several axes, and their names, as arguments of `fully_shard_model`. *Collective.*"""
+    outer = {"dp_outer_dim": "dp_outer"} if config.mesh.dp_outer > 1 else {}
+    if config.mesh.tp > 1:
+        return {"device_mesh": grid_mesh(config, ranks), "dp_shard_dim": "dp_shard", "tp_dim": "tp"} | outer
+    if not outer:
+        return {}
+    mesh = _sharp_mesh(config, ranks) if wants_infiniband_sharp(config) else data_parallel_mesh(config, ranks)
+    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "hybrid_fsdp_group": dist.group.WORLD} | outer
+
+
+def _sharp_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
+    """The mesh of two axes, one of whose communicators owns InfiniBand SHARP. *Collective.*"""
+    assert ranks.sharp is not None
     owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
-    ownership = ranks.sharp if wants_infiniband_sharp(config) else None
-    inner, outer = axis_groups(config.mesh.dp_outer, ownership, owner)
-    return Groups(inner, outer, dist.group.WORLD)
+    inner, outer = ranks.sharp.axis_groups(config.mesh.dp_outer, owner)
+    grid = torch.arange(ranks.world_size).view(config.mesh.dp_outer, -1)
+    return DeviceMesh.from_group([outer, inner], ranks.device.type, grid, mesh_dim_names=("dp_outer", "dp_shard"))
 
 
-def _groups_of(mesh: DeviceMesh) -> Groups:
-    """Groups of a mesh of three axes. *Collective.*"""
-    inner, outer, tensor = (mesh.get_group(name) for name in ("dp_shard", "dp_outer", "tp"))
-    if dist.get_world_size(outer) == 1:
-        return Groups(inner, tensor=tensor)
-    return Groups(inner, outer, mesh["dp_outer", "dp_shard"]._flatten("dp").get_group(), tensor=tensor)
-
-
-def _loss_scale(model: ShardedModel, fixed: float, growth_steps: int) -> LossScale:
-    """A fixed factor on the loss, or for 0 one that grows after so many steps without overflow."""
-    if fixed:
-        return LossScale(model, init=fixed, dynamic=False, growth_interval=growth_steps)
-    return LossScale(model, growth_interval=growth_steps)
+def _scaling(fixed: float, growth_steps: int) -> dict[str, Any]:
+    """Arguments of `LossScale`: a fixed factor on the loss, or for 0 one that grows after so many steps without
+    overflow."""
+    return {"growth_interval": growth_steps} | ({"init": fixed, "dynamic": False} if fixed else {})

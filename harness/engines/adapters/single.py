@@ -11,8 +11,7 @@ from harness.config.derived import global_microbatches
 from harness.config.schema import Config, Numerics
 from harness.engines.base.replicated import ReplicatedEngine
 from harness.engines.protocol import Microbatch, Ranks, Seen, Workload
-from harness.fsdp.comm.fixed_point import FixedPoint, beyond_message
-from harness.fsdp.update import order_free_norm
+from harness.fsdp import FixedPoint
 
 
 class SingleEngine(ReplicatedEngine):
@@ -73,8 +72,7 @@ class SingleEngine(ReplicatedEngine):
         if self.sums is None:
             return super()._norm(tensors)
         counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
-        counters = self.planned.total(order_free_norm.square_counters(counted, self.ranks.device))
-        return order_free_norm.norm_from_counters(counters)
+        return FixedPoint.norm(counted, self.ranks.device, self.planned.total)
 
 
 class IntegerSums:
@@ -110,4 +108,4 @@ class IntegerSums:
         if count:
             for weight in self.weights:
                 weight.grad = None
-            raise OverflowError(beyond_message(count, self.fixed))
+            raise self.fixed.overflow(count)

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.engines.protocol import Ranks
-from harness.fsdp import update_scales
-from harness.fsdp.fp8.linear import delayed_state, layers_of
+from harness.fsdp import Fp8Linear
 
 FP8 = "fp8/"
 """Prefix of what delayed scaling knows in an engine's state, as our own engine has it."""
@@ -16,18 +15,18 @@ FP8 = "fp8/"
 
 def end_step(model: nn.Module, ranks: Ranks) -> None:
     """Close a step of delayed scaling. *Collective* where there are layers under it and several ranks."""
-    update_scales(layers_of(model), _take_largest if ranks.world_size > 1 else None)
+    Fp8Linear.update_scales(model, _take_largest if ranks.world_size > 1 else None)
 
 
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
     """What delayed scaling knows, the same on all ranks between steps; the buffers themselves."""
-    return {FP8 + name: buffer for name, buffer in delayed_state(model).items()}
+    return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(model).items()}
 
 
 def uncast(model: nn.Module) -> set[int]:
     """Ids of parameters that layers quantize from the main weights' dtype, as our own engine does: a cast to the
     compute dtype in between would round twice."""
-    return {id(layer.weight) for layer in layers_of(model) if layer.is_held}
+    return {id(layer.weight) for layer in model.modules() if isinstance(layer, Fp8Linear) and layer.is_held}
 
 
 def _take_largest(amaxes: Tensor) -> None:

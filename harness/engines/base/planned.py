@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from harness.fsdp import Portion, join_portions, portion_of
+from harness.fsdp import Portion
 
 Slots = list[tuple[nn.Module, str, nn.Parameter]]
 
@@ -35,7 +35,7 @@ class Planned:
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """A tensor of a weight's shape, of every rank's portion. *Collective* over the axis."""
-        return join_portions(self.portions[name], value.detach(), self.group)
+        return self.portions[name].join(value.detach(), self.group)
 
     def described(self, name: str, value: Tensor) -> Tensor:
         """A portion as a DTensor over its own memory, which says where it belongs; what is no DTensor, as it is."""
@@ -60,7 +60,7 @@ def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
     if axis is None:
         return Planned({name: Portion(tuple(param.shape)) for name, param in model.named_parameters()})
     group = axis.get_group()
-    portions = {name: portion_of(name, param, group) for name, param in model.named_parameters()}
+    portions = {name: Portion.of(name, param, group) for name, param in model.named_parameters()}
     specs = {name: param._spec for name, param in model.named_parameters() if isinstance(param, DTensor)}
     made: dict[int, nn.Parameter] = {}
     for module, name, param in slots_of(model):

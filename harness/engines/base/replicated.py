@@ -19,7 +19,7 @@ from harness.engines.base.planned import shadow_weights, take_plan
 from harness.engines.base.sharded import grid_mesh
 from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import create_state, cut_portion
+from harness.fsdp import create_state
 
 
 class ReplicatedEngine(Engine):
@@ -54,7 +54,7 @@ class ReplicatedEngine(Engine):
         with torch.no_grad():
             for name, weight in self.weights.items():
                 whole = workload.initial_weight(name, shapes[name])
-                weight.copy_(cut_portion(self.planned.portions[name], whole))
+                weight.copy_(self.planned.portions[name].cut(whole))
         if self.compute_dtype is not self.main_dtype or self.grid is not None:
             shadow_weights(self.model, self.compute_dtype, self.planned.specs, uncast(self.model))
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}

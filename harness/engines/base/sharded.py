@@ -26,7 +26,7 @@ from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import Portion, create_state, join_portions
+from harness.fsdp import Portion, create_state
 
 
 class ShardedEngine(Engine):
@@ -227,7 +227,7 @@ class ShardedEngine(Engine):
         Not DTensor.full_tensor(): one way for both engines, which does not depend on how placements are interpreted.
         """
         whole = self._gather_portion(name, piece).reshape(self.portions[name].here)
-        return join_portions(self.portions[name], whole, self.tensor).to("cpu", copy=True)
+        return self.portions[name].join(whole, self.tensor).to("cpu", copy=True)
 
     def _gather_portion(self, name: str, piece: Tensor) -> Tensor:
         extents = self.extents[name]

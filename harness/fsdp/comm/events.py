@@ -28,12 +28,17 @@ class Label(NamedTuple):
     kind: str
     bucket: str
 
+    @property
+    def is_traffic(self) -> bool:
+        """False for messages about where data lies: the data itself is announced by `offer`."""
+        return self is not CONTROL
+
 
 OUTER = " outer"
 """What a label adds to a bucket's name on the outer axis."""
 
 CONTROL = Label("control", "")
-"""Label of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
+"""Label of messages about where data lies."""
 
 
 class Watcher(Protocol):
@@ -58,9 +63,8 @@ class Watcher(Protocol):
 FOR_EVER = timedelta(days=3650)
 
 _local = threading.local()
+_observers: list[Observer] = []
 _listeners: list[Callable[[Label], None]] = []
-_offer_listeners: list[Callable[[Label | None, int], None]] = []
-_wait_listeners: list[Callable[[float], None]] = []
 _checkers: list[Callable[[Label, Sequence[Any]], None]] = []
 _watchers: list[Watcher] = []
 _endings: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.WeakMethod[Callable[[], None]]]] = (
@@ -118,6 +122,8 @@ class begin(resume):
             checker(self._label, self._data)
         for listener in _listeners:
             listener(self._label)
+        for observer in _observers:
+            observer.collective(*self._label)
         super().__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -125,22 +131,11 @@ class begin(resume):
         _raise_explained(error)
 
 
-def on_offer(listener: Callable[[Label | None, int], None]) -> Callable[[], None]:
-    """Call `listener` with label and bytes of all that peers read from this process; returns a function to end it."""
-    _offer_listeners.append(listener)
-    return lambda: _offer_listeners.remove(listener)
-
-
 def offer(num_bytes: int) -> None:
     """Announce bytes of the current collective that a peer fetches from here: sent, though by no operation of torch."""
-    for listener in _offer_listeners:
-        listener(current(), num_bytes)
-
-
-def on_wait(listener: Callable[[float], None]) -> Callable[[], None]:
-    """Call `listener` with the seconds of every wait for a collective; returns a function that ends it."""
-    _wait_listeners.append(listener)
-    return lambda: _wait_listeners.remove(listener)
+    kind, bucket = current() or ("send", "")
+    for observer in _observers:
+        observer.sent(kind, bucket, num_bytes)
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:
@@ -197,7 +192,7 @@ class waiting:
         self._watching: _watched | None = None
 
     def __enter__(self) -> None:
-        if (not _wait_listeners and not _watchers) or _is_apart():
+        if (not _observers and not _watchers) or _is_apart():
             return
         label = current()
         self._began = time.perf_counter()
@@ -210,8 +205,9 @@ class waiting:
         try:
             self._watching.__exit__(*raised)
         finally:
-            for listener in _wait_listeners:
-                listener(time.perf_counter() - self._began)
+            seconds = time.perf_counter() - self._began
+            for observer in _observers:
+                observer.waited(seconds)
 
 
 @contextmanager
@@ -274,3 +270,41 @@ class _watched:
         finally:
             for watcher, token in self._tokens:
                 watcher.leave(token)
+
+
+class Observer:
+    """Base class of meters: told of each collective and each wait that an engine of this process announces.
+
+    Our own engine announces all of them. An adapter of another engine uses the context managers `announce` and
+    `waiting`. Methods are called on the thread that communicates, which may be one of autograd's.
+    """
+
+    waiting = waiting
+    watched = staticmethod(watched)
+    current = staticmethod(current)
+
+    @staticmethod
+    def announce(kind: str, bucket: str) -> begin:
+        """Context of one collective, however many operations it is built of; their bytes belong to this bucket."""
+        return begin(Label(kind, bucket))
+
+    def attach(self) -> None:
+        """Begin to observe."""
+        _observers.append(self)
+
+    def detach(self) -> None:
+        """Observe no longer; a second call does nothing."""
+        if self in _observers:
+            _observers.remove(self)
+
+    def collective(self, kind: str, bucket: str) -> None:
+        """Called when a collective begins; operations that this thread issues until it ends belong to it."""
+
+    def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
+        """Called when other ranks read bytes of this process's memory, which no operation of torch sends.
+
+        kind: "send", with the bucket "", outside any collective.
+        """
+
+    def waited(self, seconds: float) -> None:
+        """Called when the host has stood still for a collective."""

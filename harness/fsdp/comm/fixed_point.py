@@ -13,13 +13,14 @@ is lost); and a largest value, 2^(62 - bits) / terms, beyond which the step is r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
+from harness.fsdp.comm.order_free_norm import norm_from_counters, square_counters
 from harness.fsdp.options import OPTIONS, Options
 from harness.fsdp.vocabulary import Numerics
 
@@ -62,6 +63,23 @@ class FixedPoint:
         """
         return cls(options.exact_bits, options.exact_terms) if options.numerics is Numerics.exact else None
 
+    def overflow(self, count: int) -> OverflowError:
+        """The error of a step with elements beyond the limit. count: blocks of them over all ranks."""
+        return OverflowError(
+            f"gradients beyond what numerics=exact can hold, or not finite, in {count} blocks over all ranks: with"
+            f" exact_bits={self.bits} and exact_terms={self.terms} an element of one microbatch must stay below"
+            f" {self.limit:g}. No weight was changed; lower exact_bits (each bit doubles the range), or find out why"
+            " gradients are that large (report_nan_in_param_grad=True names the tensor of one that is not finite)"
+        )
+
+    @staticmethod
+    def norm(tensors: Iterable[Tensor], device: torch.device, total: Callable[[Tensor], Tensor] = lambda x: x) -> float:
+        """Euclidean norm over all elements, of the same bits whatever their order; see `order_free_norm`.
+
+        total: adds int64 counters over the ranks that hold the rest, and returns the sum.
+        """
+        return norm_from_counters(total(square_counters(tensors, device)))
+
     @property
     def limit(self) -> float:
         """Every gradient element must be smaller than this in magnitude: 2^(62 - bits) / terms."""
@@ -89,16 +107,6 @@ class FixedPoint:
             block = sums[begin:end]
             value = (block >> 32).double().mul_(2.0**32).add_((block & 0xFFFFFFFF).double())
             into[begin:end].copy_(value.mul_(math.ldexp(1.0, -self.bits)).div_(divisor), non_blocking=True)
-
-
-def beyond_message(count: int, fixed: FixedPoint) -> str:
-    """What to say where elements were beyond the limit."""
-    return (
-        f"gradients beyond what numerics=exact can hold, or not finite, in {count} blocks over all ranks: with"
-        f" exact_bits={fixed.bits} and exact_terms={fixed.terms} an element of one microbatch must stay below"
-        f" {fixed.limit:g}. No weight was changed; lower exact_bits (each bit doubles the range), or find out why"
-        " gradients are that large (report_nan_in_param_grad=True names the tensor of one that is not finite)"
-    )
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, int]]:

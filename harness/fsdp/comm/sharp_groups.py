@@ -74,6 +74,34 @@ class SharpOwnership:
             )
         self.owner = getattr(connected[0], "group_desc", "") or "its group"
 
+    def axis_groups(self, num_outer: int, owner: str = "dp") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
+
+        Ranks of one inner group are neighbours: rank = outer index * inner size + inner index.
+
+        Args:
+            num_outer: size of the outer axis; it must divide the number of ranks.
+            owner: "dp" (inner) or "dp_outer".
+
+        Raises:
+            ValueError: the size does not divide the ranks, or there is no such axis.
+            RuntimeError: as `creating`.
+        """
+        world = dist.get_world_size()
+        if num_outer < 1 or world % num_outer:
+            raise ValueError(f"num_outer={num_outer} does not divide the number of ranks, {world}")
+        if owner not in ("dp", "dp_outer"):
+            raise ValueError(f"owner={owner!r} is not one of dp, dp_outer")
+        num_inner = world // num_outer
+        ranks = {
+            "dp": [[outer * num_inner + inner for inner in range(num_inner)] for outer in range(num_outer)],
+            "dp_outer": [[outer * num_inner + inner for outer in range(num_outer)] for inner in range(num_inner)],
+        }
+        with self.creating() as connect:
+            owned = connect(_own_group(ranks[owner], owner))
+        made = {owner: owned} | {axis: _own_group(ranks[axis], axis) for axis in ranks if axis != owner}
+        return made["dp"], made["dp_outer"]
+
 
 @contextmanager
 def unchanged() -> Iterator[None]:
@@ -154,41 +182,6 @@ def communicator_options(
         else:
             lacking.append(name)
     return options, lacking
-
-
-def axis_groups(
-    num_outer: int, ownership: SharpOwnership | None = None, owner: str = "dp"
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
-
-    Ranks of one inner group are neighbours: rank = outer index * inner size + inner index.
-
-    Args:
-        num_outer: size of the outer axis; it must divide the number of ranks.
-        ownership: gives SHARP to the owner's axis; None: neither axis gets it.
-        owner: "dp" (inner) or "dp_outer".
-
-    Raises:
-        ValueError: the size does not divide the ranks, or there is no such axis.
-    """
-    world = dist.get_world_size()
-    if num_outer < 1 or world % num_outer:
-        raise ValueError(f"num_outer={num_outer} does not divide the number of ranks, {world}")
-    if owner not in ("dp", "dp_outer"):
-        raise ValueError(f"owner={owner!r} is not one of dp, dp_outer")
-    num_inner = world // num_outer
-    ranks = {
-        "dp": [[outer * num_inner + inner for inner in range(num_inner)] for outer in range(num_outer)],
-        "dp_outer": [[outer * num_inner + inner for outer in range(num_outer)] for inner in range(num_inner)],
-    }
-    made: dict[str, dist.ProcessGroup] = {}
-    for axis in sorted(ranks, key=lambda name: name != owner):
-        if axis == owner and ownership is not None:
-            with ownership.creating() as connect:
-                made[axis] = connect(_own_group(ranks[axis], axis))
-        else:
-            made[axis] = _own_group(ranks[axis], axis)
-    return made["dp"], made["dp_outer"]
 
 
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ Results are rounded once, from fp32 to the dtype of x; bias is added before. Wha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -36,7 +36,7 @@ Chosen = Callable[[str, nn.Linear], bool]
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer of an FP8 recipe; made of an ordinary one by `convert_linears`.
+    """A linear layer of an FP8 recipe; made of an ordinary one by `convert`.
 
     Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already: then `weight_scale_inv` has the
     reciprocals of its scales (fp32 or e8m0, one a tile), as whoever quantized it has put them there; or
@@ -52,6 +52,88 @@ class Fp8Linear(nn.Linear):
     weight_scale_inv: Tensor | None
     two_payloads: Callable[..., Quantized] | None
     """Gives, by `turned`, the payload for a product with the weight or with its transpose."""
+
+    @staticmethod
+    def convert(
+        module: nn.Module,
+        recipe: Fp8 | str,
+        chosen: Chosen | None = None,
+        history: int = LENGTH,
+        margin: int = 0,
+        device: torch.device | None = None,
+    ) -> list[str]:
+        """Make linear layers of a module multiply 8-bit numbers, in place, before sharding. Parameters are kept.
+
+        Args:
+            module: the module whose layers are changed.
+            recipe: current, delayed, block, mx or mx_32x32; see [Note: FP8].
+            chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe
+                and belongs to no other module.
+            history: number of past steps that delayed scaling uses.
+            margin: powers of two that delayed scaling leaves free above the amax.
+            device: device of the amax histories; None: that of the weights.
+
+        Returns:
+            The names of the converted layers, in definition order.
+
+        Raises:
+            ValueError: there is no layer to convert; or a chosen layer has sizes that the recipe cannot tile, or shares
+                its weight with another module, which cannot read 8 bits.
+        """
+        found = RECIPES[Fp8.parse(recipe, "recipe")]
+        if history < 1:
+            raise ValueError(f"history={history}: delayed scaling looks back at least 1 step")
+        owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+        names: list[str] = []
+        for name, layer in module.named_modules():
+            if not _is_ordinary(layer) or (chosen is not None and not chosen(name, layer)):
+                continue
+            problem = _problem(layer, found, owners)
+            if problem and chosen is not None:
+                raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name.name}, but {problem}")
+            if not problem:
+                layer.__class__ = _class_for(type(layer))
+                assert isinstance(layer, Fp8Linear)
+                layer.become(found, history, margin, device or layer.weight.device)
+                names.append(name)
+        if not names:
+            raise ValueError(
+                f"fp8={found.name.name} found no linear layer in {type(module).__name__}: a weight of its own with both"
+                f" sizes multiples of {found.multiple} is what it takes"
+            )
+        return names
+
+    @staticmethod
+    def delayed_state(module: nn.Module) -> dict[str, Tensor]:
+        """The amax histories and scales of delayed scaling, by the names of a module's buffers, not copied.
+
+        They belong into every checkpoint of such layers: neither follows from the weights.
+        """
+        found: dict[str, Tensor] = {}
+        for name, layer in module.named_modules():
+            if isinstance(layer, Fp8Linear) and layer.recipe.delayed:
+                layer.keep_buffers_plain()
+                found |= {f"{name}.{each}": layer.get_buffer(each) for each in (HISTORY, SCALE)}
+        return found
+
+    @staticmethod
+    def update_scales(module: nn.Module, reduce: Reduce | None = None) -> None:
+        """Update the scales of delayed scaling, once per step, after optimizer.step(). Other recipes need no call.
+
+        Args:
+            module: what has the layers, the same on all ranks.
+            reduce: replaces a tensor in place by its maximum over all ranks that have other data or other portions;
+                None with a single such rank.
+
+        Raises:
+            RuntimeError: the layers are in a sharded model, whose engine updates the scales itself.
+        """
+        layers = layers_of(module)
+        if any(each.ends_with_engine for each in layers):
+            raise RuntimeError(
+                "optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()"
+            )
+        update_all([history for each in layers if (history := each.history) is not None], reduce)
 
     def become(self, recipe: Recipe, history: int, margin: int, device: torch.device) -> None:
         """Get what a recipe needs, an ordinary layer's weight and bias being there."""
@@ -160,10 +242,18 @@ class Fp8Linear(nn.Linear):
         tile = operand.tile.turned if turned else operand.tile
         return quantize(weight, operand.format, tile, self.recipe.scaling, scale)
 
-    def quantized(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
-        """Activations or gradients [rows, columns], and their transpose, each quantized for a product over its last
-        dimension. trains: the step's amax is to know of them."""
-        operand = self.recipe.activations if column is Column.activations else self.recipe.gradients
+    def quantize_input(self, x: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
+        """An input [rows, columns], and its transpose, each quantized for a product over its last dimension.
+
+        trains: the step's amax is to know of it.
+        """
+        return self._both(Column.activations, x, self.recipe.activations, trains=trains)
+
+    def quantize_gradient(self, gradient: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
+        """A gradient of the output [rows, columns], and its transpose, quantized as `quantize_input` does."""
+        return self._both(Column.gradients, gradient, self.recipe.gradients, trains=trains)
+
+    def _both(self, column: Column, values: Tensor, operand: Operand, *, trains: bool) -> tuple[Quantized, Quantized]:
         first = self._quantize(column, values, operand, turned=False, trains=trains)
         if operand.is_one_for_both:
             return first, first.t
@@ -193,7 +283,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, trains: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x. trains: gradients are on; an
         evaluation leaves no trace in the scales of later steps."""
-        for_y, for_dw = layer.quantized(Column.activations, x, trains=trains)
+        for_y, for_dw = layer.quantize_input(x, trains=trains)
         y = multiply(for_y, layer.weight_for(turned=False))
         if bias is not None and adds_bias(weight):
             y = y + portion_here(bias).float()
@@ -210,7 +300,7 @@ class _Product(torch.autograd.Function):
         payload, scale_inv, weight = ctx.saved_tensors  # unpacking the weight tells where it changed since
         if ctx.cut is not None:
             weight = ctx.cut.unedited()
-        for_dx, for_dw = layer.quantized(Column.gradients, grad)
+        for_dx, for_dw = layer.quantize_gradient(grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = multiply(for_dx, layer.weight_for(turned=True)).to(ctx.dtype)
@@ -245,83 +335,6 @@ class _CutWeight:
 def layers_of(module: nn.Module) -> list[Fp8Linear]:
     """The FP8 layers of a module, in definition order."""
     return [each for each in module.modules() if isinstance(each, Fp8Linear)]
-
-
-def delayed_state(module: nn.Module) -> dict[str, Tensor]:
-    """What delayed scaling knows, by the names of a module's buffers: the buffers themselves. Whoever saves the weights
-    of such layers has to save these: neither follows from the weights."""
-    found: dict[str, Tensor] = {}
-    for name, layer in module.named_modules():
-        if isinstance(layer, Fp8Linear) and layer.recipe.delayed:
-            layer.keep_buffers_plain()
-            found |= {f"{name}.{each}": layer.get_buffer(each) for each in (HISTORY, SCALE)}
-    return found
-
-
-def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> None:
-    """Update the scales of delayed scaling. Call it once per step, after optimizer.step(). Other recipes need no call.
-
-    Args:
-        layers: the result of `layers_of`, the same on all ranks.
-        reduce: replaces a tensor in place by its maximum over all ranks that have other data or other portions; None
-            with a single such rank.
-
-    Raises:
-        RuntimeError: the layers are in a sharded model, whose engine updates the scales itself.
-    """
-    if any(each.ends_with_engine for each in layers):
-        raise RuntimeError("optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()")
-    update_all([history for each in layers if (history := each.history) is not None], reduce)
-
-
-def convert_linears(
-    module: nn.Module,
-    recipe: Fp8 | str,
-    chosen: Chosen | None = None,
-    history: int = LENGTH,
-    margin: int = 0,
-    device: torch.device | None = None,
-) -> list[str]:
-    """Make linear layers of a module multiply 8-bit numbers, in place. Call it before sharding. Parameters are kept.
-
-    Args:
-        module: the module whose layers are changed.
-        recipe: current, delayed, block, mx or mx_32x32; see [Note: FP8].
-        chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe and
-            belongs to no other module.
-        history: number of past steps that delayed scaling uses.
-        margin: powers of two that delayed scaling leaves free above the amax.
-        device: device of the amax histories; None: that of the weights.
-
-    Returns:
-        The names of the converted layers, in definition order.
-
-    Raises:
-        ValueError: there is no layer to convert; or a chosen layer has sizes that the recipe cannot tile, or shares
-            its weight with another module, which cannot read 8 bits.
-    """
-    found = RECIPES[Fp8.parse(recipe, "recipe")]
-    if history < 1:
-        raise ValueError(f"history={history}: delayed scaling looks back at least 1 step")
-    owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
-    names: list[str] = []
-    for name, layer in module.named_modules():
-        if not _is_ordinary(layer) or (chosen is not None and not chosen(name, layer)):
-            continue
-        problem = _problem(layer, found, owners)
-        if problem and chosen is not None:
-            raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name.name}, but {problem}")
-        if not problem:
-            layer.__class__ = _class_for(type(layer))
-            assert isinstance(layer, Fp8Linear)
-            layer.become(found, history, margin, device or layer.weight.device)
-            names.append(name)
-    if not names:
-        raise ValueError(
-            f"fp8={found.name.name} found no linear layer in {type(module).__name__}: a weight of its own with both"
-            f" sizes multiples of {found.multiple} is what it takes"
-        )
-    return names
 
 
 def _is_ordinary(module: nn.Module) -> TypeGuard[nn.Linear]:

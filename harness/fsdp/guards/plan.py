@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
-from harness.fsdp.tensor_parallel.parameters import UnknownPlan, portion_of, values_here
+from harness.fsdp.tensor_parallel.parameters import values_here
+from harness.fsdp.tensor_parallel.portion import Portion, UnknownPlan
 
 
 def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | None) -> None:
@@ -22,7 +23,7 @@ def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | No
         UnknownPlan: a ValueError.
     """
     for name, param in module.named_parameters():
-        portion_of(name, param, tensor)
+        Portion.of(name, param, tensor)
         if tensor is not None and tensor.size() > 1 and getattr(param, "sequence_parallel", False):
             _refuse_terms(name, param)
     ranks = set() if tensor is None else set(dist.get_process_group_ranks(tensor))
@@ -56,7 +57,7 @@ def check_copies(module: nn.Module, tensor: Communicator | None) -> None:
     """
     if tensor is None:
         return
-    copied = [(n, p) for n, p in module.named_parameters() if portion_of(n, p, tensor.group).is_copied]
+    copied = [(n, p) for n, p in module.named_parameters() if Portion.of(n, p, tensor.group).is_copied]
     try:
         check_equal([Replica(name, values_here(p)) for name, p in copied], tensor, "before sharding")
     except ReplicaDrift as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
@@ -158,4 +157,4 @@ class GradientSync:
             return
         count = self.usage.find(self.integers.beyond)
         if count:
-            raise OverflowError(beyond_message(count, self.integers.fixed))
+            raise self.integers.fixed.overflow(count)

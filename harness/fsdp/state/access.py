@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.comm.crossed import Everyone
-from harness.fsdp.fp8.linear import delayed_state
+from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.state import flat, hooks
 from harness.fsdp.state.named import ShardedState, ShardMap, check_fit
 from harness.fsdp.storage.bucket import Bucket
@@ -239,7 +239,7 @@ class StateAccess:
 
     def _fp8_state(self) -> dict[str, Tensor]:
         """What delayed scaling knows, the same on all ranks between steps; in place."""
-        return {FP8 + name: buffer for name, buffer in delayed_state(self.module).items()}
+        return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.module).items()}
 
     def adopt_state(self, state: ShardedState) -> None:
         """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*"""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.tensor_parallel.parameters import join_portions
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.stretches import FlatStretch
 
@@ -51,7 +50,7 @@ def _full(
         group = None if tensor is None else tensor.group
         slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
         for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
-            yield name, join_portions(bucket.portion_of(slot), view.detach(), group).to("cpu", copy=True)
+            yield name, bucket.portion_of(slot).join(view.detach(), group).to("cpu", copy=True)
 
 
 def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.fsdp.storage.placement import Placement
-from harness.fsdp.tensor_parallel.parameters import cut_portion, join_portions
 from harness.fsdp.tensor_parallel.portion import Portion
 
 aten = torch.ops.aten
@@ -146,7 +145,7 @@ class RowShard(DTensor):
             )
         portion = self._local_tensor.detach().clone() if self._group is None else self._whole_portion()
         if not self._portion.is_whole:
-            portion = join_portions(self._portion, portion.to(self._spec.mesh.device_type), self._ranks.portions)
+            portion = self._portion.join(portion.to(self._spec.mesh.device_type), self._ranks.portions)
         return portion
 
     def _whole_portion(self) -> Tensor:
@@ -221,7 +220,7 @@ class RowShard(DTensor):
         if isinstance(given, RowShard) and given._lies == self._lies:
             self._local_tensor.copy_(given._local_tensor)
             return
-        whole = cut_portion(self._portion, given.full_tensor() if isinstance(given, DTensor) else given)
+        whole = self._portion.cut(given.full_tensor() if isinstance(given, DTensor) else given)
         begin, end = self._rows.here
         if begin < end:
             self._local_tensor.copy_(whole[begin:end] if self.shape else whole)

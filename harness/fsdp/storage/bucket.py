@@ -33,7 +33,6 @@ from harness.fsdp.storage.parameter_access import SHOWN, Access
 from harness.fsdp.storage.parameter_views import ParameterViews, views_of
 from harness.fsdp.storage.placement import WHOLE, Axis, On, route
 from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
-from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
 from harness.fsdp.tensor_parallel.portion import Portion
 
 
@@ -68,7 +67,7 @@ class Bucket:
         self.context = context
         self.memory = context.plan.memory
         group = None if context.tensor is None else context.tensor.group
-        self.portions = {each: portion_of(each, param, group) for each, param in params}
+        self.portions = {each: Portion.of(each, param, group) for each, param in params}
         """What of each parameter this rank has, by its name."""
         self.awaited: Awaited | None = None
         """What brings others' parts of updated weights, while nobody has waited for it."""
@@ -197,7 +196,7 @@ class Bucket:
         """Put a parameter's full value, or this rank's portion of it, into main and, where they are kept, compute
         weights."""
         try:
-            flat = cut_portion(self.portions[slot.spec.name], value.detach()).reshape(-1)
+            flat = self.portions[slot.spec.name].cut(value.detach()).reshape(-1)
         except ValueError as error:
             raise ValueError(f"initial value of {slot.spec.name}: {error}") from None
         local = self.layout.local_slice(slot, self.cuts.layout_rank)

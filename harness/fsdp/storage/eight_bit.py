@@ -69,7 +69,7 @@ def mark_weights(module: nn.Module) -> None:
             raise ValueError(
                 f"{name}.weight of shape {list(weight.shape)} is {list(here.shape)} on this rank:"
                 f" fp8={recipe.name.name} takes portions of which both sizes are multiples of {recipe.multiple}. Cut it"
-                f" over fewer ranks, or leave {name} out of convert_linears()"
+                f" over fewer ranks, or leave {name} out of Fp8Linear.convert()"
             )
         if layer.is_held:
             setattr(weight, LAYER, weakref.ref(layer))

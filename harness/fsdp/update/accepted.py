@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from harness.fsdp.options import ELEMENTWISE, steps_elementwise
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.vocabulary import Numerics
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
-)
-"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
 
 
 def check_optimizer(
@@ -42,11 +37,6 @@ def _has_stepped(state: Mapping[str, object]) -> bool:
     return bool(state) and not (isinstance(step, torch.Tensor) and float(step) == 0)
 
 
-def steps_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether an optimizer class is known, or declares (`elementwise`), to update each element independently."""
-    return steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
-
-
 def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
     if steps_elementwise(type(optimizer)) or getattr(optimizer, "elementwise", False):
         return
@@ -55,12 +45,6 @@ def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
         f" parameters. Use one of {', '.join(sorted(ELEMENTWISE))}, a subclass that leaves `step` as it is, or set"
         " `elementwise = True` on an optimizer of yours that does"
     )
-
-
-def steps_as_torch_does(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class is one of `ELEMENTWISE`, or inherits its `step`: which torch wraps on the class that is built."""
-    step = inspect.unwrap(kind.step)
-    return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE
 
 
 def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:

@@ -29,10 +29,15 @@ ENTRIES: dict[type[torch.optim.Optimizer], dict[str, str]] = {
 """What torch's optimizers keep of every parameter, and the setting of the group that asks for it ("": always)."""
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state that torch would create in the first step: zeros, and a step count of 0.
+def create_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """Create the optimizer state that torch would create in the first step, where it is missing: zeros, and a step
+    count of 0.
 
     The state then has the same keys and bytes before and after the first step, and the first update is unchanged.
+
+    Returns:
+        The state by parameter and entry, not copied. An optimizer's attribute `entries`, or a table of torch's own,
+        names the entries; of any other optimizer nothing is known, and parameters have none.
 
     Raises:
         NotImplementedError: the optimizer's state depends on the first gradient.
@@ -42,8 +47,12 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             "SGD's momentum with dampening begins with the first gradient, undampened, and not with zeros: step once"
             " before its state is made, saved or loaded, or use dampening=0"
         )
+    found: dict[Tensor, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         create_state_of(optimizer, group)
+        entries = entries_of(optimizer, group)
+        found |= {param: {entry: optimizer.state[param][entry] for entry in entries} for param in group["params"]}
+    return found
 
 
 def begins_with_gradient(group: Mapping[str, Any]) -> bool:

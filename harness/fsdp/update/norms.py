@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm import order_free_norm
 from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import order_free_norm
 from harness.fsdp.update.squares import sum_of_squares
 from harness.fsdp.vocabulary import Numerics
 
@@ -32,7 +32,7 @@ def weight_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numeric
 
 
 def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> Tensor:
-    """Order-free where bits may not depend on the layout (`harness.fsdp.update.order_free_norm`), else fp64 squares.
+    """Order-free where bits may not depend on the layout (`harness.fsdp.comm.order_free_norm`), else fp64 squares.
 
     Buckets that every rank holds whole are counted by each for itself, the others by the first rank that holds a shard.
     """

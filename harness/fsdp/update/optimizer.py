@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.fsdp.options import steps_as_torch_does
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.parameter_access import by_engine, put_grad
-from harness.fsdp.update.accepted import check_optimizer, steps_as_torch_does
+from harness.fsdp.update.accepted import check_optimizer
 from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.flat_pieces import DECOUPLED
 from harness.fsdp.update.groups import Groups

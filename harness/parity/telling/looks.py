@@ -171,6 +171,7 @@ LOOKS: Mapping[str, Look] = {
 
 UNSHOWN = (
     *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
+    "files as the run left them",
     *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
     *("output of a module", "loss given the logits", "update left out"),
 )

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 from harness.config.capabilities import SAME_BITS
-from harness.fsdp.storage.placement import Placements
+from harness.fsdp import Placements
 from harness.fsdp.vocabulary import Strategy
 from harness.store.identity import EXCLUDED
 

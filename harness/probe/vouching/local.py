@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.fp8.linear import layers_of
+from harness.fsdp import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks
 from harness.probe.vouching.sketch import Place, Signs, Sketch
 
@@ -57,8 +57,9 @@ class LocalWatch:
 
     def __enter__(self) -> LocalWatch:
         names = {id(param): name for name, param in self.module.named_parameters()}
-        layers = [dict(layer.named_parameters(recurse=False)) for layer in layers_of(self.module)]
-        self._quantized = {names[id(own["weight"])] for own in layers}  # `layer.weight` may be a copy that was cast
+        layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
+        # not `layer.weight`, which may be a copy that was cast
+        self._quantized = {names[id(layer._parameters["weight"])] for layer in layers}
         self._hooks.enter_context(ParameterHooks(self.module, self._gradient, self._forward, self._aside))
         return self
 

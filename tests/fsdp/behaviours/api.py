@@ -8,9 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import construction
+from harness.fsdp import ShardedModel, construction
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.model import ShardedModel
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.state import flat

@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import construction
-from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
+from harness.fsdp import Dtypes, MixedPrecisionPolicy, construction
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.model import ShardedModel
+from harness.fsdp import RowShard, ShardedModel, ShardedState
 from harness.fsdp.state import named
-from harness.fsdp.state.named import ShardedState, ShardMap
-from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.state.named import ShardMap
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
 from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, adamw

@@ -9,8 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import api, construction
-from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
+from harness.fsdp import Dtypes, MixedPrecisionPolicy, api, construction
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.storage import layout

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.fsdp.update.flat_pieces import FlatPieceError
+from harness.fsdp import FlatPieceError
 from tests.fsdp.behaviours.models import Make
 
 INNER, OUTER, TENSOR = "dp_shard", "dp_outer", "tp"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from harness.fsdp import ShardedOptimizer
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, StepState
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.update import clipping as clip
-from harness.fsdp.update.optimizer import ShardedOptimizer
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
 from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
 from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, FP32, SCALED_TWICE

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
-from harness.fsdp.fp8.linear import convert_linears, delayed_state
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_state
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE
@@ -44,7 +43,7 @@ def products(rank: int, recipe: Fp8, style: str) -> list[str]:
     with torch.no_grad():
         holder[0].weight.mul_(torch.randn(OUT, 1).exp() * torch.randn(1, IN).exp())
     weight, bias = holder[0].weight.detach().clone(), holder[0].bias.detach().clone()
-    convert_linears(holder, recipe)
+    Fp8Linear.convert(holder, recipe)
     parallelize_module(holder, init_device_mesh("cpu", (size,)), {"0": STYLES[style]()})
     x, grad = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
     columns = style == "columns"
@@ -80,7 +79,7 @@ def products(rank: int, recipe: Fp8, style: str) -> list[str]:
 def edited(rank: int, style: str) -> str:
     """What a backward says of a weight that was edited since its forward; style: "" of one that is whole."""
     holder = nn.Sequential(nn.Linear(IN, OUT))
-    convert_linears(holder, Fp8.current)
+    Fp8Linear.convert(holder, Fp8.current)
     if style:
         parallelize_module(holder, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": STYLES[style]()})
     x = torch.ones(2, IN)
@@ -124,7 +123,7 @@ def across(rank: int, one: Case, two: Case) -> list[str]:
 
 
 def _known(model: ShardedModel) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in delayed_state(model.module).items()}
+    return {name: buffer.clone() for name, buffer in Fp8Linear.delayed_state(model.module).items()}
 
 
 def _move(source: ShardedModel, target: ShardedModel) -> list[str]:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, cut_portion, fully_shard, portion_of
-from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, update_scales
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, Portion, ShardedModel, fully_shard
 from harness.fsdp.fp8.quantize import Quantized, quantize
 from harness.fsdp.vocabulary import Fp8
 
@@ -103,7 +102,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def converted(recipe: Fp8, seed: int = 3, tp: int = 1) -> Model:
     model = Model(seed, tp)
-    convert_linears(model, recipe, lambda name, layer: "blocks" in name, history=3, margin=1)
+    Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name, history=3, margin=1)
     return model
 
 
@@ -185,7 +184,7 @@ def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
 def here_of(param: Tensor, whole: Tensor) -> Tensor:
     """This rank's portion of a whole tensor."""
     group = param.device_mesh.get_group() if isinstance(param, DTensor) else None
-    return cut_portion(portion_of("it", param, group), whole)
+    return Portion.of("it", param, group).cut(whole)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -209,7 +208,7 @@ def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        update_scales(layers_of(reference), lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX))
+        Fp8Linear.update_scales(reference, lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX))
         told += [f"step {step}: {each}" for each in _unlike(model, reference)]
     model.close()
     return told

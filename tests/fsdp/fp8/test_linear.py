@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.fsdp import Fp8Linear, Portion
 from harness.fsdp.fp8.delayed import Column
-from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, update_scales
+from harness.fsdp.fp8.linear import layers_of
 from harness.fsdp.fp8.matmul import emulate
 from harness.fsdp.fp8.quantize import WHOLE, Scaling, Tile, quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.storage.eight_bit import EightBitWeight
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
 
 TOKENS, IN, OUT = 37, 256, 128
@@ -25,7 +25,7 @@ TOKENS, IN, OUT = 37, 256, 128
 def _layer(recipe: Fp8, *, bias: bool = True) -> Fp8Linear:
     torch.manual_seed(5)
     holder = nn.Sequential(nn.Linear(IN, OUT, bias=bias))
-    convert_linears(holder, recipe, history=4)
+    Fp8Linear.convert(holder, recipe, history=4)
     layer = holder[0]
     assert isinstance(layer, Fp8Linear)
     return layer
@@ -116,7 +116,7 @@ def test_delayed_scales_are_those_of_past_steps() -> None:
         expected_y = quantize(x.detach(), history.formats[0], WHOLE, Scaling.exact, before[0].view(1, 1))
         weight = quantize(layer.weight, history.formats[1], WHOLE, Scaling.exact, before[1].view(1, 1))
         assert torch.equal(layer(x), (emulate(expected_y, weight) + layer.bias))
-        update_scales([layer])
+        Fp8Linear.update_scales(layer)
         for column, format in zip(Column, history.formats, strict=True):
             window = torch.tensor(max(seen[column][-4:]))
             assert history.scale[column] == torch.tensor(format.largest) / window
@@ -141,11 +141,11 @@ def test_a_step_of_zeros_or_infinities_keeps_the_scale() -> None:
     assert history is not None
     for value, kept in ((0.0, 1.0), (2.0, 224.0), (math.inf, 224.0), (math.nan, 224.0), (1e-44, 224.0)):
         layer(torch.full((2, IN), value))
-        update_scales([layer])
+        Fp8Linear.update_scales(layer)
         assert history.scale[Column.activations] == kept
     for _ in range(4):
         layer(torch.full((2, IN), 1e-44))
-        update_scales([layer])
+        Fp8Linear.update_scales(layer)
     assert history.scale[Column.activations] == torch.finfo(torch.float32).max
 
 
@@ -161,7 +161,7 @@ def test_state_continues_to_the_bit(recipe: Fp8) -> None:
             for each in layer.parameters():
                 assert each.grad is not None
                 each.sub_(each.grad)
-        update_scales([layer])
+        Fp8Linear.update_scales(layer)
 
     one = _layer(recipe)
     for seed in range(3):
@@ -182,7 +182,7 @@ def test_scales_made_again_after_loading_are_one_step_ahead() -> None:
     layer = _layer(Fp8.delayed)
     for seed in range(3):
         layer(torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(seed)))
-        update_scales([layer])
+        Fp8Linear.update_scales(layer)
         with torch.no_grad():
             layer.weight.mul_(1.003)
     used = layer.weight_for(turned=False)
@@ -191,7 +191,7 @@ def test_scales_made_again_after_loading_are_one_step_ahead() -> None:
     right = loaded.weight_for(turned=False)
     assert torch.equal(right.payload.view(torch.uint8), used.payload.view(torch.uint8))
     assert torch.equal(right.scale_inv, used.scale_inv)
-    update_scales([loaded])  # what closing the step once more does
+    Fp8Linear.update_scales(loaded)  # what closing the step once more does
     wrong = loaded.weight_for(turned=False)
     units = (wrong.payload.view(torch.uint8).int() - used.payload.view(torch.uint8).int()).abs()
     assert int(units.max()) == 1
@@ -212,20 +212,20 @@ def test_conversion_takes_what_fits_and_refuses_by_name() -> None:
 
     built = model()
     before = list(built.parameters())
-    assert convert_linears(built, "current") == ["0", "1"]
+    assert Fp8Linear.convert(built, "current") == ["0", "1"]
     assert [id(each) for each in built.parameters()] == [id(each) for each in before]
-    assert convert_linears(model(), Fp8.block) == ["0"]
+    assert Fp8Linear.convert(model(), Fp8.block) == ["0"]
     assert [layer.recipe.name for layer in layers_of(built)] == [Fp8.current, Fp8.current]
     with pytest.raises(ValueError, match=r"1 was chosen for fp8=block, but its weight has shape \[48, 256\].*of 128"):
-        convert_linears(model(), "block", lambda name, layer: True)
+        Fp8Linear.convert(model(), "block", lambda name, layer: True)
     with pytest.raises(ValueError, match="3 was chosen for fp8=current, but its weight belongs to another module"):
-        convert_linears(model(), "current", lambda name, layer: name == "3")
+        Fp8Linear.convert(model(), "current", lambda name, layer: name == "3")
     with pytest.raises(ValueError, match="found no linear layer in Sequential"):
-        convert_linears(nn.Sequential(nn.Linear(15, 16)), "current")
+        Fp8Linear.convert(nn.Sequential(nn.Linear(15, 16)), "current")
     with pytest.raises(ValueError, match="recipe='fp4' is not one of current, delayed, block, mx, mx_32x32"):
-        convert_linears(model(), "fp4")
+        Fp8Linear.convert(model(), "fp4")
     with pytest.raises(ValueError, match="history=0"):
-        convert_linears(model(), "delayed", history=0)
+        Fp8Linear.convert(model(), "delayed", history=0)
 
 
 def test_a_tile_cut_short_is_one_filled_up_with_zeros() -> None:

@@ -13,15 +13,14 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import CheckpointError
 
+from harness.fsdp import Fp8Linear, Portion
 from harness.fsdp.fp8 import linear, portions
-from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.storage import eight_bit
 from harness.fsdp.storage.eight_bit import EightBitWeight, EightBitWeights
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
-from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.portions import STYLES, across, beside_fsdp2, edited, meta, products, traffic
 from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, follow
@@ -225,7 +224,7 @@ def test_tiles_that_are_cut_have_the_bits_of_whole_ones(recipe: Fp8, num_ranks: 
     """Amaxes of rows are taken together."""
     torch.manual_seed(7)
     holder = nn.Sequential(nn.Linear(256, 640, bias=False))
-    convert_linears(holder, recipe)
+    Fp8Linear.convert(holder, recipe)
     layer: Any = holder[0]
     values = layer.weight.detach() * torch.randn(640, 1).exp()
     weights = layer.recipe.weights

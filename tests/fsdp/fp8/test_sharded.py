@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel
-from harness.fsdp.fp8.linear import layers_of, update_scales
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime.weight_scales import PURPOSE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -220,7 +219,7 @@ def _frozen(rank: int) -> list[str]:
     model, optimizer = shard(Case(Fp8.delayed, "optim"), built, check_replicas_every=1)
     _train(model, optimizer, rank, 0)
     with pytest.raises(RuntimeError, match=r"ends the step of its FP8 layers: drop update_scales\(\)"):
-        update_scales(layers_of(model.module))
+        Fp8Linear.update_scales(model.module)
     found = sorted(bucket.key.label for bucket in model.buckets)
     model.close()
     return found

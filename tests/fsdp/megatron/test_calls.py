@@ -12,12 +12,11 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.fsdp import MegatronModel, construction, fully_shard, fully_shard_optimizer
+from harness.fsdp import MegatronModel, UnknownPlan, construction, fully_shard, fully_shard_optimizer
 from harness.fsdp import binding as binding_module
 from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.tensor_parallel.parameters import UnknownPlan
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.megatron.models import LR, differs, plainly, said, sgd, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, data, loss_of

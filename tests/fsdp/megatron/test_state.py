@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.fsdp import RowShard
 from harness.fsdp.state import by_parameter
-from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.update.groups import Groups
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import LR, adamw, differs, said, with_optimizer

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.fsdp import FlatPieceError
 from harness.fsdp import binding as binding_module
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
-from harness.fsdp.update.flat_pieces import FlatPieceError
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import differs, plainly, said, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, close, data, loss_of, plain_gradients

@@ -16,23 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import (
+    Fp8Linear,
     LossScale,
     MixedPrecisionPolicy,
+    Portion,
     ReleasedWeightError,
+    ReplicaDrift,
     ShardedModel,
+    UnknownPlan,
     construction,
     fully_shard,
     fully_shard_model,
 )
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.copied_gradients import CopiedGradients
-from harness.fsdp.guards.replicas import ReplicaDrift
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage import arrivals, gradients, parameter_access
-from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, UnknownPlan
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp.tensor_parallel.parameters import DTensors, Plain
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
@@ -303,7 +304,7 @@ def plans(rank: int, strategy: str) -> list[str]:
         "tensor-parallel axis and on the sharding one", "mesh_dim_names",
     )  # fmt: skip
     eight = nn.Sequential(nn.Linear(16, 16))
-    convert_linears(eight, "current")
+    Fp8Linear.convert(eight, "current")
     halves(eight, mesh["tp"])
     told += said(
         lambda: fully_shard_model(eight, tp_dim="tp", **names), ValueError,
@@ -379,7 +380,7 @@ MUTANTS = {
     ),
     "portions in another order": Mutant(
         "Portions are put together in another order than they were cut",
-        lambda: mock.patch("harness.fsdp.state.flat.join_portions", backwards),
+        lambda: mock.patch.object(Portion, "join", backwards),
         "training",
     ),
     "own numbers": Mutant(
@@ -389,7 +390,7 @@ MUTANTS = {
     ),
     "marks are ignored": Mutant(
         "What a module cut by itself counts as a copy on every rank",
-        lambda: mock.patch("harness.fsdp.tensor_parallel.parameters.partition_dim", return_value=None),
+        lambda: mock.patch("harness.fsdp.tensor_parallel.portion.partition_dim", return_value=None),
         "marks",
     ),
     "a way to NaN": Mutant(

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RowShard, create_state
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp import Portion, RowShard, create_state
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
 from tests.support.mutants import kills

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from harness.fsdp.storage.placement import GATHERED, SHARD, Axis, Operation, Placements, Step
+from harness.fsdp import Placements
+from harness.fsdp.storage.placement import GATHERED, SHARD, Axis, Operation, Step
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 

@@ -3,7 +3,7 @@
 Four ranks, two by two, train one bucket over two microbatches: bf16 weights, fp32 main weights and gradients, a bf16
 wire. Every event is noted where the engine makes it; nothing here is read from a policy. The picture
 (`docs/gradient_life.svg`) and the tables of docs/engine.md are drawn from these events by
-`benchmarks/pages/engine_page.py`.
+`benchmarks/fsdp/engine_page.py`.
 """
 
 from __future__ import annotations

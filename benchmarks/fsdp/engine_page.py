@@ -1,6 +1,6 @@
 """Fills in the made parts of docs/engine.md and draws docs/gradient_life.svg.
 
-    python benchmarks/pages/engine_page.py
+    python benchmarks/fsdp/engine_page.py
 
 The prose is written by hand; what stands between `<!-- made: NAME -->` and `<!-- end -->` is made here, and what a
 block of code prints is put into the `text` block below it: all blocks run in order, on two ranks, in one namespace.
@@ -25,15 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.pages.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
-from benchmarks.pages.gradient_life import PAIRS, STAGES, Event, Life, lives
+from benchmarks.fsdp.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
+from benchmarks.fsdp.gradient_life import PAIRS, STAGES, Event, Life, lives
 from harness.config.schema import Config
-from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
 from harness.fsdp.megatron_arguments import UNBUILT
-from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
-from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Placements, Step
+from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Step
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
@@ -378,7 +377,7 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, s
 
 
 if __name__ == "__main__":
-    from benchmarks.pages import engine_page  # ranks import what they run by name
+    from benchmarks.fsdp import engine_page  # ranks import what they run by name
 
     made_page, made_picture = engine_page.render(PAGE.read_text())
     PAGE.write_text(made_page)

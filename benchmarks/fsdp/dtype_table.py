@@ -1,6 +1,6 @@
 """Which dtype a gradient really had at each station, for every dtype policy and strategy. Writes docs/dtypes.md.
 
-    python benchmarks/pages/dtype_table.py > docs/dtypes.md
+    python benchmarks/fsdp/dtype_table.py > docs/dtypes.md
 
 Nothing in the table is read from a policy: two ranks train two microbatches and one update, and every station is
 watched from outside: what the forward computes with, what is handed to *encode*, every message sent, every addition
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.schema import Dtype, DtypeConfig
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import Fp8, MixedPrecisionPolicy, Strategy, convert_linears, fully_shard
+from harness.fsdp import Fp8, Fp8Linear, MixedPrecisionPolicy, Strategy, fully_shard
 from harness.fsdp.comm import reduction
 from tests.support.spawn import run_ranks
 
@@ -48,7 +48,7 @@ EXTRA = {
 INTRODUCTION = """# Which dtype a gradient really had at each station, for every dtype policy and strategy
 
 *Reference. The dtype of a gradient at each station, as observed in the native engine on two ranks with two microbatches
-a step. Made by `python benchmarks/pages/dtype_table.py > docs/dtypes.md`.*
+a step. Made by `python benchmarks/fsdp/dtype_table.py > docs/dtypes.md`.*
 
 Every entry was observed; none is copied from the policy. Observed were the dtypes of the weights in the forward, of the
 gradient before *encode* (the cast to the wire's dtype), of the messages, of the additions between ranks, of the buffer
@@ -141,7 +141,7 @@ def trace_of(
     width = 8 if recipe is None else recipe.multiple
     module = nn.Linear(width, width, bias=False, dtype=compute)
     if recipe is not None:
-        convert_linears(module, recipe)
+        Fp8Linear.convert(module, recipe)
     module.register_forward_pre_hook(lambda m, args: trace["forward"].add(NAMES[m.weight.dtype]))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -227,6 +227,6 @@ def main(run: Callable[..., list[Any]] = run_ranks) -> str:
 
 
 if __name__ == "__main__":
-    from benchmarks.pages import dtype_table  # ranks import what they run by name
+    from benchmarks.fsdp import dtype_table  # ranks import what they run by name
 
     sys.stdout.write(dtype_table.main())

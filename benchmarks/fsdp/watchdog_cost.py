@@ -1,6 +1,6 @@
 """What watching for hangs costs a step. Writes data/watchdog_cost.json.
 
-    python benchmarks/costs/watchdog_cost.py
+    python benchmarks/fsdp/watchdog_cost.py
 
 `off` and `on`: processor time of one rank (its threads together) for whole steps, taken in turns, because other
 processes on the machine take wall time, not that; median, quartiles. `alone`: what the watchdog does in such a step, by
@@ -26,6 +26,7 @@ from benchmarks.costs.nan_guard import RANKS, TOKENS, batch_of, config_of
 from harness.config.schema import Strategy
 from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
+from harness.fsdp import Observer
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
@@ -40,14 +41,19 @@ OUTPUT = Path(__file__).resolve().parents[1] / "data" / "watchdog_cost.json"
 MODES = ("off", "on", "checked")
 
 
-class Counter:
+class Counter(Observer):
     """Collectives and waits of one step."""
 
     def __init__(self) -> None:
         self.begun: list[Label] = []
         self.waits = 0
 
-    def wait(self, seconds: float) -> None:
+    def collective(self, kind: str, bucket: str) -> None:
+        """Note its label."""
+        self.begun.append(Label(kind, bucket))
+
+    def waited(self, seconds: float) -> None:
+        """Count it."""
         self.waits += 1
 
 
@@ -74,14 +80,14 @@ def measure(rank: int, strategy: str) -> dict[str, Any]:
             for step in range(STEPS // 4 + 2):
                 clock = time.perf_counter if mode == "checked" else time.process_time
                 counted = turn == 0 and mode == "off" and step == 3
-                ends = [events.on_begin(counter.begun.append), events.on_wait(counter.wait)] if counted else []
+                if counted:
+                    counter.attach()
                 began = clock()
                 engine.forward_backward(batch, last=True)
                 engine.step(1e-3)
                 if step >= 2:
                     times[mode].append((clock() - began) * 1e3)
-                for end in ends:
-                    end()
+                counter.detach()
             engine.close()
     for mode in MODES:
         low, middle, high = statistics.quantiles(times[mode], n=4)
@@ -141,6 +147,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.costs import watchdog_cost  # ranks import what they run by name
+    from benchmarks.fsdp import watchdog_cost  # ranks import what they run by name
 
     watchdog_cost.main()

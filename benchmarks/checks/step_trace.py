@@ -1,0 +1,242 @@
+"""How far one step walks through the sources: Python calls, functions, files and changes of file.
+
+    python benchmarks/checks/step_trace.py            count this checkout, an earlier revision and torch's FSDP2; write
+    python benchmarks/checks/step_trace.py --counts   count this checkout and FSDP2 alone; print JSON
+
+A model of four blocks trains on two ranks under ZeRO-3. After warm steps every Python call of rank 0's main thread
+into the engine's sources is noted. Counts are medians of several steps, as the moment at which a peer is ready changes
+them. Any revision can be counted whose `harness.fsdp` has `fully_shard_model` and `fully_shard_optimizer`: this file is
+run from its tree. Writes benchmarks/data/step_trace.json and docs/records/step_trace.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+
+from tests.support.spawn import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUT = ROOT / "benchmarks" / "data" / "step_trace.json"
+PAGE = ROOT / "docs" / "records" / "step_trace.md"
+BEFORE = "5135ba6"
+RANKS, BLOCKS, WIDTH, TOKENS, WARM, STEPS = 2, 4, 32, 8, 3, 7
+SECOND = 1
+"""Index of the block that is looked at: neither the first nor the last."""
+SOURCES = {"native": ("/harness/fsdp/",), "fsdp2": ("/torch/distributed/fsdp/", "/torch/distributed/tensor/")}
+PARTS = ("block's forward", "block's backward", "step")
+COUNTS = ("calls", "functions", "files", "changes of file")
+HEAD = """# How far a step walks through the sources
+
+*Record. How many Python calls, functions and files one block and one step take under our engine and under FSDP2. Made
+by `python benchmarks/checks/step_trace.py`; the data are in `benchmarks/data/step_trace.json`.*
+
+Four blocks, two ranks on gloo, ZeRO-3, AdamW, the norm clipped; rank 0, medians of {steps} warm steps, torch {torch},
+Python {python}. A *step* is forward, backward, clip, update and `zero_grad()`; a *block* is the second of four. FSDP2's
+files are those of `torch.distributed.fsdp` and `torch.distributed.tensor`. A *change of file* is a call in another file
+than the call before. The moment at which a peer is ready changes which calls a backward makes.
+"""
+
+
+class Block(nn.Module):
+    """A residual block: the unit of sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, WIDTH]."""
+        residual: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return residual
+
+
+class Walk:
+    """Calls into some sources, in order, while it is open; and how many there were at each mark."""
+
+    def __init__(self, sources: tuple[str, ...]) -> None:
+        self.sources = sources
+        self.calls: list[tuple[str, str]] = []
+        self.marks: dict[str, int] = {}
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        """What `sys.setprofile` calls."""
+        path = frame.f_code.co_filename
+        if event == "call" and any(each in path for each in self.sources):
+            self.calls.append((path, frame.f_code.co_qualname))
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Note calls of this thread."""
+        sys.setprofile(self.note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def mark(self, name: str) -> None:
+        """Remember how many calls there were so far."""
+        self.marks[name] = len(self.calls)
+
+    def counts(self, begin: str, end: str) -> dict[str, int]:
+        """Of the calls between two marks."""
+        calls = self.calls[self.marks[begin] : self.marks[end]]
+        files = [path for path, _ in calls]
+        changes = sum(one != other for one, other in itertools.pairwise(files))
+        return dict(zip(COUNTS, (len(calls), len(set(calls)), len(set(files)), changes), strict=True))
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers; marks where the second block begins and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.walk: Walk | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, WIDTH]."""
+        x, walk = self.first(x), self.walk
+        for index, block in enumerate(self.blocks):
+            if walk is None or index != SECOND:
+                x = block(x)
+                continue
+            x.register_hook(lambda _: walk.mark("backward's end"))
+            walk.mark("forward")
+            x = block(x)
+            walk.mark("forward's end")
+            x.register_hook(lambda _: walk.mark("backward"))
+        out: Tensor = self.last(x)
+        return out
+
+
+def native(net: Net) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
+    """Our engine: the model, its optimizer, and what clips."""
+    from harness.fsdp import fully_shard_model, fully_shard_optimizer
+
+    model = fully_shard_model(net, fsdp_unit_modules=[Block], zero_dp_strategy=3)
+    optimizer = fully_shard_optimizer(model, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    return model, optimizer, lambda: model.clip_grad_norm_(1.0)
+
+
+def fsdp2(net: Net) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
+    """torch's engine."""
+    for block in net.blocks:
+        torch_fsdp.fully_shard(block)
+    torch_fsdp.fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    return net, optimizer, lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+ENGINES = {"native": native, "fsdp2": fsdp2}
+
+
+def trace(rank: int, engine: str) -> dict[str, dict[str, int]]:
+    """Counts of a step's parts, medians over the warm steps."""
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer, clip = ENGINES[engine](net)
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    walks = []
+    for step in range(WARM + STEPS):
+        walk = Walk(SOURCES[engine])
+        net.walk = walk if step >= WARM else None
+        with walk.open():
+            walk.mark("step")
+            loss = model(x).square().mean()
+            loss.backward()
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+            walk.mark("step's end")
+        walks += [walk] * (step >= WARM)
+    bounds = (("forward", "forward's end"), ("backward", "backward's end"), ("step", "step's end"))
+    return {part: medians([walk.counts(*bound) for walk in walks]) for part, bound in zip(PARTS, bounds, strict=True)}
+
+
+def medians(rows: list[dict[str, int]]) -> dict[str, int]:
+    """The median of each count."""
+    return {count: int(statistics.median(row[count] for row in rows)) for count in COUNTS}
+
+
+def counts() -> dict[str, dict[str, dict[str, int]]]:
+    """By engine and part, of rank 0."""
+    from benchmarks.checks import step_trace  # ranks import what they run by name
+
+    return {engine: run_ranks(step_trace.trace, RANKS, engine)[0] for engine in ENGINES}
+
+
+def at(revision: str) -> dict[str, dict[str, dict[str, int]]]:
+    """The same of a revision, exported into a temporary folder."""
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        script = Path(folder, "benchmarks", "checks", "step_trace.py")
+        script.write_bytes(Path(__file__).read_bytes())
+        command = [sys.executable, str(script), "--counts"]
+        told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(told.stdout)
+    return found
+
+
+def render(found: dict[str, Any]) -> str:
+    """The page of the data."""
+    columns = {
+        f"ours, {BEFORE}": found["before"]["native"],
+        "ours, this checkout": found["now"]["native"],
+        "FSDP2": found["now"]["fsdp2"],
+    }
+    lines = [HEAD.format(**found), f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for part in PARTS:
+        for count in COUNTS:
+            cells = " | ".join(f"{each[part][count]:,}" for each in columns.values())
+            lines.append(f"| {part}: {count} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Count, write and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", action="store_true", help="write nothing")
+    if parser.parse_args().counts:
+        print(json.dumps(counts()))
+        return
+    found = {
+        "command": "python benchmarks/checks/step_trace.py",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "steps": STEPS,
+        "before": at(BEFORE),
+        "now": counts(),
+    }
+    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(found), encoding="utf-8")
+    print(render(found))
+
+
+if __name__ == "__main__":
+    main()
