@@ -10,8 +10,10 @@ import sys
 
 from harness.store import interpreter
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun that must end
+if __name__ == "__main__":  # asked to end while we import: nothing has begun that must end
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, lambda number, _: os._exit(130 if number == signal.SIGINT else 75))
 
 if __name__ == "__main__":
     interpreter.require()
@@ -35,7 +37,7 @@ from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
-from harness.store.rank_place import RankPlace, rank_place
+from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
@@ -129,6 +131,8 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
 
 def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
     """Rank 0: open the attempt, tell the others, and run it; or tell them that there is nothing to run."""
+    # From here on a status says that the run is running: a request to stop waits for the worker, which listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     answer, lock = lead(cell)
     host.publish(answer)
     print(answer.message, flush=True)

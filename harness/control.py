@@ -30,6 +30,8 @@ class StepReport(NamedTuple):
     """Digest of what these were fed."""
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool = False
+    """Whether any rank finds that a save is due."""
 
 
 class Control:
@@ -88,14 +90,17 @@ class Control:
 
         return end
 
-    def report(self, losses: Sequence[float], held: int, fed: int, stop: bool) -> StepReport:
+    def report(self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False) -> StepReport:
         """One exchange a step: this rank's losses in order, the digests of what the data source holds for it and of
-        what it was fed, and whether it was asked to stop."""
-        return self.begin_report(losses, held, fed, stop)()
+        what it was fed, whether it was asked to stop, and whether it finds a save due."""
+        return self.begin_report(losses, held, fed, stop, save)()
 
-    def begin_report(self, losses: Sequence[float], held: int, fed: int, stop: bool) -> Callable[[], StepReport]:
+    def begin_report(
+        self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False
+    ) -> Callable[[], StepReport]:
         """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
-        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), int(stop)])
+        asked = int(stop) + 2 * int(save)
+        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), asked])
 
         def end() -> StepReport:
             rows = gathered()
@@ -105,7 +110,8 @@ class Control:
                 losses=[_float(bits) for row in told for bits in row[:-3]],
                 held=[row[-3] & MASK64 for row in told],
                 fed=[row[-2] & MASK64 for row in told],
-                stop=any(row[-1] for row in rows),
+                stop=any(row[-1] & 1 for row in rows),
+                save=any(row[-1] & 2 for row in rows),
             )
 
         return end

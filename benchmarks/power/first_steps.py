@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.power.score import (
@@ -25,6 +24,7 @@ from benchmarks.power.score import (
     published_rates,
 )
 from benchmarks.power.steps import DIFFERENCES, STUDY, Kind, Pair, carry_out, pairs
+from harness.parity.processes import judging_processes
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = carry_out(chosen, str(arguments.root))
     folder = arguments.root / STUDY
     paths = {overrides: folder / directory_name(cell.config) for overrides, cell in cells.items()}
-    with ProcessPoolExecutor() as pool:
+    with judging_processes() as pool:
         judged = list(pool.map(_judged, chosen, ((paths[pair.arm], paths[pair.control]) for pair in chosen)))
     if arguments.out is not None:
         made = {"code": git_facts(PACKAGE.parent), "sources": sources_digest(), "versions": versions()}

@@ -265,7 +265,10 @@ class CkptConfig:
     policy: CkptPolicy = CkptPolicy.last
     """none: no checkpoints. last: the newest ones are kept."""
     every: int = number(0, 0, COUNT, "steps")
-    """Steps between saves. 0: only when preempted and at the end."""
+    """Steps between saves. 0: only by ckpt.minutes, when stopped, and at the end."""
+    minutes: float = number(10.0, 0, 10**6, "minutes")
+    """Time after which a save is due, at the end of a step, since the last save or the start. 0: never by time. Saving
+    counts for no step's time."""
     keep: int = number(1, 1, COUNT, "checkpoints")
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
     background: bool = False
@@ -325,7 +328,7 @@ class LaunchConfig:
     """Which finished cells to run again."""
     fail_fast: bool = False
     """Once a run of a request has failed, start no further run of it. Runs that have started go on."""
-    hang_timeout_s: float = number(300.0, 1, 10**7, "seconds")
+    hang_timeout_s: float = number(1800.0, 1, 10**7, "seconds")
     """After this time without a step, every rank's stack is dumped and the run ends."""
     stop_grace_s: float = number(20.0, 0, 86_400, "seconds")
     """Time that ranks have to save after a request to stop, before they are killed."""

@@ -18,8 +18,13 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
 SCRIPTED = (torch.jit.ScriptModule,)
 """Modules whose forward is no Python any more."""
-OTHER_ENGINES = ("torch.nn.parallel", "torch.distributed.fsdp")
-"""Where classes of torch's own engines are defined."""
+OTHER_ENGINES = (
+    *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
+    *("deepspeed", "megatron_fsdp"),
+)
+"""Where classes of other data-parallel engines are defined."""
+MANAGED = "_is_fsdp_managed_module"
+"""Attribute of all that torch's FSDP1 and FSDP2 manage."""
 
 
 def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
@@ -52,7 +57,7 @@ def _check_part(path: str, part: nn.Module) -> None:
             f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
             " once, and name what is gathered together in fsdp_unit_modules"
         )
-    if any(base.__module__.startswith(OTHER_ENGINES) for base in type(part).__mro__):
+    if hasattr(part, MANAGED) or any(base.__module__.startswith(OTHER_ENGINES) for base in type(part).__mro__):
         raise ValueError(
             f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
             " plain module"

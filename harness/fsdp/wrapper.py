@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Protocol, Self
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.utils.parametrize import ParametrizationList
 
+from harness.fsdp.guards.sharded_twice import answer_other_engines
 from harness.fsdp.state.hooks import refuse_state_dict
 from harness.fsdp.storage.parameter_access import HOME, refuse_replacing
 from harness.fsdp.storage.whereabouts import refuse_unknown
@@ -160,7 +161,8 @@ class ModuleWrapper(nn.Module):
             if fn(like) is not like:
                 raise NotImplementedError(
                     f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
-                    " module its dtype before sharding, and its device then or by `device`"
+                    " module its dtype before sharding, and its device then or by `device` (with accelerate: prepare"
+                    " the data loader alone)"
                 )
         return self
 
@@ -224,7 +226,7 @@ def mark_sharded(module: nn.Module, engine: Engine) -> None:
     """Remember that a module is sharded, and keep the engine as long as the module is kept.
 
     From now on its parts refuse to hand out state, which would be pieces, to be copied or pickled, as the engine's
-    hooks on them would be too, and to get parameters that the engine does not know.
+    hooks on them would be too, to get parameters that the engine does not know, and to be wrapped by another engine.
     """
     _watch_registrations()
     module.__dict__[_MARK] = engine
@@ -233,12 +235,17 @@ def mark_sharded(module: nn.Module, engine: Engine) -> None:
         each.register_load_state_dict_pre_hook(refuse_state_dict)
         each.__dict__["__reduce_ex__"] = refuse_copy
         each.__dict__[_PART] = weakref.ref(engine), path
+    answer_other_engines(module, partial(_kept, weakref.ref(engine)))
 
 
 def part_of(module: nn.Module) -> Engine | None:
     """The engine of the sharded model that a module is a part of, unless that was closed."""
     reference, _ = module.__dict__.get(_PART, (None, ""))
-    engine: Engine | None = None if reference is None else reference()
+    return None if reference is None else _kept(reference)
+
+
+def _kept(reference: weakref.ref[Engine]) -> Engine | None:
+    engine = reference()
     return None if engine is None or engine.is_closed else engine
 
 

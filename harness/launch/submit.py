@@ -19,6 +19,7 @@ from harness.launch.waiting import wait_for
 from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
 from harness.store.identity import directory_name
+from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from harness.store.study import judging_verb
@@ -95,11 +96,12 @@ class _Request:
         return codes
 
     def _run_inline(self, cell: Cell) -> list[int]:
-        opened = open_here(self._store, cell, self._sources, self._jobs)
-        if isinstance(opened, Decision):
-            self._on_decision(cell, opened)
-            return [EXIT_BUSY] if opened.action is Action.leave else []
-        ended = run_inline(*opened, self._on_start(opened[0]))
+        with stop_signals_blocked():  # until the rank listens
+            opened = open_here(self._store, cell, self._sources, self._jobs)
+            if isinstance(opened, Decision):
+                self._on_decision(cell, opened)
+                return [EXIT_BUSY] if opened.action is Action.leave else []
+            ended = run_inline(*opened, self._on_start(opened[0]))
         self._on_end(opened[0], ended)
         return [ended.exit_code]
 

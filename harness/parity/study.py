@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +14,7 @@ from harness.config.errors import BadRequest, refuse
 from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
+from harness.parity.processes import judging_processes
 from harness.parity.record import load
 from harness.parity.tiers.seeds import over_seeds
 from harness.store import commands
@@ -110,7 +110,7 @@ def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[V
         return tuple(_chunk(digest, pairs))
     size = max(MANY // 4, -(-len(pairs) // (4 * (os.cpu_count() or 1))))  # few: each reads its controls again
     chunks = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
-    with ProcessPoolExecutor() as pool:
+    with judging_processes() as pool:
         return tuple(each for chunk in pool.map(partial(_chunk, digest), chunks) for each in chunk)
 
 

@@ -52,6 +52,7 @@ HELD = ("cluster.device", "cluster.threads_per_rank")
 ADDED: dict[tuple[str, str], Any] = {
     ("dtype", "fp8"): None,
     ("dtype", "fp8_history"): 1024,
+    ("ckpt", "minutes"): 10.0,
     ("measure", "rounding_fp8"): False,
     ("model", "target"): None,
     ("model", "parameters"): None,

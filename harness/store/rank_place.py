@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,23 @@ DIES_WITH = "HARNESS_DIES_WITH"
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
-"""Ask a rank to save and end: a scheduler's preemption, its warning before the time limit, and a terminal's end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+"""Ask a rank to save and end: a scheduler's preemption, its warning before the time limit, a terminal's end, Ctrl-C."""
+
+
+def stop_reason(asked: signal.Signals) -> str:
+    """What a run's status says of a signal that ended it."""
+    return "interrupted by Ctrl-C" if asked is signal.SIGINT else f"{asked.name} received"
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Signals that ask to stop wait meanwhile. A process that is started inside dies of none before it listens."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.checkpoint.policy import Checkpoints
 from harness.config.schedule import lr_at
 from harness.config.schema import CkptPolicy, MeasureMode
-from harness.control import Control
+from harness.control import Control, StepReport
 from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
@@ -90,6 +90,7 @@ class Loop:
         self.structure: dict[str, Any] | None = None
         self.restored: dict[str, Any] | None = None
         self.saved_step = -1
+        self.saved_at = time.monotonic()
         self.begins_after = 0
         self.last_rows: list[Row] = []
         self.accounted_bytes = session.engine.accounted_bytes()
@@ -105,12 +106,13 @@ class Loop:
         try:
             while step < self.config.train.steps and not stop:
                 step += 1
-                record, stop = self._step(step)
+                record, report = self._step(step)
+                stop = report.stop
                 if writer is not None:
                     writer.write(record)
                 mirror.check()
                 self.session.progress(self._progress(record))
-                self._save_if_due(step, writer, stop)
+                self._save_if_due(step, writer, report)
             self.checkpoints.finish()
             with self.session.meters.paused():
                 self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
@@ -168,8 +170,8 @@ class Loop:
         cut_back(path, start, self.begins_after)
         return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir, self.session.warn)
 
-    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """One update: its record, and whether to stop after it."""
+    def _step(self, step: int) -> tuple[dict[str, Any], StepReport]:
+        """One update: its record, and what the ranks know after it."""
         session = self.session
         session.begins(step)
         before = self.captures.before(step)
@@ -181,7 +183,9 @@ class Loop:
         told = self._vouch(step, measured)
         digests = self.feed.digests(step, self.given)
         del self.given
-        exchange = self.control.begin_report([loss.item() for loss in losses], *digests, session.should_stop())
+        exchange = self.control.begin_report(
+            [loss.item() for loss in losses], *digests, session.should_stop(), self._is_save_due()
+        )
         if step < self.config.train.steps:
             self.ahead = self._fetch(step + 1)  # while the exchange is under way
         report = exchange()
@@ -192,7 +196,7 @@ class Loop:
         if self.callbacks.each:
             with session.meters.paused():
                 record["own"] = self.callbacks.step(step, record, session.engine)
-        return record, report.stop
+        return record, report
 
     def _update(self, step: int) -> tuple[list[Tensor], Measured]:
         """Feed the engine one step and measure it; losses are this rank's, one a microbatch."""
@@ -273,9 +277,14 @@ class Loop:
         with self.session.meters.paused():
             return self.session.engine.weight_norm()
 
-    def _save_if_due(self, step: int, writer: MetricsWriter | None, stop: bool) -> None:
+    def _is_save_due(self) -> bool:
+        """Whether the time between saves is over, by the first rank's clock."""
+        pause_s = 60 * self.config.ckpt.minutes
+        return self.is_first_rank and 0 < pause_s <= time.monotonic() - self.saved_at
+
+    def _save_if_due(self, step: int, writer: MetricsWriter | None, report: StepReport) -> None:
         every = self.config.ckpt.every
-        due = stop or step == self.config.train.steps or (every and step % every == 0)
+        due = report.stop or report.save or step == self.config.train.steps or (every and step % every == 0)
         if not due or not self.keeps_checkpoints:
             return
         if writer is not None:
@@ -284,7 +293,7 @@ class Loop:
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)
-        self.saved_step = step
+        self.saved_step, self.saved_at = step, time.monotonic()
 
     def _progress(self, record: dict[str, Any]) -> Progress:
         memory = record["memory"]

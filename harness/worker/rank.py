@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.compose import load_config
 from harness.config.rank_environment import library_environment
@@ -45,18 +45,19 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         listener: is given every message that a launcher would be told; for the rank that runs inside its launcher.
 
     Returns:
-        The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled. KeyboardInterrupt is passed on.
+        The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled or interrupted. A KeyboardInterrupt, of a second
+        Ctrl-C, is passed on.
     """
     place = place or rank_place(os.environ)
     lifeline.hold_on(os.environ)
     reporter = Reporter(run_dir, attempt, place, listener)
-    stop = StopFlag()
+    stop = StopFlag(_after_interrupt(place))
     try:
         stop.listen()
         dump_on_request(reporter.folder, place.rank)
         if not place.watched:
             stop.watch_cancel(run_dir, attempt)
-        with _ownership(run_dir, place):
+        with _ownership(run_dir, place), reporter.relaying("harness.fsdp"):
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
@@ -64,6 +65,13 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         return FAILED
     finally:
         stop.restore()
+
+
+def _after_interrupt(place: RankPlace) -> Any:
+    """What a second Ctrl-C does: it ends a rank at once, also one that waits for others inside a collective."""
+    if place.watched:
+        return None
+    return signal.default_int_handler if place.world_size == 1 else signal.SIG_DFL
 
 
 def _ownership(run_dir: Path, place: RankPlace) -> AbstractContextManager[object]:
@@ -230,7 +238,7 @@ def _finish(
     # The warning before the time limit is no cancellation, even where saving took until the limit itself.
     warned = stop.first is signal.SIGUSR2
     fate = requeue.fate(place) if place.rank == 0 else requeue.Fate()
-    if stop.cancelled or (fate.cancelled and not warned):
+    if stop.cancelled or stop.first is signal.SIGINT or (fate.cancelled and not warned):
         reporter.ended(State.cancelled, reason)
         return INTERRUPTED
     reporter.ended(State.preempted, reason)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from harness.store.status import Keeper, State
 
 ECHO_PATIENCE_S = 5.0
 """How long a rank that only lost its peer waits for that peer to tell the cause."""
+
+LONGEST = 2000
+"""Characters of a log line that are told: a message must fit into a pipe at once."""
 
 ERROR_PATIENCE_S = 2.0
 """How long a rank waits for room in its launcher's pipe to hand over a traceback."""
@@ -101,6 +105,17 @@ class Reporter:
         self.pipe.send("warning", text=text)
         if not self.place.watched and self.place.launcher != "inline":
             sys.stderr.write(f"warning: {text}\n")
+
+    @contextlib.contextmanager
+    def relaying(self, logger: str) -> Iterator[None]:
+        """Warn of what the package of this name logs as a warning."""
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warn(record.getMessage()[:LONGEST])  # type: ignore[method-assign]
+        logging.getLogger(logger).addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger(logger).removeHandler(handler)
 
     def ended(self, state: State, reason: str) -> None:
         """Rank 0 lists what the run recorded, and marks it as ended."""

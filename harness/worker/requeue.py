@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.store import commands
-from harness.store.rank_place import STOP_SIGNALS, RankPlace
+from harness.store.rank_place import RankPlace, stop_signals_blocked
 
 TIMEOUT_S = 60.0
 TRIES, PAUSE_S = 3, 2.0
@@ -83,20 +81,10 @@ def requeue(place: RankPlace, run: Path) -> bool:
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["scontrol", *arguments]
     try:
-        with _deaf_children():
+        # SLURM sends them to every process of a step, several times, and one that does not listen dies of them
+        with stop_signals_blocked():
             return subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
             )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
-
-
-@contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Programs started here do not hear the stop signals: SLURM sends them to every process of a step, several times,
-    and one that does not listen dies of them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,16 +8,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness.store.rank_place import STOP_SIGNALS
+from harness.store.rank_place import STOP_SIGNALS, stop_reason
 from harness.store.rundir import cancel_requested
 
 POLL_S = 1.0
+OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 
 
 class StopFlag:
-    """Whether, and why, this rank was asked to stop. Calling it answers for the loop."""
+    """Whether, and why, this rank was asked to stop. Calling it answers for the loop.
 
-    def __init__(self) -> None:
+    Args:
+        after_interrupt: what a second Ctrl-C does, as `signal.signal` takes it; None where a launcher sees to that.
+    """
+
+    def __init__(self, after_interrupt: Any = None) -> None:
+        self._after_interrupt = after_interrupt
         self.reason = ""
         self.first: signal.Signals | None = None
         """The signal that came first."""
@@ -42,10 +48,11 @@ class StopFlag:
     def listen(self) -> None:
         """Turn the stop signals into this flag, also those that came before (the starter may have blocked them).
 
-        A terminal's end that whoever started us has ignored (`nohup`) stays ignored; a launcher's word does not.
+        What a terminal sends stays ignored where whoever started us has ignored it (`nohup`, a shell's `&`); a
+        launcher's word does not.
         """
         for number in STOP_SIGNALS:
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            if number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -68,4 +75,6 @@ class StopFlag:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.first = self.first or signal.Signals(number)
-        self.reason = self.reason or f"{self.first.name} received"
+        self.reason = self.reason or stop_reason(self.first)
+        if number == signal.SIGINT and self._after_interrupt is not None:
+            signal.signal(signal.SIGINT, self._after_interrupt)

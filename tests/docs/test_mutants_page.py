@@ -41,6 +41,7 @@ MODULES = (
     "tests.fsdp.test_habits",
     "tests.fsdp.test_hidden_tensors",
     "tests.fsdp.test_kept",
+    "tests.fsdp.test_long_wait",
     "tests.fsdp.test_loop_habits",
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_many_ranks",
@@ -55,6 +56,7 @@ MODULES = (
     "tests.fsdp.test_released",
     "tests.fsdp.test_requires_grad",
     "tests.fsdp.test_saving",
+    "tests.fsdp.test_sharded_twice",
     "tests.fsdp.test_step_cost",
     "tests.fsdp.test_step_habits",
     "tests.fsdp.test_store_requests",
@@ -62,6 +64,7 @@ MODULES = (
     "tests.fsdp.test_two_optimizers",
     "tests.fsdp.test_unused",
     "tests.fsdp.test_wrapper",
+    "tests.launch.test_ends",
     "tests.fsdp.test_wrong_loads",
     "tests.house.test_doors",
     "tests.house.test_records",
@@ -76,6 +79,7 @@ MODULES = (
     "tests.parity.test_comparable",
     "tests.parity.test_mutants",
     "tests.parity.test_optimizer",
+    "tests.parity.test_processes",
     "tests.parity.test_reach",
     "tests.parity.test_stability",
     "tests.parity.test_study",
@@ -98,6 +102,7 @@ MODULES = (
     "tests.streams.test_numbers",
     "tests.study.test_files",
     "tests.study.test_late",
+    "tests.train.test_stopping",
     "tests.train.test_again",
     "tests.train.test_callbacks",
     "tests.train.test_default_captures",
@@ -105,6 +110,7 @@ MODULES = (
     "tests.train.test_forward",
     "tests.train.test_left_out",
     "tests.train.test_resume",
+    "tests.worker.test_signals",
 )
 """All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""
 

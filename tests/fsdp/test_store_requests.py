@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from harness.fsdp import CollectiveError
 from harness.fsdp.comm.events import Label
 from harness.fsdp.guards import alarm, collective_check
-from harness.fsdp.guards.alarm import Alarm
+from harness.fsdp.guards.alarm import Alarm, RollCall
 from harness.fsdp.guards.collective_check import CollectiveCheck
 from harness.fsdp.guards.deadlock import Stand, Stands
 from harness.fsdp.guards.hang_report import Position, ranks_text
@@ -138,7 +137,7 @@ def test_while_all_is_well_a_rank_looks_once_a_tick() -> None:
     alarms = by_rank(MANY, alarm, store, lambda: Alarm(mock.Mock(), 60.0, 0.5))
     stands = [Stands(store, range(MANY), rank) for rank in range(MANY)]
     for one, stand in zip(alarms, stands, strict=True):
-        assert not one.is_raised()
+        assert not one.is_called()
         stand.tell(None)
         assert not stand.is_deadlock()
     assert store.requests == MANY
@@ -158,13 +157,9 @@ def _all_read(self: CollectiveCheck, label: Label, data: Sequence[Any]) -> None:
     assert len({self._store.get(key) for key in keys}) == 1
 
 
-def _asked_again(self: Alarm) -> dict[int, Position]:
-    found: dict[int, Position] = {}
-    while len(found) < len(self._ranks):
-        for rank in self._ranks:
-            if rank not in found and self._voice.check([alarm._place(rank)]):
-                found[rank] = Position(**json.loads(self._voice.get(alarm._place(rank))))
-    return found
+def _asked_again(self: RollCall, limit_s: float) -> None:
+    while len(self.positions()) < len(self._ranks):
+        pass
 
 
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -174,7 +169,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "asked again": (
         "Who makes the message asks again and again who has answered",
-        lambda: mock.patch.object(Alarm, "_collect", _asked_again),
+        lambda: mock.patch.object(RollCall, "wait", _asked_again),
     ),
 }
 

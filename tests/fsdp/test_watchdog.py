@@ -122,7 +122,7 @@ def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
 
 
 def test_a_wait_is_bounded_by_default(tmp_path: Path) -> None:
-    assert run_ranks(usual_limits, 2, str(tmp_path)) == [(300.0, 0.9 * 7200, 7.0)] * 2
+    assert run_ranks(usual_limits, 2, str(tmp_path)) == [(1770.0, 7170.0, 7.0)] * 2
 
 
 def trained(rank: int) -> list[tuple[bool, int, int]]:

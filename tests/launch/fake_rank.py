@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from harness.store import status
-from harness.store.rank_place import rank_place
+from harness.store.rank_place import rank_place, stop_reason
 from harness.store.status import State
 from harness.worker import lifeline
 from harness.worker.hang import dump_on_request
@@ -31,12 +31,19 @@ def step(number: int) -> None:
     )
 
 
-STOPS = {signal.SIGTERM, signal.SIGHUP}
+STOPS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 
 
-def wait_for_stop() -> str:
-    """Until asked to stop; the name of the signal."""
-    return signal.Signals(signal.sigwait(STOPS)).name
+def wait_for_stop() -> signal.Signals:
+    """Until asked to stop; the signal."""
+    return signal.Signals(signal.sigwait(STOPS))
+
+
+def save(asked: signal.Signals) -> int:
+    """End as a rank that has saved; the exit code."""
+    code, state = (130, State.cancelled) if asked is signal.SIGINT else (75, State.preempted)
+    reporter.ended(state, f"{stop_reason(asked)}; saved at step 1")
+    return code
 
 
 def hold_the_interpreter() -> None:
@@ -61,9 +68,9 @@ def act(what: str) -> int:
         case "exit7":
             print("a last word in the log", flush=True)
             return 7
-        case "save":
-            reporter.ended(State.preempted, f"{wait_for_stop()} received; saved at step 1")
-            return 75
+        case "save" | "follow":  # whom another rank's stop reaches before its own signal does
+            asked = wait_for_stop()
+            return save(asked if what == "save" else signal.SIGTERM)
         case "sleep":
             wait_for_stop()
             time.sleep(600)

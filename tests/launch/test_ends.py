@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.launch.local import ranks as ranks_module
+from harness.launch.local import run as run_module
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Sources, open_here
 from harness.store import status
@@ -19,6 +21,7 @@ from harness.store.files import is_held
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import State
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, each, kills
 
 FAKE = Path(__file__).with_name("fake_rank.py")
 
@@ -130,6 +133,80 @@ def test_asked_to_stop_all_save(start, asked):
     ended = finish(run)
     assert (ended.state, ended.exit_code) == (State.preempted, 75)
     assert ended.reason == f"{asked.name} received; saved at step 1"
+
+
+@pytest.mark.parametrize("script", ["save|save", "save|follow", "follow|save"])
+def test_after_the_first_ctrl_c_all_save(start, script):
+    """And the run counts as interrupted, also where a rank was told by another one before its own signal came."""
+    run = start(script)
+    await_files(run, "pid0", "pid1")
+    run.stop(signal.SIGINT)
+    ended = finish(run)
+    assert (ended.state, ended.exit_code) == (State.cancelled, 130)
+    assert ended.reason.endswith("; saved at step 1")
+    assert state_of(run).state is State.cancelled
+
+
+def test_after_the_second_ctrl_c_it_ends_at_once(start):
+    run = start("sleep|sleep", "launch.stop_grace_s=600")
+    await_files(run, "pid0", "pid1")
+    run.stop(signal.SIGINT)
+    run.cancel("interrupted by Ctrl-C")
+    ended = finish(run, 10)
+    assert (ended.state, ended.reason, ended.exit_code) == (State.cancelled, "interrupted by Ctrl-C; not saved", 130)
+
+
+ENDS = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
+
+
+def stopped_early(start, moments):
+    """Exit codes of runs that were asked to stop so many seconds after their ranks were started, and why."""
+    found = []
+    for number, moment in enumerate(moments):
+        asked = list(ENDS)[number % len(ENDS)]
+        run = start("save|save", f"train.seed={number}")
+        time.sleep(moment)
+        run.stop(asked)
+        ended = finish(run)
+        found.append((ended.exit_code - ENDS[asked], ended.reason.partition("; ")[2]))
+    return found
+
+
+MOMENTS = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2)
+
+
+def test_a_rank_that_does_not_listen_yet_saves_all_the_same(start):
+    assert stopped_early(start, MOMENTS) == [(0, "saved at step 1")] * len(MOMENTS)
+
+
+@kills(
+    "Ends of a run", "signals reach what does not listen", "A rank that is asked to stop while it imports has failed"
+)
+def test_a_signal_that_reaches_a_starting_rank_is_found(start, monkeypatch):
+    monkeypatch.setattr(ranks_module, "stop_signals_blocked", nullcontext)
+    assert stopped_early(start, MOMENTS[:3]) != [(0, "saved at step 1")] * 3
+
+
+SLIPS = {
+    "Ctrl-C is a preemption": Slip(
+        run_module,
+        "_end_of",
+        "State.cancelled if asked is signal.SIGINT else State.preempted",
+        "State.preempted",
+        "A run that Ctrl-C ended counts as preempted",
+    ),
+    "one exit code": Slip(
+        LocalRun, "_judge", "codes <= STOPPED", "len(codes) == 1 and codes <= STOPPED", "Ranks that saved have failed"
+    ),
+    "130 has failed": Slip(run_module, "STOPPED", "", lambda _: {75}, "A rank that saved after Ctrl-C has failed"),
+}
+
+
+@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in SLIPS.items()]))
+def test_a_wrong_end_after_ctrl_c_is_found(start, monkeypatch, name):
+    SLIPS[name].put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_after_the_first_ctrl_c_all_save(start, "save|follow")
 
 
 def test_who_does_not_save_in_time_is_killed(start):

@@ -23,6 +23,7 @@ from tests.launch.cells import SMALL
 from tests.support.programs import Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+INLINE = ("debug=inline",)
 WORDS = [str(REPOSITORY / "run.py"), "engine=ddp", "data=synthetic"]
 LIMIT_S = 10.0
 """How long an end may take."""
@@ -118,14 +119,14 @@ def test_kill_9_of_a_random_rank(launch):
 
 
 def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(launch):
-    """SIGTERM saves at the step boundary, kill -9 of run.py falls back to a checkpoint; the bits are the same."""
+    """Ctrl-C saves at the step boundary, kill -9 of run.py falls back to a checkpoint; the bits are the same."""
     stopped = launch("train.steps=70", forked=True)
     run = stopped.await_steps(3)
-    stopped.process.send_signal(signal.SIGTERM)
+    stopped.process.send_signal(signal.SIGINT)
     output = stopped.end()
-    assert stopped.process.returncode == 75, output
-    assert f"saved at step {len(read_metrics(run.metrics))}" in output
-    assert state_of(run) is State.preempted
+    assert stopped.process.returncode == 130, output
+    assert f"interrupted by Ctrl-C; saved at step {len(read_metrics(run.metrics))}" in output
+    assert state_of(run) is State.cancelled
 
     killed = launch("train.steps=70", forked=True)
     killed.await_steps(len(read_metrics(run.metrics)) + 10)
@@ -155,17 +156,47 @@ def final_weights(run: RunDir) -> str:
     return json.loads(run.summary.read_text())["final_weights"]
 
 
-@pytest.mark.parametrize("fork", ["true", "false"])
-def test_ctrl_c_ends_with_130(launch, fork):
+@pytest.mark.parametrize(
+    ("fork", "asked", "code", "state"),
+    [("true", signal.SIGTERM, 75, State.preempted), ("false", signal.SIGINT, 130, State.cancelled)],
+)
+def test_asked_to_end_it_saves(launch, fork, asked, code, state):
+    """Ctrl-C goes to every process of the terminal's group; ranks have groups of their own."""
     launched = launch("train.steps=100000", f"launch.fork={fork}", forked=fork == "true")
     run = launched.await_steps(2)
     ranks = launched.ranks()
-    launched.process.send_signal(signal.SIGINT)
+    launched.process.send_signal(asked)
     output = launched.end()
-    assert launched.process.returncode == 130, output
+    assert launched.process.returncode == code, output
     await_gone(ranks)
-    assert state_of(run) is State.cancelled
+    assert state_of(run) is state
+    assert [path.name for path in run.ckpt.glob("step-*")] == [f"step-{len(read_metrics(run.metrics)):06d}"]
     assert "Traceback" not in output
+
+
+def hears(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal: Python's own start has none yet."""
+    (line,) = (line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells who listens")
+@pytest.mark.parametrize(
+    ("moment", "asked", "words"),
+    [(0.0, signal.SIGHUP, ()), (1.0, signal.SIGTERM, ()), (3.0, signal.SIGHUP, ()), (2.0, signal.SIGTERM, INLINE)],
+)
+def test_asked_to_end_while_it_starts_it_is_preempted(launch, moment, asked, words):
+    """So many seconds after run.py's first line: it imports, composes, or its ranks do."""
+    launched = launch("train.steps=100000", *words)
+    process, deadline = psutil.Process(launched.process.pid), time.monotonic() + PATIENCE_S
+    while not hears(process, asked):
+        assert time.monotonic() < deadline
+    time.sleep(moment)
+    launched.process.send_signal(asked)
+    output = launched.end()
+    assert launched.process.returncode == 75, output
+    for run in Store(launched.root).runs() if launched.root.exists() else []:
+        assert state_of(run) is State.preempted, output
 
 
 def test_the_same_request_twice_at_once_is_one_run(launch):

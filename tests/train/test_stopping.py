@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from harness.config.schema import CkptPolicy
+from harness.checkpoint.policy import Checkpoints
+from harness.config.schema import CkptConfig, CkptPolicy
+from harness.control import Control
 from harness.store.metrics import read_metrics
 from harness.train import Outcome, Progress
+from harness.train.loop import Loop
 from tests.support.factory import small_config, stopping, train
+from tests.support.mutants import Slip, each
 from tests.train.runs import assert_same_run, summary
 
 
@@ -61,3 +67,52 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     before = (tmp_path / "metrics.jsonl").read_text()
     assert train(config, tmp_path) == Outcome("done", 3, saved=True)
     assert (tmp_path / "metrics.jsonl").read_text() == before
+
+
+# -- saving by time ----------------------------------------------------------------------------------------------------
+
+SLOW_S = 2.0
+"""What a save takes here; a step takes less."""
+
+
+def saved_by_time(folder: Path, minutes: float, slow_s: float = SLOW_S) -> tuple[list[int], bool]:
+    """Steps of the checkpoints of a run of three, and whether saving counts for some step's time."""
+    config = small_config(train__steps=3, ckpt__keep=9, ckpt__minutes=minutes)
+    save = Checkpoints.save
+
+    def slowly(*args: Any) -> None:
+        save(*args)
+        time.sleep(slow_s)
+
+    with mock.patch.object(Checkpoints, "save", slowly):
+        train(config, folder)
+    times = [record["step_time_s"] for record in read_metrics(folder / "metrics.jsonl")]
+    return sorted(int(path.name[-6:]) for path in (folder / "ckpt").glob("step-*")), max(times) >= SLOW_S
+
+
+BY_TIME = {CkptConfig.minutes: [3], 0.0: [3], 1e-9: [1, 2, 3]}
+"""Steps after which a run of three saves, by minutes; a short one only at its end by default."""
+
+
+@pytest.mark.parametrize("minutes", BY_TIME)
+def test_a_checkpoint_by_time_is_off_the_steps_clock(tmp_path: Path, minutes: float) -> None:
+    assert saved_by_time(tmp_path, minutes) == (BY_TIME[minutes], False)
+
+
+SLIPS = {
+    "0 is always": Slip(
+        Loop, "_is_save_due", "0 < pause_s", "0 <= pause_s", "A run that asks for none saves each step"
+    ),
+    "never": Slip(Loop, "_save_if_due", "report.stop or report.save", "report.stop", "No checkpoint is made by time"),
+    "not exchanged": Slip(
+        Control, "begin_report", "+ 2 * int(save)", "", "Ranks do not learn that a save is due by the first one's clock"
+    ),
+    "seconds": Slip(Loop, "_is_save_due", "60 * self", "1e-9 * self", "Short runs save after each step by default"),
+}
+
+
+@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in SLIPS.items()]))
+def test_a_wrong_time_of_saving_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIPS[name].put(monkeypatch)
+    minutes = {"0 is always": 0.0, "seconds": CkptConfig.minutes}.get(name, 1e-9)
+    assert saved_by_time(tmp_path, minutes, 0.0)[0] != BY_TIME[minutes]

@@ -15,11 +15,12 @@ from harness.store import commands, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
-from harness.worker import requeue
+from harness.worker import requeue, stop
 from harness.worker.report import ProgressPipe, Reporter
 from harness.worker.requeue import Fate, judge
 from harness.worker.stop import StopFlag
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, each
 
 
 @pytest.fixture
@@ -33,12 +34,54 @@ def flag():
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_only_raises_the_flag(flag, number):
+    """However often it comes: where a launcher watches, it sees to the second Ctrl-C."""
     assert not flag()
-    os.kill(os.getpid(), number)
+    for _ in range(2):
+        os.kill(os.getpid(), number)
     assert flag()
-    assert flag.reason == f"{number.name} received"
+    assert flag.reason == ("interrupted by Ctrl-C" if number is signal.SIGINT else f"{number.name} received")
+
+
+def interrupted_twice() -> None:
+    """A rank without a launcher: the first Ctrl-C raises the flag, the second ends it."""
+    flag = StopFlag(signal.default_int_handler)
+    flag.listen()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert flag.first is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise AssertionError("the first one ends it") from None
+    finally:
+        flag.restore()
+
+
+def test_the_second_ctrl_c_ends_a_rank_without_a_launcher():
+    interrupted_twice()
+
+
+INTERRUPTS = {
+    "the second waits, too": Slip(
+        StopFlag, "_on_signal", "self._after_interrupt is not None", "False", "A second Ctrl-C does not end a rank"
+    ),
+    "the first ends": Slip(
+        stop,
+        "STOP_SIGNALS",
+        "",
+        lambda found: [each for each in found if each is not signal.SIGINT],
+        "Nothing is saved",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in INTERRUPTS.items()]))
+def test_a_ctrl_c_that_is_not_counted_is_found(name, monkeypatch):
+    INTERRUPTS[name].put(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        interrupted_twice()
 
 
 def test_the_first_signal_is_the_reason(flag):
@@ -58,7 +101,7 @@ for number in numbers:
 with listening() as asked:
     for number in numbers:
         os.kill(os.getpid(), number)
-    assert not asked.interrupted and not asked.stops, asked
+    assert not asked.stops, asked
     flag.listen()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not flag(), flag.reason
@@ -183,7 +226,7 @@ def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
-    monkeypatch.setattr(requeue, "_deaf_children", nullcontext)
+    monkeypatch.setattr(requeue, "stop_signals_blocked", nullcontext)
     assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run")
 
 

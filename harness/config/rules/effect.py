@@ -174,6 +174,7 @@ CONDITIONS: dict[str, Condition] = {
     "sharp.overlap_gather": _INFINIBAND,
     "fault.begins_at": Condition(lambda c: c.fault.name != NO_FAULT, "a fault", lambda c: f"fault={NO_FAULT}"),
     "ckpt.every": _CKPT,
+    "ckpt.minutes": _CKPT,
     "ckpt.keep": _CKPT,
     "ckpt.background": _CKPT,
     "ckpt.strict": Condition(

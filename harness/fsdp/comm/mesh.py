@@ -140,7 +140,7 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         return None
     if group not in _SECOND:
         ranks = dist.get_process_group_ranks(group)
-        _SECOND[group] = group_of_members(ranks, "fsdp_gather")
+        _SECOND[group] = group_of_members(ranks, "fsdp_gather", like=group)
     return _SECOND[group]
 
 

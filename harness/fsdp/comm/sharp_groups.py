@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.fsdp.members import timeout_of
+
 COLLNET = "NCCL_COLLNET_ENABLE"
 
 CTA_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
@@ -185,5 +187,6 @@ def communicator_options(
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:
     """Create every group of an axis; returns the one this rank is in."""
     own: dist.ProcessGroup
-    own, _ = dist.new_subgroups_by_enumeration(groups, group_desc=name)
+    assert dist.group.WORLD is not None
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout_of(dist.group.WORLD), group_desc=name)
     return own

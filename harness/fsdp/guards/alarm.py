@@ -7,9 +7,11 @@ last of them sets.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,8 +27,10 @@ READ_S = 2.0
 PATIENCE_S = 10.0
 """Seconds that all of it may take: more than two looks, the answers, the verdict and its readers do together."""
 
+CALLED = "called"
+"""Key that is set once any rank has asked for positions: until then a rank looks for this one alone."""
 _ALARM, _VERDICT = "alarm", "verdict"
-_ANSWERED, _ALL_ANSWERED, _READERS, _ALL_READ = "answered", "all answered", "readers", "all read"
+_READERS, _ALL_READ = "readers", "all read"
 
 
 @dataclass
@@ -35,6 +39,41 @@ class _Verdict:
 
     message: str
     answered: int = 0
+
+
+class RollCall:
+    """Every rank tells its position once, under a prefix of the store."""
+
+    def __init__(self, store: Any, prefix: str, ranks: Sequence[int]) -> None:
+        self._store, self._prefix, self._ranks = store, prefix, ranks
+        self._all_answered = f"{prefix}/all answered"
+
+    def answer(self, rank: int, position: Position) -> bool:
+        """Tell a rank's position; returns whether it is the first to answer."""
+        self._store.set(self._place(rank), json.dumps(asdict(position)))
+        place = self._store.add(f"{self._prefix}/answered", 1)
+        if place == len(self._ranks):
+            self._store.set(self._all_answered, "1")
+        return bool(place == 1)
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have answered."""
+        return bool(self._store.check([self._all_answered]))
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until all ranks have answered, or for so long."""
+        with suppress(RuntimeError):  # some do not
+            self._store.wait([self._all_answered], timedelta(seconds=limit_s))
+
+    def positions(self) -> dict[int, Position]:
+        """Positions of the ranks that have answered."""
+        everyone = self.is_complete()
+        ranks = [rank for rank in self._ranks if everyone or self._store.check([self._place(rank)])]
+        found = self._store.multi_get([self._place(rank) for rank in ranks])
+        return {rank: Position(**json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
+
+    def _place(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
 
 
 class Alarm:
@@ -54,6 +93,11 @@ class Alarm:
         # Two connections: who agrees does not wait for who listens.
         self.ear, self._voice = stores_of(group, timeout_s=ANSWER_S + timeout_s, clones=2)
 
+    def is_called(self) -> bool:
+        """Whether some rank has asked for positions: by this alarm or for a notice."""
+        called: bool = self.ear.check([CALLED])
+        return called
+
     def is_raised(self) -> bool:
         """Whether some rank has raised it."""
         raised: bool = self.ear.check([_ALARM])
@@ -62,13 +106,12 @@ class Alarm:
     def agree(self, position: Position) -> str:
         """Raise it and tell this rank's position; returns the message that all ranks which answer return."""
         store = self._voice
-        store.set(_place(self._rank), json.dumps(asdict(position)))
+        roll = RollCall(store, "position", self._ranks)
         store.set(_ALARM, "1")
-        place = store.add(_ANSWERED, 1)
-        if place == len(self._ranks):
-            store.set(_ALL_ANSWERED, "1")
-        if place == 1:
-            positions = self._collect()
+        if roll.answer(self._rank, position):
+            store.set(CALLED, "1")
+            roll.wait(2 * TICK_S + ANSWER_S)
+            positions = roll.positions()
             message = tell(positions, self._ranks, self._timeout_s)
             store.set(_VERDICT, json.dumps(asdict(_Verdict(message, len(positions)))))
         store.wait([_VERDICT], timedelta(seconds=2 * self._tick_s + ANSWER_S + 2.0))
@@ -78,14 +121,3 @@ class Alarm:
         with suppress(RuntimeError):  # some did not read it in time
             store.wait([_ALL_READ], timedelta(seconds=READ_S))
         return verdict.message
-
-    def _collect(self) -> dict[int, Position]:
-        """Positions of the ranks that answer in time."""
-        with suppress(RuntimeError):  # some do not
-            self._voice.wait([_ALL_ANSWERED], timedelta(seconds=2 * TICK_S + ANSWER_S))
-        answered = [rank for rank in self._ranks if self._voice.check([_place(rank)])]
-        return {rank: Position(**json.loads(self._voice.get(_place(rank)))) for rank in answered}
-
-
-def _place(rank: int) -> str:
-    return f"position/{rank}"

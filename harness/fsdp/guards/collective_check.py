@@ -19,8 +19,6 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.guards.hang_report import CollectiveError, by_value, ranks_text, text_of
 from harness.fsdp.guards.shared_store import stores_of
 
-CHECK_LIMIT_S = 300.0
-"""Seconds `CollectiveCheck` waits for the others where no limit is set."""
 CAME, VERDICT, ALIKE = "came", "verdict", "alike"
 
 
@@ -29,13 +27,13 @@ class CollectiveCheck:
 
     Args:
         group: has all ranks of the model.
-        timeout_s: seconds to wait for the others; None is `CHECK_LIMIT_S`.
+        timeout_s: seconds to wait for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
-        self._limit_s = CHECK_LIMIT_S if timeout_s is None else timeout_s
+        self._limit_s = timeout_s
         self._number = 0
         self._ends: list[Callable[[], None]] = []
         if len(self.ranks) > 1:

@@ -43,14 +43,9 @@ def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: flo
     what to do."""
     told = [difference] if (difference := first_difference(positions)) else []
     told += _waiting(positions)
-    told += [_elsewhere(rank, each) for rank, each in sorted(positions.items()) if each.waits is None]
+    told += _absent(positions, ranks)
     told += [f"the backend of rank {rank} said: {p.failure}" for rank, p in sorted(positions.items()) if p.failure]
-    if silent := [rank for rank in ranks if rank not in positions]:
-        verb = "does" if len(silent) == 1 else "do"
-        told.append(
-            f"{ranks_text(silent)} {verb} not answer: ended, stopped, or inside a call that lets no other thread run"
-            " (the rank's own log tells)"
-        )
+    silent = positions.keys() < set(ranks)
     failed = any(each.failure for each in positions.values())
     deadlocked = any(each.is_deadlock for each in positions.values())
     cause = "a collective failed" if failed else f"a collective did not come about within {timeout_s:g} s"
@@ -58,6 +53,24 @@ def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: flo
         cause = "ranks wait for each other, each for a collective that another one has not begun"
     advice = "" if failed or silent else f". {SAME_WORK}{'' if deadlocked else ONLY_SLOW}"
     return f"{cause}: " + "; ".join(told) + advice
+
+
+def tell_long_wait(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: float) -> str:
+    """Who waits for whom, while that is no fault yet, and how long it may last."""
+    told = [*_waiting(positions), *_absent(positions, ranks)]
+    return f"{'; '.join(told)}. This is an error after {timeout_s:g} s (watchdog_timeout_s)"
+
+
+def _absent(positions: Mapping[int, Position], ranks: Sequence[int]) -> list[str]:
+    """Who waits for nothing, and who is silent."""
+    told = [_elsewhere(rank, each) for rank, each in sorted(positions.items()) if each.waits is None]
+    if silent := [rank for rank in ranks if rank not in positions]:
+        verb = "does" if len(silent) == 1 else "do"
+        told.append(
+            f"{ranks_text(silent)} {verb} not answer: ended, stopped, or inside a call that lets no other thread run"
+            " (the rank's own log tells)"
+        )
+    return told
 
 
 def first_difference(positions: Mapping[int, Position]) -> str:

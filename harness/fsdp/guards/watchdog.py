@@ -20,6 +20,7 @@ of its device: so a wait lasts no longer than since the stream was seen to have 
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections import deque
@@ -33,11 +34,13 @@ import torch.distributed as dist
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import Label
-from harness.fsdp.guards import deadlock
+from harness.fsdp.guards import deadlock, long_wait
 from harness.fsdp.guards.alarm import PATIENCE_S, TICK_S, Alarm
 from harness.fsdp.guards.deadlock import Stand, Stands
-from harness.fsdp.guards.hang_report import CollectiveError, Position, tell, text_of
+from harness.fsdp.guards.hang_report import CollectiveError, Position, tell, tell_long_wait, text_of
+from harness.fsdp.guards.long_wait import LongWaits
 
+LOG = logging.getLogger(__name__)
 HISTORY = 256
 """Collectives remembered, to find the first one in which ranks differ."""
 _MAIN = threading.main_thread().ident
@@ -50,6 +53,7 @@ class _Wait:
     """One wait of one thread; `reached` tells of a wait on a device whether it is over.
 
     group: of an exchange of the program's own, which is aborted too. is_main: whether the program's main thread waits.
+    is_told: whether this rank's position was told while it lasted.
     """
 
     labels: tuple[Label, ...]
@@ -57,6 +61,7 @@ class _Wait:
     group: dist.ProcessGroup | None = None
     reached: Event | None = None
     is_main: bool = False
+    is_told: bool = False
 
 
 @dataclass
@@ -118,11 +123,13 @@ class Watchdog:
         self._wake = threading.Event()
         self._heard = threading.Event()
         self._told = threading.Event()
+        self._looking = threading.Lock()
         self._ends: list[Callable[[], None]] = []
         self._threads: list[threading.Thread] = []
         if len(self.ranks) > 1:
             self._alarm = Alarm(groups[0], timeout_s, self.tick_s)
             self._stands = Stands(self._alarm.ear, self.ranks, self.rank) if self._can_suspect() else None
+            self._long_waits = LongWaits(self._alarm.ear, self.ranks, self.rank)
             self._ends = [events.on_begin(self._begun), events.watch(self)]
             self._threads = [_start(self._watch, "fsdp-watchdog"), _start(self._listen, "fsdp-watchdog-store")]
             atexit.register(self._leave)
@@ -200,9 +207,22 @@ class Watchdog:
     def _listen(self) -> None:
         while not self._wake.wait(self.tick_s):
             with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
-                if self._alarm.is_raised() or self._finds_deadlock():
+                is_called = self._alarm.is_called()
+                if (is_called and self._alarm.is_raised()) or self._finds_deadlock():
                     self._heard.set()
                     self._wake.set()
+                self._tell_long_wait(is_called)
+
+    def _tell_long_wait(self, is_called: bool) -> None:
+        """See [Note: A long wait]."""
+        limit = time.monotonic() - long_wait.NOTICE_S
+        waits = self._all_waits()
+        is_long = any(wait.since < limit and not wait.is_told for wait in waits)
+        if (is_long or is_called) and self._long_waits.look(self.position, asks=is_long):
+            for wait in waits:
+                wait.is_told = True
+        if positions := self._long_waits.answers():
+            LOG.warning(tell_long_wait(positions, self.ranks, self.timeout_s))
 
     def _can_suspect(self) -> bool:
         """See [Note: Mutual waits]."""
@@ -234,10 +254,11 @@ class Watchdog:
 
     def _all_waits(self) -> list[_Wait]:
         """Waits that are not over, the oldest first."""
-        while self._on_device and self._on_device[0].reached is not None and self._on_device[0].reached.is_reached:
-            self._on_device.popleft()
-            if self._on_device:
-                self._on_device[0].since = time.monotonic()
+        with self._looking:
+            while self._on_device and self._on_device[0].reached is not None and self._on_device[0].reached.is_reached:
+                self._on_device.popleft()
+                if self._on_device:
+                    self._on_device[0].since = time.monotonic()
         return [*list(self._on_device)[:1], *list(self._waits.values())]
 
     def position(self) -> Position:

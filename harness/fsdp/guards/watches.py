@@ -10,9 +10,10 @@ import torch.distributed as dist
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.collective_check import CollectiveCheck
 from harness.fsdp.guards.watchdog import Watchdog
+from harness.fsdp.members import timeout_of
 
-USUAL_LIMIT_S = 300.0
-"""Seconds a wait may last where nobody said how long."""
+MARGIN_S = 30.0
+"""Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
 
 
 class Watches:
@@ -47,17 +48,14 @@ def watch_groups(
     """
     watching: list[Watchdog | CollectiveCheck] = []
     if groups[0].size() > 1:
-        limit_s = usual_limit_s(runtime.device) if timeout_s is None else timeout_s
+        limit_s = usual_limit_s(groups, runtime.device) if timeout_s is None else timeout_s
         watching.append(Watchdog(groups, runtime, limit_s, where))
-    if check:
-        watching.append(CollectiveCheck(groups[0], timeout_s))
+        watching += [CollectiveCheck(groups[0], limit_s)] if check else []
     return Watches(watching)
 
 
-def usual_limit_s(device: torch.device) -> float:
-    """Seconds a wait may last where nobody said so: nine tenths of what `init_process_group` was given, so that the
-    backend does not give up first; `USUAL_LIMIT_S` where it was given nothing."""
-    group = dist.distributed_c10d._get_default_group()
-    given = group._get_backend(device).options._timeout
-    defaults = (dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout)
-    return USUAL_LIMIT_S if given in defaults else 0.9 * given.total_seconds()
+def usual_limit_s(groups: Sequence[dist.ProcessGroup], device: torch.device) -> float:
+    """Seconds a wait may last where nobody said so: the groups' own timeout, the shortest of them, less a margin. So a
+    rank that works alone for long is ended no sooner than torch would end it, and the message names ranks."""
+    given = min(timeout_of(group, device).total_seconds() for group in groups)
+    return given - min(MARGIN_S, given / 10)

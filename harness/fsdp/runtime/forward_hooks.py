@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.guards.lost_edits import LostEdits
+from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -95,6 +96,7 @@ class ForwardHooks:
             self.gather.reshard_all()
         if with_gradients:
             refuse_transforms()
+            refuse_ddp_around(self.units[0].modules[0])
             self.before_gradients()
         if with_gradients or self.gather.order:
             refuse_forward_mode()

@@ -110,5 +110,5 @@ def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, ki
     ranks = tuple(torch.cat(rows).tolist())
     found = _CROSSED.setdefault(data, {})
     if ranks not in found:
-        found[ranks] = group_of_members(ranks, "weights")
+        found[ranks] = group_of_members(ranks, "weights", like=data)
     return DeviceMesh.from_group(found[ranks], kind)

@@ -25,7 +25,7 @@ from pathlib import Path
 from harness.config.derived import against_forks
 from harness.config.schema import Config
 from harness.store.provenance import sources_digest
-from harness.store.rank_place import DIES_WITH
+from harness.store.rank_place import DIES_WITH, stop_signals_blocked
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): descendants whose parents ended become this process's children."""
@@ -125,7 +125,7 @@ class ForkServer:
         """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = ours
-        with its:
+        with its, stop_signals_blocked():  # the server's ranks inherit it, and listen
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "harness.worker.forkserver", str(its.fileno())],
                 env={**environment, **_tied()},

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from harness.config.rank_environment import run_environment
-from harness.launch.local.run import Ended
+from harness.launch.local.run import EXIT_CODES, Ended
 from harness.launch.opening import Opened
 from harness.store import status
 from harness.store.files import Lock
-from harness.store.rank_place import RankPlace
+from harness.store.rank_place import RankPlace, stop_reason
 from harness.store.screen import unfiltered
 from harness.store.status import State
 
-STATES = {0: State.done, 1: State.failed, 75: State.preempted, 130: State.cancelled}
+STATES = {code: state for state, code in EXIT_CODES.items()}
 
 
 def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None]) -> Ended:
@@ -30,7 +31,8 @@ def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], 
             with unfiltered():
                 code = import_module("harness.worker").main(path, attempt, place, listener)
         except KeyboardInterrupt:
-            status.move(path, attempt, State.cancelled, "interrupted by Ctrl-C")
-            return Ended(State.cancelled, "interrupted by Ctrl-C")
+            reason = f"{stop_reason(signal.SIGINT)}; not saved"
+            status.move(path, attempt, State.cancelled, reason)
+            return Ended(State.cancelled, reason)
         present = opened.run.status()
     return Ended(STATES[code], present.reason if present is not None else "")

@@ -26,7 +26,7 @@ from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
-from harness.store.rank_place import STOP_SIGNALS
+from harness.store.rank_place import STOP_SIGNALS, stop_reason
 from harness.store.rundir import Store
 from harness.store.status import JobProbe, State
 
@@ -40,7 +40,12 @@ class Asked:
     """What signals have asked of this process."""
 
     stops: list[signal.Signals] = field(default_factory=list)
-    interrupted: bool = False
+    """In the order they came."""
+
+    @property
+    def interrupts(self) -> int:
+        """How often Ctrl-C was among them."""
+        return self.stops.count(signal.SIGINT)
 
 
 @contextmanager
@@ -52,16 +57,12 @@ def listening() -> Iterator[Asked]:
     def on_stop(number: int, _: FrameType | None) -> None:
         asked.stops.append(signal.Signals(number))
 
-    def on_interrupt(_: int, __: FrameType | None) -> None:
-        asked.interrupted = True
-
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    handlers = dict.fromkeys(STOP_SIGNALS, on_stop) | {signal.SIGINT: on_interrupt}
     before = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
+        number: signal.signal(number, on_stop)
+        for number in STOP_SIGNALS
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
@@ -126,14 +127,14 @@ class Pool:
                 self._reap()
                 if self._failed:
                     self._leave(waiting)
-                if asked.interrupted:
+                if asked.interrupts > 1:
                     self._cancel_all()
-                    return [*self._codes, 130]
+                    break
                 if len(asked.stops) > heard:
                     heard = len(asked.stops)
                     waiting.clear()
                     self._stop_all(asked.stops[-1])
-            return [*self._codes, 75] if heard else self._codes
+            return [*self._codes, 130 if asked.interrupts else 75] if asked.stops else self._codes
 
     def _leave(self, waiting: list[Cell]) -> None:
         """Start none of these any more."""
@@ -185,8 +186,8 @@ class Pool:
         devices = self._devices(cell)
         self._running.append(LocalRun(*opened, self._on_start(opened[0]), devices, self._asked_to_end))
 
-    def _asked_to_end(self) -> bool:
-        return self._asked.interrupted or bool(self._asked.stops)
+    def _asked_to_end(self) -> signal.Signals | None:
+        return self._asked.stops[0] if self._asked.stops else None
 
     def _devices(self, cell: Cell) -> list[str]:
         """CUDA devices no other run of ours uses, as many as its ranks need, or fewer where there are fewer."""
@@ -218,7 +219,7 @@ class Pool:
 
     def _cancel_all(self) -> None:
         for run in self._running:
-            run.cancel("interrupted by Ctrl-C")
+            run.cancel(stop_reason(signal.SIGINT))
         while self._running:
             self._reap()
             self._wait()

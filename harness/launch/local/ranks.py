@@ -21,7 +21,7 @@ from harness.launch.environment import child_environment, rank_environment
 from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.rank_place import LEASH, PROGRESS
+from harness.store.rank_place import LEASH, PROGRESS, stop_signals_blocked
 
 TAIL_BYTES = 2000
 
@@ -171,6 +171,7 @@ def start_ranks(
 
     Raises:
         ServerHangs: its imports do not end; the message has its stack.
+        NotForked: the request was asked to end before all ranks were there; those that were have been ended.
         OSError: a rank cannot be started.
         devices: CUDA devices, one a rank; empty on CPU.
     """
@@ -185,7 +186,9 @@ def start_ranks(
             except ServerHangs as error:
                 raise ServerHangs(f"{error}\n{log_tail(folder / f'rank{number}.log')}") from error
             except NotForked as error:
-                if config.launch.fork and not patience.is_over():
+                if patience.is_over():  # nobody wants them any more
+                    raise
+                if config.launch.fork:
                     log = folder / f"rank{number}.log"
                     raise OSError(f"launch.fork=true: {error}; leave it out ({log} has what it said)") from error
                 imports = None  # processes of their own need no server, and tell why where imports are what failed
@@ -214,7 +217,7 @@ def _start_rank(
     environment = child_environment(variables | {LEASH: str(held), PROGRESS: str(telling)}, os.environ)
     process: subprocess.Popen[bytes] | Adopted
     try:
-        with log.open("ab") as output:
+        with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
             if imports is not None:
                 process = fork_rank(imports, run, attempt, environment, descriptors, output.fileno(), patience)
             else:

@@ -1,7 +1,8 @@
 """One run on this machine, from its ranks' start to its final status: the policy of ends.
 
-A rank that dies takes the others down within seconds, its own traceback first. A request to stop lets ranks save at the
-step boundary, an interrupt does not wait. Ranks that make no step show their stacks before they go.
+A rank that dies takes the others down within seconds, its own traceback first. A request to stop, as the first Ctrl-C
+is one, lets ranks save at the step boundary; a second one does not wait. Ranks that make no step show their stacks
+before they go.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config
-from harness.launch.local.forking import Patience, ServerHangs
+from harness.launch.local.forking import NotForked, Patience, ServerHangs
 from harness.launch.local.ranks import Rank, failures_of, start_ranks
 from harness.launch.opening import Opened
 from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
-from harness.store.rank_place import meeting_folder
+from harness.store.rank_place import meeting_folder, stop_reason
 from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
 from harness.store.status import State
@@ -37,6 +38,8 @@ CAUSE_S = 5.0
 STACKS_S = 2.0
 """How long ranks may take to write their stacks."""
 
+STOPPED = {75, 130}
+"""Exit codes of ranks that were asked to stop, and did at the step boundary."""
 EXIT_CODES = {State.done: 0, State.failed: 1, State.preempted: 75, State.cancelled: 130}
 
 
@@ -64,13 +67,13 @@ class LocalRun:
         lock: Lock,
         listener: Callable[[dict[str, Any]], None],
         devices: Sequence[str] = (),
-        is_over: Callable[[], bool] = lambda: False,
+        asked: Callable[[], signal.Signals | None] = lambda: None,
     ) -> None:
         """Start the ranks. Owns `lock` from here on.
 
         Args:
             listener: given every message of every rank.
-            is_over: whether the request has been asked to end while ranks are being started.
+            asked: the signal that has asked the request to end while ranks are being started.
         """
         self.opened = opened
         self.config: Config = opened.cell.typed
@@ -81,6 +84,7 @@ class LocalRun:
         self._lock = lock
         self._verdict: tuple[State, str] | None = None
         self._deadline: float | None = None
+        self._stops = 0
         self._stacks = ""
         self._steps: dict[int, int] = {}
         try:
@@ -91,7 +95,9 @@ class LocalRun:
                 start=self._start,
                 lock=lock.fileno(),
                 patience=Patience(
-                    self.config.launch.hang_timeout_s, self._warn, lambda: is_over() or self._is_cancelled()
+                    self.config.launch.hang_timeout_s,
+                    self._warn,
+                    lambda: asked() is not None or self._is_cancelled(),
                 ),
                 devices=devices,
             )
@@ -100,6 +106,9 @@ class LocalRun:
             self._decide(
                 State.failed, f"no rank within launch.hang_timeout_s={self.config.launch.hang_timeout_s:g}", 0.0
             )
+        except NotForked:
+            self.ranks = []
+            self._decide(*_end_of(asked()), 0.0)
         except BaseException as error:
             status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
             lock.release()
@@ -128,15 +137,19 @@ class LocalRun:
 
     def stop(self, asked: signal.Signals) -> None:
         """Ask the ranks by this signal to save and end; asked a second time, end them now."""
+        self._stops += 1
         if self._verdict is not None:
             self._end_by(0.0)
             return
-        self._decide(State.preempted, f"{asked.name} received", self.config.launch.stop_grace_s)
+        self._decide(*_end_of(asked), self.config.launch.stop_grace_s)
+        if asked is signal.SIGINT:
+            self._warn("Ctrl-C: the run saves after this step and ends; Ctrl-C again ends it at once, unsaved")
         for rank in self.ranks:
             rank.signal(asked)
 
     def cancel(self, reason: str) -> None:
         """End the ranks now."""
+        self._stops += bool(self._stops)
         self._decide(State.cancelled, reason, 0.0)
         self._kill()
 
@@ -159,7 +172,7 @@ class LocalRun:
                 self._listener(message)
 
     def _on_exit(self, rank: Rank) -> None:
-        if rank.code not in (0, 75):
+        if rank.code not in (0, *STOPPED):
             found = rank.failure()
             self._decide(State.failed, "", CAUSE_S if found is not None and found.echo else LAST_WORDS_S)
         else:
@@ -195,20 +208,24 @@ class LocalRun:
         codes = {rank.code for rank in self.ranks}
         if codes == {0}:
             return Ended(State.done, self._own_reason(State.done))
-        if codes == {75}:
-            return Ended(State.preempted, self._own_reason(State.preempted))
-        failures = failures_of(self.ranks)
         state, reason = self._verdict or (State.failed, "")
-        if state is State.failed or (state is State.preempted and any(not failure.echo for failure in failures)):
+        if codes and codes <= STOPPED:
+            state = State.preempted if state is State.failed else state
+            return Ended(state, self._own_reason(State.preempted, State.cancelled))
+        failures = failures_of(self.ranks)
+        if state is State.failed or (self._stops and any(not failure.echo for failure in failures)):
             return self._failed(failures, reason)
-        if state is State.preempted:
-            reason = f"{reason}; not saved within launch.stop_grace_s={self.config.launch.stop_grace_s:g}"
+        if not self.ranks:
+            reason = f"{reason} before ranks were started"
+        elif self._stops:
+            grace = f" within launch.stop_grace_s={self.config.launch.stop_grace_s:g}" if self._stops == 1 else ""
+            reason = f"{reason}; not saved{grace}"
         return Ended(state, reason)
 
-    def _own_reason(self, state: State) -> str:
+    def _own_reason(self, *states: State) -> str:
         """What rank 0 said of this end."""
         present = self.opened.run.status()
-        return present.reason if present is not None and present.state is state else "ended"
+        return present.reason if present is not None and present.state in states else "ended"
 
     def _failed(self, failures: list[Failure], reason: str) -> Ended:
         if self._stacks:
@@ -238,6 +255,13 @@ class LocalRun:
 
     def _warn(self, text: str) -> None:
         self._listener({"kind": "warning", "text": text})
+
+
+def _end_of(asked: signal.Signals | None) -> tuple[State, str]:
+    """State and reason of a run that this signal ends; None: `harness cancel` does."""
+    if asked is None:
+        return State.cancelled, "cancelled on request"
+    return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)
 
 
 def _stacks(attempt: Path) -> str:
