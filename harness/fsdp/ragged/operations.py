@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from harness.fsdp.ragged.placement import RaggedShard
-from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, spec_like
+from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
+from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, replicated, wrap_rows
 
 aten = torch.ops.aten
 
@@ -49,30 +49,6 @@ KEEPS = frozenset(
 )
 """Row by row, beside what torch tags as pointwise, `_foreach_*` and the kernels of fused optimizers."""
 
-SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
-EXTREMES: dict[Any, Callable[..., Tensor]] = {
-    aten.amax.default: torch.amax,
-    aten.amin.default: torch.amin,
-    aten.max.default: torch.amax,
-    aten.min.default: torch.amin,
-}
-NORM = aten.linalg_vector_norm.default
-BY_ROW = SUMS | {
-    aten.all.dim,
-    aten.amax.default,
-    aten.amin.default,
-    aten.any.dim,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.linalg_vector_norm.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.prod.dim_int,
-    aten.std.correction,
-    aten.var.correction,
-}
-"""Reductions that leave each row to itself where dimension 0 is not among theirs."""
-
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -85,7 +61,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         NotImplementedError: on all ranks, before any communication: an edit would be lost.
         RuntimeError: a plain tensor of several elements takes part, as torch has it for DTensors.
     """
-    rule = _rule_of(func) or _reduction_of(func, args) or _of_whole
+    rule = _rule_of(func) or reduction_of(func, args) or _of_whole
     return rule(func, args, kwargs)
 
 
@@ -107,19 +83,6 @@ def _rule_of(func: Any) -> Rule | None:
     return _refuse if func._schema.is_mutable else None
 
 
-def _reduction_of(func: Any, args: tuple[Any, ...]) -> Rule | None:
-    """The rule of a reduction, by the dimensions that it reduces."""
-    if func not in BY_ROW and func not in EXTREMES:
-        return None
-    like, at = args[0], 2 if func is NORM else 1
-    dim = args[at] if len(args) > at else None
-    dims = range(like.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    reduced = {each % max(like.dim(), 1) for each in dims}
-    if len(reduced) == like.dim():
-        return _extreme if func in EXTREMES else _norm if func is NORM else _sum if func in SUMS else None
-    return _by_row if 0 not in reduced and _cuts_rows_alone(like) else None
-
-
 # -- row by row --------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +94,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     cut_plain = func is aten.copy_.default  # loading: every rank has the whole tensor
     local = [_local(each, like, cut_plain) if isinstance(each, Tensor) else each for each in args]
     result = func(*local, **kwargs)
-    return args[0] if in_place else _wrap(result, like)
+    return args[0] if in_place else wrap_rows(result, like)
 
 
 def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,12 +144,7 @@ def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
         return True
     if one.dim() != other.dim() or mine.placements != theirs.placements or mine.mesh != theirs.mesh:
         return False
-    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and _cuts_rows_alone(one))
-
-
-def _cuts_rows_alone(tensor: RaggedTensor) -> bool:
-    """No tensor-parallel axis cuts it, too."""
-    return all(isinstance(each, Replicate) for each in tensor._spec.placements[:-1])
+    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and one.cuts_rows_alone)
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -220,29 +178,14 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if result is None or func._schema.is_mutable:
         return None if result is None else list(firsts)
     pairs = zip(result, firsts, strict=True)
-    return [_wrap(each, first) if isinstance(first, RaggedTensor) else each for each, first in pairs]
-
-
-def _wrap(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> Any:
-    """Rows of a result as a tensor that is cut as `like`, or by `cut`; the whole shape follows from the rows' shape."""
-    if isinstance(result, tuple | list):
-        return type(result)(_wrap(each, like, cut) for each in result)
-    spec = like._spec
-    if cut is None and result.dtype == like.dtype and result.shape == like._local_tensor.shape:
-        return RaggedTensor.of(result, spec)
-    rows = like.shape[:1] if cut is None else [max(end for _, end in cut.spans)]
-    tail = like.shape[1:] if result.shape[1:] == like._local_tensor.shape[1:] else result.shape[1:]
-    whole = torch.empty([*rows, *tail], dtype=result.dtype, device="meta")
-    return RaggedTensor.of(
-        result, spec_like(whole, spec.mesh, spec.placements if cut is None else (*spec.placements[:-1], cut))
-    )
+    return [wrap_rows(each, first) if isinstance(first, RaggedTensor) else each for each, first in pairs]
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], tuple(args[1])
     if size == tuple(like.shape):
-        return _wrap(func(like._local_tensor, like._local_tensor.shape, *args[2:], **kwargs), like)
-    return _replicated(func(like._local_tensor, size, *args[2:], **kwargs), like._spec.mesh)
+        return wrap_rows(func(like._local_tensor, like._local_tensor.shape, *args[2:], **kwargs), like)
+    return replicated(func(like._local_tensor, size, *args[2:], **kwargs), like._spec.mesh)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,116 +195,19 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         size[size.index(-1)] = like.numel() // max(-math.prod(size), 1)
     local = like._local_tensor
     if size == list(like.shape):
-        return _wrap(local.view(local.shape), like)
-    if not _cuts_rows_alone(like) or not like.numel() or not size or not like.dim() or size[0] % like.shape[0]:
+        return wrap_rows(local.view(local.shape), like)
+    if not like.cuts_rows_alone or not like.numel() or not size or not like.dim() or size[0] % like.shape[0]:
         return _view_of_whole(func, (like, size), kwargs)
     factor = size[0] // like.shape[0]
     rows = local.view((local.shape[0] * factor, *size[1:]))
-    return _wrap(rows, like, like.cut.scaled(factor))
+    return wrap_rows(rows, like, like.cut.scaled(factor))
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     same = all(asked in (-1, own) for asked, own in zip(args[1], args[0].shape, strict=False))
     if same and len(args[1]) == args[0].dim():
-        return _wrap(args[0]._local_tensor, args[0])
+        return wrap_rows(args[0]._local_tensor, args[0])
     return _of_whole(func, args, kwargs)
-
-
-# -- reductions --------------------------------------------------------------------------------------------------------
-
-
-def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _wrap(func(args[0]._local_tensor, *args[1:], **kwargs), args[0])
-
-
-def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    like, dtype = args[0], kwargs.get("dtype")
-    wide = dtype or (torch.float32 if like.dtype.is_floating_point and like.dtype.itemsize < 4 else None)
-    total = _over_ranks([like], lambda local: local.sum(dtype=wide), torch.sum)[0]
-    if func in (aten.mean.default, aten.mean.dim):
-        total = total / like.numel()
-    elif not like.dtype.is_floating_point:
-        return _shaped(total, like, args[2:3])
-    return _shaped(total.to(dtype or like.dtype), like, args[2:3])
-
-
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    order = args[1] if len(args) > 1 else 2
-    return _shaped(_norms_of([args[0]], order, kwargs.get("dtype"))[0], args[0], args[3:4])
-
-
-def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found = _norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype"))
-    pairs = zip(found, args[0], strict=True)
-    return [_shaped(norm, each) if isinstance(each, RaggedTensor) else norm for norm, each in pairs]
-
-
-def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    norm: Any = torch.linalg.vector_norm
-
-    def of_rows(local: Tensor) -> Tensor:
-        wide = dtype or (torch.float32 if local.dtype.itemsize < 4 else local.dtype)
-        if not local.numel():
-            return local.new_full((), math.inf if order < 0 else 0, dtype=wide)
-        found: Tensor = norm(local, order, dtype=wide)
-        return found
-
-    combine = partial(torch.sum) if order == 0 else partial(norm, ord=order)
-    found = _over_ranks(tensors, of_rows, combine)
-    return [value.to(dtype or each.dtype) for value, each in zip(found, tensors, strict=True)]
-
-
-def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    found = _extremes([args[0]], EXTREMES[func])[0]
-    return _shaped(found, args[0], args[2:3])
-
-
-def _largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    pairs = zip(_extremes(args[0], torch.amax), args[0], strict=True)
-    return [_shaped(value, each) if isinstance(each, RaggedTensor) else value for value, each in pairs]
-
-
-def _extremes(tensors: Sequence[Tensor], reduce: Callable[..., Tensor]) -> list[Tensor]:
-    def of_rows(local: Tensor) -> Tensor:
-        return reduce(local) if local.numel() else local.new_full((), _least(local.dtype, reduce is torch.amax))
-
-    return _over_ranks(tensors, of_rows, reduce)
-
-
-def _least(dtype: torch.dtype, negative: bool) -> float:
-    if dtype is torch.bool:
-        return not negative
-    if dtype.is_floating_point:
-        return -math.inf if negative else math.inf
-    return torch.iinfo(dtype).min if negative else torch.iinfo(dtype).max
-
-
-def _over_ranks(
-    tensors: Sequence[Tensor], of_rows: Callable[[Tensor], Tensor], combine: Callable[..., Tensor]
-) -> list[Tensor]:
-    """What a reduction finds in each tensor, in the order of ranks, so that all ranks have the same bits.
-
-    One all-gather for each axis that cuts rows, mesh and dtype; plain tensors are reduced here.
-    """
-    found = [of_rows(each._local_tensor if isinstance(each, RaggedTensor) else each) for each in tensors]
-    places: dict[tuple[DeviceMesh, tuple[bool, ...], torch.dtype], list[int]] = {}
-    for place, each in enumerate(tensors):
-        if isinstance(each, RaggedTensor):
-            cuts = tuple(not isinstance(placement, Replicate) for placement in each._spec.placements)
-            places.setdefault((each._spec.mesh, cuts, found[place].dtype), []).append(place)
-    for (mesh, cuts, _), where in places.items():
-        values = torch.stack([found[place] for place in where]).to(mesh.device_type)
-        for axis in (axis for axis, is_cut in enumerate(cuts) if is_cut):
-            parts = values.new_empty((mesh.size(axis) * len(values),))
-            dist.all_gather_into_tensor(parts, values, group=mesh.get_group(axis))
-            values = combine(parts.view(mesh.size(axis), -1), dim=0)
-        for place, value in zip(where, values.unbind(), strict=True):
-            found[place] = value
-    return found
-
-
-def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> DTensor:
-    return _replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)
 
 
 # -- of the whole tensor -----------------------------------------------------------------------------------------------
@@ -386,14 +232,10 @@ def _all_whole(values: Sequence[Any]) -> list[Any]:
 
 def _all_replicated(result: Any, mesh: DeviceMesh) -> Any:
     if isinstance(result, Tensor):
-        return _replicated(result, mesh)
+        return replicated(result, mesh)
     if isinstance(result, list | tuple):
         return type(result)(_all_replicated(each, mesh) for each in result)
     return result
-
-
-def _replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -431,7 +273,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     like = next(_ragged(args, kwargs))
     same = torch.equal(_local(one, like), _local(other, like))
     differs = RaggedTensor.of(torch.full_like(like._local_tensor, not same, dtype=torch.uint8), like._spec)
-    return not _extremes([differs], torch.amax)[0].item()
+    return not extremes([differs], torch.amax)[0].item()
 
 
 def _non_finite_check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -475,8 +317,8 @@ def _name(like: RaggedTensor) -> str:
 
 SPECIAL: dict[Any, Rule] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _non_finite_check_and_unscale,
-    aten._foreach_max.default: _largest,
-    aten._foreach_norm.Scalar: _norms,
+    aten._foreach_max.default: largest,
+    aten._foreach_norm.Scalar: norms,
     aten._unsafe_view.default: _view,
     aten.equal.default: _equal,
     aten.expand.default: _expand,

@@ -45,7 +45,7 @@ class RaggedShard(Shard):
         return self._spans
 
     def scaled(self, factor: int) -> RaggedShard:
-        """The same cut of a view that has `factor` rows for each row."""
+        """A cut of a view that has `factor` rows for each row."""
         return RaggedShard(tuple((begin * factor, end * factor) for begin, end in self.spans), self.name)
 
     def __eq__(self, other: object) -> bool:

@@ -60,6 +60,11 @@ class RaggedTensor(DTensor):
         mesh = self._spec.mesh
         return self.cut.spans[mesh.get_local_rank(mesh.ndim - 1)]
 
+    @property
+    def cuts_rows_alone(self) -> bool:
+        """No tensor-parallel axis cuts it, too."""
+        return all(isinstance(each, Replicate) for each in self._spec.placements[:-1])
+
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank; its gradient's rows return here. Collective over the mesh."""
         if torch.is_grad_enabled() and self.requires_grad:
@@ -270,3 +275,22 @@ def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTen
 def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:
     """The spec of a whole tensor of that shape, strides and dtype."""
     return RaggedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
+def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> Any:
+    """Rows of a result as a tensor that is cut as `like`, or by `cut`; the whole shape follows from the rows' shape."""
+    if isinstance(result, tuple | list):
+        return type(result)(wrap_rows(each, like, cut) for each in result)
+    spec = like._spec
+    if cut is None and result.dtype == like.dtype and result.shape == like._local_tensor.shape:
+        return RaggedTensor.of(result, spec)
+    rows = like.shape[:1] if cut is None else [max(end for _, end in cut.spans)]
+    tail = like.shape[1:] if result.shape[1:] == like._local_tensor.shape[1:] else result.shape[1:]
+    whole = torch.empty([*rows, *tail], dtype=result.dtype, device="meta")
+    return RaggedTensor.of(
+        result, spec_like(whole, spec.mesh, spec.placements if cut is None else (*spec.placements[:-1], cut))
+    )
+
+
+def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -200,7 +200,7 @@ class ShardMap:
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
-        """Of a parameter, on the axes of `_mesh`."""
+        """Placements of a parameter on the axes of `_mesh`."""
         found = self._found.setdefault(bucket, {})
         if slot.spec.name not in found:
             portion, axes = bucket.portion_of(slot), _axes(bucket)

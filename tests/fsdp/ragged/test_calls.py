@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from harness.fsdp.ragged import operations, placement, tensor
+from harness.fsdp.ragged import operations, placement, reductions, tensor
 from tests.fsdp.ragged import layouts
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
 from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
@@ -122,7 +122,7 @@ def test_every_call_is_right_or_refused(layout: str) -> None:
 MUTANTS = {
     "means of means": (
         Slip(
-            operations,
+            reductions,
             "_sum",
             "/ like.numel()",
             "/ max(like._local_tensor.numel(), 1)",
@@ -137,7 +137,7 @@ MUTANTS = {
         "p + q",
     ),
     "no rows": (
-        Slip(operations, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
+        Slip(reductions, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
         "first",
         "(p - 9).max()",
     ),
@@ -175,7 +175,7 @@ MUTANTS = {
         "p.reshape(4, 6)",
     ),
     "rows alone": (
-        Slip(operations, "_reduction_of", "0 not in reduced", "reduced", "A sum over rows is of this rank's rows"),
+        Slip(reductions, "reduction_of", "0 not in reduced", "reduced", "A sum over rows is of this rank's rows"),
         "uneven",
         "p.sum(0)",
     ),
@@ -202,9 +202,9 @@ MUTANTS = {
     ),
     "tensor-parallel rows": (
         Slip(
-            operations,
-            "_reduction_of",
-            "and _cuts_rows_alone(like)",
+            reductions,
+            "reduction_of",
+            "and like.cuts_rows_alone",
             "",
             "A row is summed over a rank's columns",
         ),
@@ -220,7 +220,8 @@ def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
     for name in names:
         slip, layout, call = MUTANTS[name]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(slip.owner, slip.name, slip.made())
+            for owner in (slip.owner, operations):
+                patch.setattr(owner, slip.name, slip.made(), raising=owner is slip.owner)
             operations._rule_of.cache_clear()
             patch.setitem(operations.SPECIAL, torch.ops.aten.view.default, operations._view)
             found[name] = try_all(rank, layout, [call])[call]
