@@ -77,6 +77,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 
 def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`_foreach_norm`, by one all-gather for all tensors of a mesh and dtype."""
     found = _norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype"))
     pairs = zip(found, args[0], strict=True)
     return [_shaped(norm, each) if isinstance(each, RaggedTensor) else norm for norm, each in pairs]
@@ -103,11 +104,13 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
 
 
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`_foreach_max`, as `norms`."""
     pairs = zip(extremes(args[0], torch.amax), args[0], strict=True)
     return [_shaped(value, each) if isinstance(each, RaggedTensor) else value for value, each in pairs]
 
 
 def extremes(tensors: Sequence[Tensor], reduce: Callable[..., Tensor]) -> list[Tensor]:
+    """The largest (`torch.amax`) or smallest element of each tensor, NaN where one is. Collective over each mesh."""
     def of_rows(local: Tensor) -> Tensor:
         return reduce(local) if local.numel() else local.new_full((), _least(local.dtype, reduce is torch.amax))
 

@@ -293,4 +293,5 @@ def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -
 
 
 def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor that every rank of the mesh has whole."""
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

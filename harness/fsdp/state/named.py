@@ -77,7 +77,7 @@ class ShardedState:
 
 
 def is_counter_elsewhere(value: Tensor) -> bool:
-    """Whether it stands for a counter of a parameter that has no row on this rank."""
+    """Stands for a counter of a parameter that has no row on this rank."""
     return isinstance(value, RaggedTensor) and value.cut.name == COUNTER_ELSEWHERE
 
 

@@ -219,9 +219,10 @@ def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
     found = {}
     for name in names:
         slip, layout, call = MUTANTS[name]
+        made = slip.made()
         with pytest.MonkeyPatch.context() as patch:
             for owner in (slip.owner, operations):
-                patch.setattr(owner, slip.name, slip.made(), raising=owner is slip.owner)
+                patch.setattr(owner, slip.name, made, raising=owner is slip.owner)
             operations._rule_of.cache_clear()
             patch.setitem(operations.SPECIAL, torch.ops.aten.view.default, operations._view)
             found[name] = try_all(rank, layout, [call])[call]
