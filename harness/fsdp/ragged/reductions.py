@@ -111,6 +111,7 @@ def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
 
 def extremes(tensors: Sequence[Tensor], reduce: Callable[..., Tensor]) -> list[Tensor]:
     """The largest (`torch.amax`) or smallest element of each tensor, NaN where one is. Collective over each mesh."""
+
     def of_rows(local: Tensor) -> Tensor:
         return reduce(local) if local.numel() else local.new_full((), _least(local.dtype, reduce is torch.amax))
 
