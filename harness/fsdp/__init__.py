@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from harness.fsdp.options import Options as Options
     from harness.fsdp.policy import Dtypes as Dtypes
     from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.gradient_answer import GradientAccessError as GradientAccessError
     from harness.fsdp.runtime.step import StepError as StepError
     from harness.fsdp.state.named import ShardedState as ShardedState
     from harness.fsdp.state.named import StateMismatch as StateMismatch
-    from harness.fsdp.state.row_shard import RowShard as RowShard
-    from harness.fsdp.state.row_shard import local_of as local_of
     from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel.portion import Portion as Portion
@@ -97,10 +96,7 @@ _EXPORTS = {
         "ShardedState",
         "StateMismatch",
     ),
-    "state.row_shard": (
-        "RowShard",
-        "local_of",
-    ),
+    "ragged": ("RaggedTensor",),
     "storage.parameter_access": ("ReleasedWeightError",),
     "storage.placement": ("Placements",),
     "tensor_parallel.portion": (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from harness.config.schedule import lr_at
-from harness.fsdp import local_of
 from tests.faults.corpus import ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
+from tests.support.layouts import local_of
 
 
 def on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import RowShard, ShardedModel, binding, fully_shard, preconditions
+from harness.fsdp import ShardedModel, binding, fully_shard, preconditions
+from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime import backward_hooks, forward_hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
@@ -387,7 +388,7 @@ MUTANTS = {
     ),
     "copies of shards": Mutant(
         "A copy of a state dictionary follows every update",
-        lambda: mock.patch.object(RowShard, "__deepcopy__", lambda self, memo: self),
+        lambda: mock.patch.object(RaggedTensor, "__deepcopy__", lambda self, memo: self),
         "keeping_the_best",
     ),
     "inputs alone": Mutant(

@@ -23,9 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.fsdp import MixedPrecisionPolicy, construction, fully_shard
 from harness.fsdp.comm.parts import Cut
 from harness.fsdp.guards.watches import Watches
+from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability
-from harness.fsdp.state import named
-from harness.fsdp.state.row_shard import Rows
 from harness.fsdp.storage import marks
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
@@ -132,9 +131,12 @@ def test_no_rank_does_more_where_there_are_many(strategy: str) -> None:
     assert run_ranks(_growing, 1, strategy, apart=True)[0] == []
 
 
-def _rows_at_once(here: Any, place: int, everyones: Callable[[], Any]) -> Rows:
-    found = everyones()
-    return Rows(here, place, lambda: found)
+_init = RaggedShard.__init__
+
+
+def _rows_at_once(self: RaggedShard, spans: Callable[[], Any], name: str) -> None:
+    _init(self, spans, name)
+    assert self.spans
 
 
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -144,7 +146,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "rows at once": (
         "Rows of all ranks are found for each tensor that is handed out",
-        lambda: mock.patch.object(named, "Rows", _rows_at_once),
+        lambda: mock.patch.object(RaggedShard, "__init__", _rows_at_once),
     ),
     "every bound": (
         "Where a parameter is cut is looked for among the bounds of all ranks",

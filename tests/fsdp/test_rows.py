@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RowShard
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
-from tests.support.spawn import run_ranks
 
 WORLD = 4
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of it; plain where nothing is cut."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def handed_out(rank: int, pair: Pair) -> list[str]:
@@ -27,10 +29,10 @@ def handed_out(rank: int, pair: Pair) -> list[str]:
     told = []
     right, held = dict(model.full_weights()), model.state_dict()
     right["exit.weight"] = right["entry.weight"]  # torch has tied weights under each of their names
-    told += same({name: value.full_tensor() for name, value in held.items()}, right)
+    told += same({name: whole(value) for name, value in held.items()}, right)
     told += [name for name, value in held.items() if value.shape != right[name].shape]
     state = model.sharded_state().tensors
-    moments = {key: value.full_tensor() for key, value in state.items() if key.endswith("/exp_avg")}
+    moments = {key: whole(value) for key, value in state.items() if key.endswith("/exp_avg")}
     everyone: list[Any] = [None] * WORLD
     dist.all_gather_object(everyone, {key: value.double().sum().item() for key, value in moments.items()})
     told += ["moments differ between ranks"] if any(each != everyone[0] for each in everyone) else []
@@ -92,43 +94,3 @@ def test_every_dtensor_gathers_rightly(pair: Pair) -> None:
 @every_pair
 def test_weights_are_taken_whole_or_as_dtensors_or_refused(pair: Pair) -> None:
     assert by_pair(taken_back)[pair] == [[]] * WORLD
-
-
-def operations(rank: int) -> list[str]:
-    """What a row shard does, and refuses, by name."""
-    model, _ = shard(Pair("optim_grads_params", ""))
-    weight = next(value for value in model.state_dict().values() if value.to_local().numel())
-    assert isinstance(weight, RowShard)
-    told = []
-    allowed: dict[str, Callable[[], Any]] = {
-        "clone": weight.clone,
-        "detach": weight.detach,
-        "double": weight.double,
-        "zeros_like": lambda: torch.zeros_like(weight),
-        "copy_": lambda: weight.clone().copy_(weight),
-    }
-    for name, call in allowed.items():
-        found = call()
-        told += [] if isinstance(found, RowShard) and found.shape == weight.shape else [f"{name} gives {type(found)}"]
-    doubled = weight.double().full_tensor()
-    told += [] if torch.equal(doubled, weight.full_tensor().double()) else ["a cast gathers otherwise"]
-    refused: dict[str, Callable[[], Any]] = {
-        "sum": weight.sum,
-        "add": lambda: weight + 1,
-        "norm": lambda: torch.linalg.vector_norm(weight),
-        "redistribute": lambda: weight.redistribute(placements=[Shard(0)]),
-        "copy_ of a plain tensor": lambda: weight.copy_(torch.zeros(weight.shape)),
-        "index": lambda: weight[0],
-    }
-    for name, call in refused.items():
-        try:
-            call()
-            told.append(f"{name} is not refused")
-        except RuntimeError as error:
-            told += [] if "full_tensor()" in str(error) else [f"{name}: {error}"]
-    model.close()
-    return told
-
-
-def test_what_would_trust_the_placement_is_refused() -> None:
-    assert run_ranks(operations, 3) == [[]] * 3

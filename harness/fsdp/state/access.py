@@ -14,7 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.state import flat, hooks
-from harness.fsdp.state.named import ShardedState, ShardMap, check_fit
+from harness.fsdp.state.named import ShardedState, ShardMap, check_fit, fill
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.whereabouts import check_names
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -224,7 +224,7 @@ class StateAccess:
         shards = self._shards.weights(self.buckets)
         for _, tensor, value in plan.tensors:
             if id(tensor) in first:
-                shards[first[id(tensor)]].fill_from(value)
+                fill(shards[first[id(tensor)]], value)
             else:
                 tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         for part, value in plan.more:

@@ -1,7 +1,7 @@
 """An optimizer's state as torch's `Optimizer.state_dict` has it: by the number of a parameter, for any layout.
 
 Numbers count the parameters that the optimizer was built over, group by group, frozen ones among them. Entries with a
-parameter's shape are `RowShard`s over the engine's own memory; counters are tensors of shape [], one a parameter, and
+parameter's shape are `DTensor`s over the engine's own memory; counters are tensors of shape [], one a parameter, and
 every rank has all of them.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.crossed import Everyone
-from harness.fsdp.state.named import OPTIMIZER, ShardedState, StateMismatch, check_fit
-from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.state.named import OPTIMIZER, ShardedState, StateMismatch, check_fit, fill, is_counter_elsewhere
 from harness.fsdp.update.blank import begins_with_gradient, create_state_of
 from harness.fsdp.update.kernels import KERNELS
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -68,7 +68,7 @@ def load_state_dict(
     missing = [_key(key) for key, target in wanted.items() if key not in found and _is_here(target)]
     check_fit(pairs, missing, [_key(key) for key in found if key not in wanted])
     for _, target, value in pairs:
-        _fill(target, value)
+        fill(target, value)
     for group, settings in zip(optimizer.param_groups, given["param_groups"], strict=True):
         group.update({k: deepcopy(v) for k, v in settings.items() if k != "params" and k not in KERNELS})
 
@@ -79,13 +79,11 @@ def _counters(held: ShardedState, everyone: Everyone, groups: Sequence[Sequence[
     No rank counts a parameter without rows: it has the largest count of its group, as torch counts it in every step.
     """
     known = {
-        (name, entry): value
-        for name, entry, value in _entries(held)
-        if not isinstance(value, RowShard) or value.is_counter_elsewhere
+        (name, entry): value for name, entry, value in _entries(held) if f"{OPTIMIZER}{name}/{entry}" in held.counters
     }
     order = sorted(known)
-    here = [float(not isinstance(known[key], RowShard)) for key in order]
-    values = [0.0 if isinstance(known[key], RowShard) else float(known[key]) for key in order]
+    here = [float(not is_counter_elsewhere(known[key])) for key in order]
+    values = [0.0 if is_counter_elsewhere(known[key]) else float(known[key]) for key in order]
     device = everyone.runtime.device
     sums = everyone.sum_scalars(torch.tensor([values, here], dtype=torch.float64, device=device), "counters").cpu()
     means = sums[0] / sums[1]  # of equal numbers: exact; NaN where no rank has a copy
@@ -107,14 +105,7 @@ def _key(parameter_and_entry: tuple[str, str]) -> str:
 
 def _is_here(target: Tensor) -> bool:
     """Whether this rank has some of it; of a counter, a copy."""
-    return not isinstance(target, RowShard) or target.held is not None
-
-
-def _fill(target: Tensor, value: Tensor) -> None:
-    if isinstance(target, RowShard):
-        target.fill_from(value)
-    else:
-        target.copy_(value)
+    return not isinstance(target, DTensor) or bool(target.to_local().numel())
 
 
 def _names(optimizer: torch.optim.Optimizer, owner: ShardedOptimizer) -> Iterator[str]:

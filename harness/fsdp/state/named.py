@@ -1,16 +1,16 @@
 """All of a model's state by the module's own names, as tensors that know where their rows belong.
 
 Keys are `weights/<parameter>` (main weights; of frozen parameters the compute weights) and
-`optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are `RowShard`s over the engine's own memory;
-counters such as `step`, of which a flat stretch has one for all its parameters, are plain tensors of shape [], one a
-parameter, and belong to the caller until `adopt` takes them back. `fp8/<layer>.<buffer>` is what delayed scaling knows,
+`optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are DTensors over the engine's own memory, plain
+ones where nothing cuts them. Counters such as `step` are plain tensors of shape [], one a parameter, and belong to the
+caller until `adopt` takes them back. `fp8/<layer>.<buffer>` is what delayed scaling knows,
 whole on every rank and in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,19 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.state.row_shard import Rows, RowShard
+from harness.fsdp.ragged import RaggedShard, RaggedTensor
+from harness.fsdp.ragged.tensor import spec_like
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import BucketContext
 from harness.fsdp.storage.layout import LocalSlice, Slot
-from harness.fsdp.storage.placement import REPLICATE, SHARD, On
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp.storage.placement import SHARD, On
 from harness.fsdp.update.blank import COUNTERS, begins_with_gradient, blank, entries_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.stretches import FlatStretch, is_moment
 
+COUNTER_ELSEWHERE = "a counter of which this rank has no copy"
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 COUNTER_DTYPE = torch.float32
 """Dtype of counters that an optimizer keeps as plain numbers; torch keeps its own as fp32 tensors."""
@@ -39,9 +41,10 @@ COUNTER_DTYPE = torch.float32
 
 @dataclass
 class ShardedState:
-    """tensors: key -> the state itself, or a copy of a counter. `adopt` is called when counters were written to."""
+    """tensors: key -> the state itself, or a copy of a counter. counters: keys of copies, which `adopt` takes back."""
 
     tensors: dict[str, Tensor]
+    counters: set[str] = field(default_factory=set)
     _optimizer: ShardedOptimizer | None = None
 
     def adopt(self) -> None:
@@ -73,21 +76,39 @@ class ShardedState:
                 held[entry] = type(held[entry])(value.item())
 
 
+def is_counter_elsewhere(value: Tensor) -> bool:
+    """Stands for a counter of a parameter that has no row on this rank."""
+    return isinstance(value, RaggedTensor) and value.cut.name == COUNTER_ELSEWHERE
+
+
+def fill(target: Tensor, given: Tensor) -> None:
+    """Copy a whole tensor, or a DTensor of any layout (*collective*), into this rank's part of a state."""
+    if isinstance(target, RaggedTensor):
+        target.copy_(given)
+        return
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    if isinstance(target, DTensor):
+        whole = whole.to(target.device_mesh.device_type)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
+        target = target.to_local()
+    target.copy_(whole)
+
+
 def _key(slot: Slot, entry: str) -> str:
     return f"{OPTIMIZER}{slot.spec.name}/{entry}"
 
 
 class ShardMap:
-    """Makes `RowShard`s of one model's buckets; a DeviceMesh is made once for each grid of ranks.
+    """Makes `DTensor`s of one model's buckets; a DeviceMesh is made once for each grid of ranks.
 
     *Collective* where there is a tensor-parallel axis: its ranks tell each other of their grids.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._meshes: dict[int, DeviceMesh] = {}
-        self._rows: WeakKeyDictionary[Bucket, _RowsOf] = WeakKeyDictionary()
-        for context in (bucket.context for bucket in buckets if bucket.context.tensor is not None):
-            self._mesh(context)
+        self._meshes: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
+        self._found: WeakKeyDictionary[Bucket, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
+        for bucket in (each for each in buckets if each.context.tensor is not None):
+            self._mesh(bucket)
 
     def state(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer | None) -> ShardedState:
         """Everything, by key.
@@ -95,12 +116,14 @@ class ShardMap:
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        found = ShardedState({WEIGHTS + name: shard for name, shard in self.weights(buckets).items()}, optimizer)
+        found = ShardedState(
+            {WEIGHTS + name: shard for name, shard in self.weights(buckets).items()}, _optimizer=optimizer
+        )
         if optimizer is not None:
             self._add_optimizer(found, buckets, optimizer)
         return found
 
-    def weights(self, buckets: Sequence[Bucket]) -> dict[str, RowShard]:
+    def weights(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
         """Main weights by parameter name.
 
         Raises:
@@ -138,45 +161,66 @@ class ShardMap:
         if flat is None:  # no row of it lies here: the key is there all the same, for collective reads
             for entry, dtype in entries.items():
                 found.tensors[_key(slot, entry)] = self._nothing(bucket, slot, dtype)
+                found.counters |= {_key(slot, entry)} if dtype is None else set()
             return
         for entry, value in state.items():
             if is_moment(value, flat.weight):
                 found.tensors[_key(slot, entry)] = self._shard(bucket, slot, value, flat.stretch.start)
             elif value is not None:
                 found.tensors[_key(slot, entry)] = _counter(value)
+                found.counters.add(_key(slot, entry))
 
-    def _nothing(self, bucket: Bucket, slot: Slot, dtype: torch.dtype | None) -> RowShard:
+    def _nothing(self, bucket: Bucket, slot: Slot, dtype: torch.dtype | None) -> Tensor:
         """No row of a moment, or (None) no copy of a counter: nothing to save here, and nothing to load."""
         if dtype is not None:
             return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
-        mesh = self._mesh(bucket.context)
-        nothing = torch.empty(0, dtype=COUNTER_DTYPE)
-        return RowShard.of(nothing, Portion(()), Rows((0, 0), 0, lambda: [(0, 0)]), None, mesh, [REPLICATE] * mesh.ndim)
+        mesh = self._mesh(bucket)
+        elsewhere = RaggedShard(lambda: [(0, 0)] * mesh.size(mesh.ndim - 1), COUNTER_ELSEWHERE)
+        spec = spec_like(
+            torch.empty((), dtype=COUNTER_DTYPE, device="meta"), mesh, (*[Replicate()] * (mesh.ndim - 1), elsewhere)
+        )
+        return RaggedTensor.of(torch.empty(0, dtype=COUNTER_DTYPE), spec)
 
-    def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
-        """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment."""
-        layout, cuts, mesh = bucket.layout, bucket.cuts, bucket.context.mesh
-        portion, tensor = bucket.portion_of(slot), bucket.context.tensor
-        local = layout.local_slice(slot, cuts.layout_rank)
+    def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> Tensor:
+        """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment.
+
+        A plain tensor where nothing cuts it.
+        """
+        local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
         flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
         shape = torch.Size(slot.spec.shape)
-        sharers = self._rows_of(bucket)
-        rows = sharers.of(slot)
-        begin, end = rows.here
+        begin, end = _rows(slot, local)
         view = flat.view((end - begin, *shape[1:])) if shape else flat.view(() if local.numel else 0)
-        lies = (cuts.own.outer, cuts.own.inner) if mesh.outer is not None else (cuts.own.inner,)
-        tensor_group = None if tensor is None else tensor.group
-        return RowShard.of(view, portion, rows, sharers.group, self._mesh(bucket.context), lies, tensor_group)
+        mesh, placements = self._mesh(bucket), self._placements(bucket, slot)
+        whole = torch.empty(bucket.portion_of(slot).shape, dtype=view.dtype, device="meta")
+        if isinstance(placements[-1], RaggedShard):
+            return RaggedTensor.of(view, spec_like(whole, mesh, placements))
+        if bucket.context.tensor is None:
+            return view
+        return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
-    def _rows_of(self, bucket: Bucket) -> _RowsOf:
-        if bucket not in self._rows:
-            self._rows[bucket] = _RowsOf(bucket)
-        return self._rows[bucket]
+    def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
+        """Placements of a parameter on the axes of `_mesh`."""
+        found = self._found.setdefault(bucket, {})
+        if slot.spec.name not in found:
+            portion, axes = bucket.portion_of(slot), _axes(bucket)
+            tensor: Placement = Replicate() if portion.dim is None else Shard(portion.dim)
+            others = [tensor if axis == "tensor" else Replicate() for axis in axes]
+            if SHARD in bucket.cuts.own:
+                layout = bucket.layout
+                others[-1] = RaggedShard(
+                    lambda: [_rows(slot, layout.local_slice(slot, each)) for each in _positions(bucket)], slot.spec.name
+                )
+            found[slot.spec.name] = tuple(others)
+        return found[slot.spec.name]
 
-    def _mesh(self, context: BucketContext) -> DeviceMesh:
-        if id(context.mesh) not in self._meshes:
-            self._meshes[id(context.mesh)] = _device_mesh(context.mesh, context.tensor)
-        return self._meshes[id(context.mesh)]
+    def _mesh(self, bucket: Bucket) -> DeviceMesh:
+        """Ranks that keep the bucket's parameters."""
+        context, axes = bucket.context, _axes(bucket)
+        key = (id(context.mesh), axes)
+        if key not in self._meshes:
+            self._meshes[key] = _device_mesh(context.mesh, context.tensor, axes)
+        return self._meshes[key]
 
 
 def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
@@ -267,47 +311,29 @@ def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
     return local.start // slot.spec.row_numel, local.end // slot.spec.row_numel
 
 
-class _RowsOf:
-    """Which ranks have which rows of a bucket's parameters; a parameter's weight and moments share what is found.
+def _axes(bucket: Bucket) -> tuple[str, ...]:
+    """Axes of the mesh of a bucket's DTensors: the last one cuts rows, if any does.
 
-    group: ranks whose rows make up a parameter; None: this one has all of them.
+    The tensor-parallel one stands before it, so that rows are those of its shards.
     """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.group, self._positions = _sharers(bucket)
-        self._place = 0 if self.group is None else dist.get_rank(self.group)
-        self._layout = bucket.layout
-        self._here = bucket.cuts.layout_rank
-        self._found: dict[str, Rows] = {}
-
-    def of(self, slot: Slot) -> Rows:
-        """Rows of a parameter."""
-        name = slot.spec.name
-        if name not in self._found:
-            here = _rows(slot, self._layout.local_slice(slot, self._here))
-            self._found[name] = Rows(here, self._place, lambda: self._everyones(slot))
-        return self._found[name]
-
-    def _everyones(self, slot: Slot) -> list[tuple[int, int]]:
-        return [_rows(slot, self._layout.local_slice(slot, position)) for position in self._positions]
+    own, mesh, tensor = bucket.cuts.own, bucket.context.mesh, bucket.context.tensor
+    of_tensor = () if tensor is None else ("tensor",)
+    if own == On(SHARD, SHARD) and mesh.outer is not None:
+        return (*of_tensor, "everyone")
+    outer = () if mesh.outer is None else ("outer",)
+    return ("inner", *of_tensor, *outer) if own.outer is SHARD and outer else (*outer, *of_tensor, "inner")
 
 
-def _sharers(bucket: Bucket) -> tuple[dist.ProcessGroup | None, list[int]]:
-    """Ranks whose rows make up a tensor of the bucket, and the place of each in its layout."""
+def _positions(bucket: Bucket) -> Sequence[int]:
+    """The place in the layout of each rank of the last axis."""
     cuts, mesh = bucket.cuts, bucket.context.mesh
-    inner, outer = range(cuts.place.inner_size), range(cuts.place.outer_size)
     width = cuts.layout.outer
-    own = cuts.own
-    if own == On(SHARD, SHARD):
-        ranks = dist.get_process_group_ranks(mesh.everyone.group)
-        grid = _grid(mesh)
-        where = {rank: i * width + o for o, row in enumerate(grid) for i, rank in enumerate(row)}
-        return mesh.everyone.group, [where[rank] for rank in ranks]
-    if own.inner is SHARD and cuts.place.inner_size > 1:
-        return mesh.inner.group, [i * width for i in inner]
-    if own.outer is SHARD and mesh.outer is not None:
-        return mesh.outer.group, list(outer)
-    return None, [cuts.layout_rank]
+    if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
+        where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}
+        return [where[rank] for rank in dist.get_process_group_ranks(mesh.everyone.group)]
+    if cuts.own.outer is SHARD and mesh.outer is not None:
+        return range(cuts.place.outer_size)
+    return range(0, cuts.place.inner_size * width, width)
 
 
 def _grid(mesh: Mesh) -> list[list[int]]:
@@ -325,18 +351,24 @@ def _grid(mesh: Mesh) -> list[list[int]]:
     return grid
 
 
-def _device_mesh(mesh: Mesh, tensor: Communicator | None) -> DeviceMesh:
-    """The ranks that keep a tensor: outer, inner and tensor-parallel axis, those that there are. *Collective* over the
-    last one."""
+def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh with these axes. *Collective* over the tensor-parallel one."""
     kind = mesh.inner.runtime.device.type
-    axes = {"outer": mesh.outer, "inner": mesh.inner, "tensor": tensor}
-    groups = {name: comm.group for name, comm in axes.items() if comm is not None}
-    if list(groups) == ["inner"]:
-        return DeviceMesh.from_group(mesh.inner.group, kind)
-    grid = torch.tensor(_grid(mesh) if mesh.outer is not None else dist.get_process_group_ranks(mesh.inner.group))
+    comms = {"outer": mesh.outer, "inner": mesh.inner, "everyone": mesh.everyone, "tensor": tensor}
+    groups = [comm.group for axis in axes if (comm := comms[axis]) is not None]
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[0], kind)
+    grid = torch.tensor(_grid(mesh) if mesh.outer is not None else [dist.get_process_group_ranks(mesh.inner.group)])
     if tensor is not None:
         grid = grid.to(tensor.runtime.device)
         grids = [torch.empty_like(grid) for _ in range(tensor.size)]
         dist.all_gather(grids, grid, group=tensor.group)
         grid = torch.stack(grids, dim=-1).cpu()
-    return DeviceMesh.from_group(list(groups.values()), kind, mesh=grid, mesh_dim_names=tuple(groups))
+    if "everyone" in axes:
+        grid = grid.flatten(0, 1)
+    names = ["everyone"] if "everyone" in axes else ["outer", "inner"]
+    names += [] if tensor is None else ["tensor"]
+    grid = grid.permute(
+        [names.index(axis) for axis in axes] + [at for at, name in enumerate(names) if name not in axes]
+    )
+    return DeviceMesh.from_group(groups, kind, mesh=grid.reshape(grid.shape[: len(axes)]), mesh_dim_names=axes)

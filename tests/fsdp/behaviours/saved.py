@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RowShard, ShardedModel, ShardedState
+from harness.fsdp import ShardedModel, ShardedState
+from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import named
 from harness.fsdp.state.named import ShardMap
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
@@ -44,18 +45,17 @@ def _setup(layout: tuple[str, int, str]) -> Setup:
     return Setup(strategy, (Block,), outer=outer, outer_strategy=outer_strategy)
 
 
-def _as_torch_cuts(self: RowShard, **_: Any) -> Tensor:
+def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     """What `Shard(0)` promises: even chunks in rank order."""
-    if self._group is None:
-        return self._local_tensor.clone()
-    size, place = dist.get_world_size(self._group), self._rows.place
+    group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
+    size, place = dist.get_world_size(group), dist.get_rank(group)
     even = torch.zeros(self.shape, dtype=self.dtype).chunk(size)
     found = [torch.zeros_like(each) for each in even] + [even[0][:0]] * (size - len(even))
     mine = found[place]
     rows = min(len(mine), len(self._local_tensor)) if self.shape else 0
     mine[:rows] = self._local_tensor[:rows]
     whole = torch.cat(found)
-    dist.all_reduce(whole, group=self._group)
+    dist.all_reduce(whole, group=group)
     return whole.reshape(self.shape)
 
 
@@ -69,7 +69,7 @@ def _one_row_on(slot: Any, local: Any) -> tuple[int, int]:
     "state_dict values are DTensors whose chunks are right; put together they are the unsharded model.",
     Mutant(
         "a whole tensor is put together as torch's placement says",
-        lambda: mock.patch.object(RowShard, "full_tensor", _as_torch_cuts),
+        lambda: mock.patch.object(RaggedTensor, "full_tensor", _as_torch_cuts),
     ),
     Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
     ranks=4,

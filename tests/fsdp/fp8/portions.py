@@ -19,6 +19,7 @@ from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_s
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE
+from harness.fsdp.state.named import fill
 from harness.fsdp.storage.sides import BACKWARD_SIDE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -132,7 +133,7 @@ def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
     state = target.sharded_state()
     for name, value in state.tensors.items():
         if value.dim():
-            value.fill_from(given[name]) if isinstance(value, DTensor) else value.copy_(given[name])
+            fill(value, given[name])
     target.adopt_state(state)
     found = {name: _whole(value) for name, value in target.sharded_state().tensors.items() if value.dim()}
     return [name for name, value in found.items() if not torch.equal(value, given[name])]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime.weight_scales import PURPOSE
+from harness.fsdp.state.named import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.fp8.sharded import (
@@ -188,10 +190,8 @@ def _whole(value: Any) -> Tensor:
 
 
 def _fill(value: Any, given: Tensor) -> None:
-    if not hasattr(value, "fill_from"):
-        value.copy_(given)
-    elif value.dim():
-        value.fill_from(given)
+    if value.dim() or not isinstance(value, DTensor):
+        fill(value, given)
 
 
 def _meta(rank: int, case: Case) -> list[str]:

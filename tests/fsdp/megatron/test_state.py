@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RowShard
 from harness.fsdp.state import by_parameter
 from harness.fsdp.update.groups import Groups
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
@@ -41,7 +41,7 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As one process has it. *Collective.*"""
     found = optimizer.state_dict()
     state = {
-        number: {entry: v.full_tensor() if isinstance(v, RowShard) else v for entry, v in entries.items()}
+        number: {entry: v.full_tensor() if isinstance(v, DTensor) else v for entry, v in entries.items()}
         for number, entries in found["state"].items()
     }
     return {"state": state, "param_groups": found["param_groups"]}
@@ -160,7 +160,7 @@ MUTANTS = {
     ),
     "moments are not filled": Mutant(
         "What is loaded brings no moments",
-        lambda: mock.patch.object(by_parameter, "_fill"),
+        lambda: mock.patch.object(by_parameter, "fill"),
         "moving",
         "no_shard",
     ),

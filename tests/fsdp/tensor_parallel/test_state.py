@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from harness.fsdp import Portion, RowShard, create_state
+from harness.fsdp import Portion, create_state
+from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.state.named import is_counter_elsewhere
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
 from tests.support.mutants import kills
@@ -38,7 +40,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All but counters of which this rank has no copy."""
-    here = {k: v for k, v in tensors.items() if not (isinstance(v, RowShard) and v.is_counter_elsewhere)}
+    here = {k: v for k, v in tensors.items() if not is_counter_elsewhere(v)}
     return {key: whole(value).clone() for key, value in here.items()}
 
 
@@ -99,9 +101,18 @@ def in_another_order(rank: int, folder: Path) -> list[str]:
     """Saved as if the first tensor-parallel rank had the last rows, and loaded without tensor parallelism."""
     model, _ = stepped(EVEN)
     wanted = dict(model.full_weights())
-    own = Portion.offsets
-    swapped = property(lambda self: own.fget(replace(self, rank=self.size - 1 - self.rank)))
-    with mock.patch.object(Portion, "offsets", swapped):
+    own = RaggedTensor._chunk
+
+    def swapped(self: RaggedTensor) -> ChunkStorageMetadata | None:
+        chunk = own(self)
+        dims = [each.dim for each in self.placements[:-1] if isinstance(each, Shard)]
+        if chunk is None or not dims:
+            return chunk
+        offsets = list(chunk.offsets)
+        offsets[dims[0]] = (offsets[dims[0]] + self.shape[dims[0]] // 2) % self.shape[dims[0]]
+        return ChunkStorageMetadata(torch.Size(offsets), chunk.sizes)
+
+    with mock.patch.object(RaggedTensor, "_chunk", swapped):
         dcp.save(model.state_dict(), checkpoint_id=str(folder))
     model.close()
     model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(LAYOUTS["DP 4"]))
@@ -111,7 +122,7 @@ def in_another_order(rank: int, folder: Path) -> list[str]:
     return differing(dict(model.full_weights()), wanted)
 
 
-@kills("The engine, by tensor parallelism", "portions change places", "Strided shards are saved in another order")
+@kills("The engine, by tensor parallelism", "portions change places", "Shards of the axis are saved in another order")
 def test_a_mutant_is_found_where_portions_change_places(tmp_path: Path) -> None:
     assert all(run_ranks(in_another_order, 4, tmp_path))
 

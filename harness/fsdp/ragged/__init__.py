@@ -1,0 +1,15 @@
+"""DTensors that are cut unevenly, with rules for torch's operations; `torch.load` reads them by default."""
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types as optimizers_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_types
+
+from harness.fsdp.ragged import operations as operations
+from harness.fsdp.ragged.placement import RaggedShard
+from harness.fsdp.ragged.tensor import RaggedSpec, RaggedTensor, _restored, distribute_rows
+
+torch.serialization.add_safe_globals([RaggedShard, RaggedSpec, _restored])
+for types in (optimizers_types, utils_types):
+    types.append(RaggedTensor)  # as torch does for DTensor
+
+__all__ = ["RaggedShard", "RaggedTensor", "distribute_rows"]

@@ -1,0 +1,335 @@
+"""Operations of `RaggedTensor`: what each aten operation does with rows that lie on several ranks.
+
+- element by element: on the rows; a tensor that is cut otherwise is gathered and cut alike first
+- sums, means, norms and extremes of all elements: of the rows, then of what all ranks found
+- reductions of other dimensions than 0: on the rows
+- random numbers: drawn for the whole tensor on every rank; those of the mesh's first rank count
+- views of whole rows: views; other views show a gathered copy that cannot be written to
+- other operations in place would lose the edit, or change rows of other ranks: refused on all ranks
+- everything else is computed of the whole tensor, and replicated
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
+from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, replicated, wrap_rows
+
+aten = torch.ops.aten
+
+KEEPS = frozenset(
+    {
+        aten._pin_memory.default,
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.copy_.default,
+        aten.detach.default,
+        aten.empty_like.default,
+        aten.fill_.Scalar,
+        aten.fill_.Tensor,
+        aten.full_like.default,
+        aten.masked_fill_.Scalar,
+        aten.masked_fill_.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.ones_like.default,
+        aten.zero_.default,
+        aten.zeros_like.default,
+    }
+)
+"""Row by row, beside what torch tags as pointwise, `_foreach_*` and the kernels of fused optimizers."""
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one aten operation in which a `RaggedTensor` takes part.
+
+    Collective over the mesh, except for what runs row by row on tensors of one cut.
+
+    Raises:
+        NotImplementedError: on all ranks, before any communication: an edit would be lost.
+        RuntimeError: a plain tensor of several elements takes part, as torch has it for DTensors.
+    """
+    rule = _rule_of(func) or reduction_of(func, args) or _of_whole
+    return rule(func, args, kwargs)
+
+
+@cache
+def _rule_of(func: Any) -> Rule | None:
+    """The rule of an operation where arguments do not matter."""
+    if func in SPECIAL:
+        return SPECIAL[func]
+    if any(argument.is_out for argument in func._schema.arguments):
+        return _into if torch.Tag.pointwise in func.tags else _refuse
+    if func.name().startswith(("aten::_foreach_", "aten::_fused_")):
+        return _foreach
+    if func in KEEPS or (torch.Tag.pointwise in func.tags and func is not aten.equal.default):
+        return _elementwise
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random
+    if func.is_view:
+        return _view_of_whole
+    return _refuse if func._schema.is_mutable else None
+
+
+# -- row by row --------------------------------------------------------------------------------------------------------
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = _decides_rows(args)
+    in_place = func._schema.is_mutable
+    if like is None or (in_place and args[0] is not like):
+        return _of_whole(func, args, kwargs)
+    cut_plain = func is aten.copy_.default  # loading: every rank has the whole tensor
+    local = [_local(each, like, cut_plain) if isinstance(each, Tensor) else each for each in args]
+    result = func(*local, **kwargs)
+    return args[0] if in_place else wrap_rows(result, like)
+
+
+def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Element by element, with out=: a tensor of the same cut."""
+    out, like = kwargs["out"], _decides_rows(args)
+    if like is None or not isinstance(out, RaggedTensor) or not _same_cut(out, like):
+        return _refuse(func, args, kwargs)
+    local = [_local(each, like) if isinstance(each, Tensor) else each for each in args]
+    func(*local, **{**kwargs, "out": out._local_tensor})
+    return out
+
+
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`p[mask] = number`, where the mask is cut as the tensor."""
+    like, indices, value = args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    if not isinstance(like, RaggedTensor) or not isinstance(mask, RaggedTensor) or mask.dtype is not torch.bool:
+        return _refuse(func, args, kwargs)
+    if mask.shape != like.shape or value.numel() != 1:
+        return _refuse(func, args, kwargs)
+    like._local_tensor.masked_fill_(_local(mask, like), _whole(value).reshape(()))
+    return like
+
+
+def _decides_rows(args: Sequence[Any]) -> RaggedTensor | None:
+    """The first argument whose rows are the rows of the result."""
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    if len(tensors) == 1:
+        return tensors[0] if isinstance(tensors[0], RaggedTensor) else None
+    shape = torch.broadcast_shapes(*(each.shape for each in tensors))
+    ragged = (each for each in tensors if isinstance(each, RaggedTensor))
+    return next((each for each in ragged if each.dim() == len(shape) and each.shape[:1] == shape[:1]), None)
+
+
+def _local(value: Tensor, like: Tensor, cut_plain: bool = False) -> Tensor:
+    """The part of a tensor that meets this rank's rows of `like`. Collective where it is a DTensor of another cut."""
+    if not isinstance(like, RaggedTensor):
+        return _whole(value) if isinstance(value, DTensor) else value
+    if isinstance(value, RaggedTensor) and _same_cut(value, like):
+        return value._local_tensor
+    return like.rows_of(value if cut_plain and not isinstance(value, DTensor) else _whole(value))
+
+
+def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
+    mine, theirs = one._spec, other._spec
+    if mine is theirs:
+        return True
+    if one.dim() != other.dim() or mine.placements != theirs.placements or mine.mesh != theirs.mesh:
+        return False
+    return one.shape == other.shape or (one.shape[:1] == other.shape[:1] and one.cuts_rows_alone)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A plain tensor with all elements. Collective for DTensors.
+
+    Raises:
+        RuntimeError: a plain tensor of several elements, which may be another one on each rank.
+    """
+    plain: Any = value.detach()
+    if isinstance(plain, DTensor):
+        return plain.full_tensor()
+    if value.numel() > 1:
+        raise RuntimeError(
+            f"a plain tensor of shape {[*value.shape]} meets a sharded one: take parameter.full_tensor() (collective),"
+            " or cut it by distribute_rows(tensor, like=parameter)"
+        )
+    return value
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    firsts = args[0]
+
+    def local(value: Any) -> Any:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            pairs = zip(value, firsts, strict=True)
+            return [_local(each, first) if isinstance(each, DTensor) else _whole(each) for each, first in pairs]
+        return _whole(value) if isinstance(value, Tensor) else value
+
+    plain = [each if not isinstance(each, RaggedTensor) else each._local_tensor for each in firsts]
+    result = func(plain, *map(local, args[1:]), **{name: local(value) for name, value in kwargs.items()})
+    if result is None or func._schema.is_mutable:
+        return None if result is None else list(firsts)
+    pairs = zip(result, firsts, strict=True)
+    return [wrap_rows(each, first) if isinstance(first, RaggedTensor) else each for each, first in pairs]
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like, size = args[0], tuple(args[1])
+    if size == tuple(like.shape):
+        return wrap_rows(func(like._local_tensor, like._local_tensor.shape, *args[2:], **kwargs), like)
+    return replicated(func(like._local_tensor, size, *args[2:], **kwargs), like._spec.mesh)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view where dimension 0 keeps or multiplies its rows."""
+    like, size = args[0], list(args[1])
+    if -1 in size:
+        size[size.index(-1)] = like.numel() // max(-math.prod(size), 1)
+    local = like._local_tensor
+    if size == list(like.shape):
+        return wrap_rows(local.view(local.shape), like)
+    if not like.cuts_rows_alone or not like.numel() or not size or not like.dim() or size[0] % like.shape[0]:
+        return _view_of_whole(func, (like, size), kwargs)
+    factor = size[0] // like.shape[0]
+    rows = local.view((local.shape[0] * factor, *size[1:]))
+    return wrap_rows(rows, like, like.cut.scaled(factor))
+
+
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    same = all(asked in (-1, own) for asked, own in zip(args[1], args[0].shape, strict=False))
+    if same and len(args[1]) == args[0].dim():
+        return wrap_rows(args[0]._local_tensor, args[0])
+    return _of_whole(func, args, kwargs)
+
+
+# -- of the whole tensor -----------------------------------------------------------------------------------------------
+
+
+def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather all DTensors and compute on every rank; tensors of the result are replicated."""
+    decomposed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+    if decomposed is not NotImplemented:  # under inference_mode
+        return decomposed
+    mesh = next(_ragged(args, kwargs))._spec.mesh
+    result = func(*_all_whole(args), **{name: _all_whole((value,))[0] for name, value in kwargs.items()})
+    return _all_replicated(result, mesh)
+
+
+def _all_whole(values: Sequence[Any]) -> list[Any]:
+    return [
+        _whole(value) if isinstance(value, Tensor) else _all_whole(value) if isinstance(value, list | tuple) else value
+        for value in values
+    ]
+
+
+def _all_replicated(result: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(result, Tensor):
+        return replicated(result, mesh)
+    if isinstance(result, list | tuple):
+        return type(result)(_all_replicated(each, mesh) for each in result)
+    return result
+
+
+def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of a gathered copy, to which nothing can be written."""
+    found = _of_whole(func, args, kwargs)
+    name = _name(next(_ragged(args, kwargs)))
+    return (
+        GatheredView.of(found, name) if isinstance(found, Tensor) else [GatheredView.of(each, name) for each in found]
+    )
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the whole tensor on every rank, so that generators stay alike; the first rank's numbers count."""
+    like = next(_ragged(args, kwargs))
+    mesh: DeviceMesh = like._spec.mesh
+    if func._schema.is_mutable:
+        drawn = func(like._local_tensor.new_empty(like.shape), *_all_whole(args[1:]), **kwargs)
+        like._local_tensor.copy_(like.rows_of(_first_ranks(drawn, mesh)))
+        return like
+    result = func(*_all_whole(args), **kwargs)
+    drawn = [_first_ranks(each, mesh) for each in ([result] if isinstance(result, Tensor) else result)]
+    return _all_replicated(drawn[0] if isinstance(result, Tensor) else tuple(drawn), mesh)
+
+
+def _first_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    for axis in range(mesh.ndim):
+        dist.broadcast(value, group=mesh.get_group(axis), group_src=0)
+    return value
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    like = next(_ragged(args, kwargs))
+    same = torch.equal(_local(one, like), _local(other, like))
+    differs = RaggedTensor.of(torch.full_like(like._local_tensor, not same, dtype=torch.uint8), like._spec)
+    return not extremes([differs], torch.amax)[0].item()
+
+
+def _non_finite_check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's: unscale the rows; all ranks learn of an infinity on one. Collective over each mesh."""
+    grads, found_inf, inv_scale = args
+    found_inf = _whole(found_inf)
+    func(
+        [each._local_tensor if isinstance(each, RaggedTensor) else each for each in grads], found_inf, _whole(inv_scale)
+    )
+    for mesh in dict.fromkeys(each._spec.mesh for each in grads if isinstance(each, RaggedTensor)):
+        for axis in range(mesh.ndim):
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+
+
+def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0]._local_tensor.is_pinned())
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"{func} on {_name(next(_ragged(args, kwargs)))} would change rows that lie on other ranks: edit"
+        " parameter.full_tensor() (collective), then parameter.copy_(it); to initialize, use the module's"
+        " reset_parameters()"
+    )
+
+
+def _ragged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RaggedTensor]:
+    for value in (*args, *kwargs.values()):
+        yield from (
+            each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, RaggedTensor)
+        )
+
+
+def _name(like: RaggedTensor) -> str:
+    return like.cut.name or f"a sharded tensor of shape {[*like.shape]}"
+
+
+SPECIAL: dict[Any, Rule] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _non_finite_check_and_unscale,
+    aten._foreach_max.default: largest,
+    aten._foreach_norm.Scalar: norms,
+    aten._unsafe_view.default: _view,
+    aten.equal.default: _equal,
+    aten.expand.default: _expand,
+    aten.index_put_.default: _index_put,
+    aten.is_pinned.default: _is_pinned,
+    aten.is_same_size.default: _is_same_size,
+    aten.new_empty.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
+    aten.view.default: _view,
+}
+
+RaggedTensor.rules = staticmethod(dispatch)

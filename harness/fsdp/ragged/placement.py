@@ -1,0 +1,82 @@
+"""A cut of dimension 0 at row bounds of the engine's layout: unevenly, on some ranks without a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+Span = tuple[int, int]
+"""First row, and the one after the last."""
+
+
+class RaggedShard(Shard):
+    """Placement on one mesh axis: rank r has rows spans[r][0] to spans[r][1] of dimension 0.
+
+    It is equal to placements with the same spans alone, never to a `Shard`.
+
+    Args:
+        spans: for each rank of the axis, in any order; or what computes them when they are first asked for, since
+            there may be thousands of ranks.
+        name: parameter and unit, for error messages.
+    """
+
+    def __new__(cls, *_: object) -> RaggedShard:
+        make: Any = super().__new__
+        made: RaggedShard = make(cls, 0)
+        return made
+
+    def __init__(self, spans: Sequence[Span] | Callable[[], Sequence[Span]], name: str = "") -> None:
+        super().__init__(0)
+        self._spans = spans
+        self.name = name
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Rows of each rank of the mesh axis."""
+        if not isinstance(self._spans, tuple):
+            found = self._spans() if callable(self._spans) else self._spans
+            self._spans = tuple((begin, end) for begin, end in found)
+        return self._spans
+
+    def scaled(self, factor: int) -> RaggedShard:
+        """A cut of a view that has `factor` rows for each row."""
+        return RaggedShard(tuple((begin * factor, end * factor) for begin, end in self.spans), self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, RaggedShard) and self.spans == other.spans)
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self.spans, self.name)
+
+    def __deepcopy__(self, _: object) -> RaggedShard:
+        return self
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({', '.join(f'{begin}:{end}' for begin, end in self.spans)})"
+
+    __str__ = __repr__
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        begin, end = self.spans[rank]  # asked by torch's compute_local_shape_and_global_offset
+        return end - begin, begin
+
+    def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+        """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""
+        most = max(end - begin for begin, end in self.spans)
+        padded = local
+        if len(local) < most:
+            padded = local.new_zeros((most, *local.shape[1:]))
+            padded[: len(local)] = local
+        found = local.new_empty((len(self.spans), most, *local.shape[1:]))
+        dist.all_gather_into_tensor(found.flatten(0, 1), padded.contiguous(), group=mesh.get_group(axis))
+        parts = sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
+        return torch.cat([rows[: end - begin] for (begin, end), rows in parts])

@@ -1,0 +1,154 @@
+"""Reductions of a `RaggedTensor`: of its rows, and then of what all ranks found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from harness.fsdp.ragged.tensor import RaggedTensor, replicated, wrap_rows
+
+aten = torch.ops.aten
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim})
+EXTREMES: dict[Any, Callable[..., Tensor]] = {
+    aten.amax.default: torch.amax,
+    aten.amin.default: torch.amin,
+    aten.max.default: torch.amax,
+    aten.min.default: torch.amin,
+}
+NORM = aten.linalg_vector_norm.default
+BY_ROW = SUMS | {
+    aten.all.dim,
+    aten.amax.default,
+    aten.amin.default,
+    aten.any.dim,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.linalg_vector_norm.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.prod.dim_int,
+    aten.std.correction,
+    aten.var.correction,
+}
+"""Reductions that leave each row to itself where dimension 0 is not among theirs."""
+
+
+def reduction_of(func: Any, args: tuple[Any, ...]) -> Rule | None:
+    """The rule of a reduction, by the dimensions that it reduces."""
+    if func not in BY_ROW and func not in EXTREMES:
+        return None
+    like, at = args[0], 2 if func is NORM else 1
+    dim = args[at] if len(args) > at else None
+    dims = range(like.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    reduced = {each % max(like.dim(), 1) for each in dims}
+    if len(reduced) == like.dim():
+        return _extreme if func in EXTREMES else _norm if func is NORM else _sum if func in SUMS else None
+    return _by_row if 0 not in reduced and like.cuts_rows_alone else None
+
+
+def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrap_rows(func(args[0]._local_tensor, *args[1:], **kwargs), args[0])
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    like, dtype = args[0], kwargs.get("dtype")
+    wide = dtype or (torch.float32 if like.dtype.is_floating_point and like.dtype.itemsize < 4 else None)
+    total = _over_ranks([like], lambda local: local.sum(dtype=wide), torch.sum)[0]
+    if func in (aten.mean.default, aten.mean.dim):
+        total = total / like.numel()
+    elif not like.dtype.is_floating_point:
+        return _shaped(total, like, args[2:3])
+    return _shaped(total.to(dtype or like.dtype), like, args[2:3])
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    order = args[1] if len(args) > 1 else 2
+    return _shaped(_norms_of([args[0]], order, kwargs.get("dtype"))[0], args[0], args[3:4])
+
+
+def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`_foreach_norm`, by one all-gather for all tensors of a mesh and dtype."""
+    found = _norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype"))
+    pairs = zip(found, args[0], strict=True)
+    return [_shaped(norm, each) if isinstance(each, RaggedTensor) else norm for norm, each in pairs]
+
+
+def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    norm: Any = torch.linalg.vector_norm
+
+    def of_rows(local: Tensor) -> Tensor:
+        wide = dtype or (torch.float32 if local.dtype.itemsize < 4 else local.dtype)
+        if not local.numel():
+            return local.new_full((), math.inf if order < 0 else 0, dtype=wide)
+        found: Tensor = norm(local, order, dtype=wide)
+        return found
+
+    combine = partial(torch.sum) if order == 0 else partial(norm, ord=order)
+    found = _over_ranks(tensors, of_rows, combine)
+    return [value.to(dtype or each.dtype) for value, each in zip(found, tensors, strict=True)]
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    found = extremes([args[0]], EXTREMES[func])[0]
+    return _shaped(found, args[0], args[2:3])
+
+
+def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """`_foreach_max`, as `norms`."""
+    pairs = zip(extremes(args[0], torch.amax), args[0], strict=True)
+    return [_shaped(value, each) if isinstance(each, RaggedTensor) else value for value, each in pairs]
+
+
+def extremes(tensors: Sequence[Tensor], reduce: Callable[..., Tensor]) -> list[Tensor]:
+    """The largest (`torch.amax`) or smallest element of each tensor, NaN where one is. Collective over each mesh."""
+
+    def of_rows(local: Tensor) -> Tensor:
+        return reduce(local) if local.numel() else local.new_full((), _least(local.dtype, reduce is torch.amax))
+
+    return _over_ranks(tensors, of_rows, reduce)
+
+
+def _least(dtype: torch.dtype, negative: bool) -> float:
+    if dtype is torch.bool:
+        return not negative
+    if dtype.is_floating_point:
+        return -math.inf if negative else math.inf
+    return torch.iinfo(dtype).min if negative else torch.iinfo(dtype).max
+
+
+def _over_ranks(
+    tensors: Sequence[Tensor], of_rows: Callable[[Tensor], Tensor], combine: Callable[..., Tensor]
+) -> list[Tensor]:
+    """What a reduction finds in each tensor, in the order of ranks, so that all ranks have the same bits.
+
+    One all-gather for each axis that cuts rows, mesh and dtype; plain tensors are reduced here.
+    """
+    found = [of_rows(each._local_tensor if isinstance(each, RaggedTensor) else each) for each in tensors]
+    places: dict[tuple[DeviceMesh, tuple[bool, ...], torch.dtype], list[int]] = {}
+    for place, each in enumerate(tensors):
+        if isinstance(each, RaggedTensor):
+            cuts = tuple(not isinstance(placement, Replicate) for placement in each._spec.placements)
+            places.setdefault((each._spec.mesh, cuts, found[place].dtype), []).append(place)
+    for (mesh, cuts, _), where in places.items():
+        values = torch.stack([found[place] for place in where]).to(mesh.device_type)
+        for axis in (axis for axis, is_cut in enumerate(cuts) if is_cut):
+            parts = values.new_empty((mesh.size(axis) * len(values),))
+            dist.all_gather_into_tensor(parts, values, group=mesh.get_group(axis))
+            values = combine(parts.view(mesh.size(axis), -1), dim=0)
+        for place, value in zip(where, values.unbind(), strict=True):
+            found[place] = value
+    return found
+
+
+def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> DTensor:
+    return replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)

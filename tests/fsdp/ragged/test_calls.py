@@ -1,0 +1,242 @@
+"""Torch calls on tensors that are cut unevenly give what one process has, or say on every rank why not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+from harness.fsdp.ragged import operations, placement, reductions, tensor
+from tests.fsdp.ragged import layouts
+from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
+from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
+from tests.support.covering import once
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+ROOM = "ragged tensors"
+Outcome = str
+"""Empty where right."""
+
+
+def test_calls_are_many_and_refusals_few() -> None:
+    assert len({*READS, *EDITS, *FLATTENED}) >= 150
+    assert len(set(REFUSED)) <= 12
+
+
+@once
+def outcomes(layout: str) -> dict[str, Outcome]:
+    """Each call's outcome in one layout; `q` has the same cut, then another."""
+    return _merged(run_ranks(try_all, _ranks(layouts.ALL[layout]), layout, [*READS, *EDITS, *FLATTENED, *REFUSED]))
+
+
+def _ranks(layout: Layout) -> int:
+    return torch.Size(layout.mesh).numel()
+
+
+def _merged(told: list[dict[str, Outcome]]) -> dict[str, Outcome]:
+    return {call: " | ".join(dict.fromkeys(each[call] for each in told if each[call])) for call in told[0]}
+
+
+def try_all(rank: int, name: str, calls: list[str]) -> dict[str, Outcome]:
+    """On one rank: what is wrong with each call."""
+    warnings.simplefilter("ignore")
+    layout = layouts.ALL[name]
+    mesh = mesh_of(layout)
+    others = [layout, layouts.FIRST] if layout.mesh == (2,) else [layout]
+    return {call: next(filter(None, (try_one(call, layout, other, mesh) for other in others)), "") for call in calls}
+
+
+def try_one(call: str, layout: Layout, other: Layout, mesh: DeviceMesh) -> Outcome:
+    """What is wrong with a call where `p` and `q` have these layouts."""
+    source = torch.Generator().manual_seed(7)
+    whole_p, whole_q = torch.randn(8, 3, generator=source), torch.randn(8, 3, generator=source)
+    p, q = cut(whole_p, layout, mesh), cut(whole_q, other, mesh, "q")
+
+    def whole(value: Tensor) -> DTensor:
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    under_tp = any(isinstance(each, Shard) for each in p.placements[:-1])
+    if call in REFUSED or (call in FLATTENED and under_tp):
+        return _refused(call, p, q, whole_p, whole)
+    names = {"torch": torch, "nn": nn, "F": F, "copy": copy}
+    given, wanted = dict(names, p=p, q=q, whole=whole), dict(names, p=whole_p, q=whole_q, whole=lambda value: value)
+    try:
+        torch.manual_seed(5)
+        found = eval(call, given)
+        found = _gathered(found if call in READS else p)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    torch.manual_seed(5)
+    right = eval(call, wanted)
+    right = right if call in READS else whole_p
+    return "" if _same(found, right) else f"{found} instead of {right}"
+
+
+def _refused(call: str, p: Tensor, q: Tensor, before: Tensor, whole: Any) -> Outcome:
+    messages: list[str | None] = [None] * dist.get_world_size()
+    message = "not refused"
+    try:
+        exec(call, {"torch": torch, "nn": nn, "p": p, "q": q, "whole": whole})
+    except (NotImplementedError, RuntimeError) as error:
+        message = str(error)
+    dist.all_gather_object(messages, message)
+    if len(set(messages)) > 1:
+        return f"ranks differ: {messages}"
+    if "full_tensor()" not in message and "mixed torch.Tensor and DTensor" not in message:
+        return f"no fix in: {message}"
+    return "" if torch.equal(_gathered(p), before) else "an edit came through"
+
+
+def _gathered(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_gathered(each) for each in value]
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _same(found: Any, right: Any) -> bool:
+    if isinstance(right, list | tuple):
+        return len(found) == len(right) and all(map(_same, found, right))
+    if isinstance(right, Tensor):
+        if not isinstance(found, Tensor) or found.shape != right.shape or found.dtype != right.dtype:
+            return False
+        close = 1e-2 if right.dtype.itemsize < 4 and right.dtype.is_floating_point else 1e-5
+        return torch.allclose(found.double(), right.double(), rtol=close, atol=1e-6, equal_nan=True)
+    return bool(found == right) if not isinstance(right, float) else found == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", layouts.ALL)
+def test_every_call_is_right_or_refused(layout: str) -> None:
+    wrong = {call: outcome for call, outcome in outcomes(layout).items() if outcome}
+    assert not wrong, "\n".join(f"{call}: {outcome}" for call, outcome in wrong.items())
+
+
+MUTANTS = {
+    "means of means": (
+        Slip(
+            reductions,
+            "_sum",
+            "/ like.numel()",
+            "/ max(like._local_tensor.numel(), 1)",
+            "A mean is of a rank's rows",
+        ),
+        "uneven",
+        "p.mean()",
+    ),
+    "other cuts": (
+        Slip(operations, "_same_cut", "mine.placements != theirs.placements or ", "", "Rows meet rows of another cut"),
+        "halves",
+        "p + q",
+    ),
+    "no rows": (
+        Slip(reductions, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
+        "first",
+        "(p - 9).max()",
+    ),
+    "own numbers": (
+        Slip(
+            operations,
+            "_random",
+            "like.rows_of(_first_ranks(drawn, mesh))",
+            "drawn[: len(like._local_tensor)]",
+            "Every rank draws the first rows' random numbers",
+        ),
+        "uneven",
+        "p.normal_()",
+    ),
+    "rows in rank order": (
+        Slip(
+            placement.RaggedShard,
+            "gather",
+            "sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])",
+            "zip(self.spans, found, strict=True)",
+            "Rows are put together in the order of ranks",
+        ),
+        "turned",
+        "p.cumsum(1)",
+    ),
+    "views": (
+        Slip(
+            operations,
+            "_view",
+            "or size[0] % like.shape[0]",
+            "",
+            "A view cuts rows",
+        ),
+        "uneven",
+        "p.reshape(4, 6)",
+    ),
+    "rows alone": (
+        Slip(reductions, "reduction_of", "0 not in reduced", "reduced", "A sum over rows is of this rank's rows"),
+        "uneven",
+        "p.sum(0)",
+    ),
+    "copies of whole": (
+        Slip(tensor.RaggedTensor, "rows_of", "offsets[dim] if sizes[dim] else 0", "0", "All ranks take the first rows"),
+        "uneven",
+        "p.copy_(torch.arange(24.0).view(8, 3))",
+    ),
+    "edits of views": (
+        Slip(
+            operations,
+            "_view_of_whole",
+            "GatheredView.of(found, name)",
+            "found",
+            "Edits of a copy are lost",
+        ),
+        "uneven",
+        "p[0].zero_()",
+    ),
+    "plain tensors": (
+        Slip(operations, "_whole", "value.numel() > 1", "False", "A rank's plain tensor is taken for all ranks'"),
+        "uneven",
+        "torch.ones(8, 3) + p",
+    ),
+    "tensor-parallel rows": (
+        Slip(
+            reductions,
+            "reduction_of",
+            "and like.cuts_rows_alone",
+            "",
+            "A row is summed over a rank's columns",
+        ),
+        "tp_columns",
+        "p.sum(1)",
+    ),
+}
+
+
+def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
+    """On one rank: what is wrong with a mutant's call while its mistake is in place."""
+    found = {}
+    for name in names:
+        slip, layout, call = MUTANTS[name]
+        made = slip.made()
+        with pytest.MonkeyPatch.context() as patch:
+            for owner in (slip.owner, operations):
+                patch.setattr(owner, slip.name, made, raising=owner is slip.owner)
+            operations._rule_of.cache_clear()
+            patch.setitem(operations.SPECIAL, torch.ops.aten.view.default, operations._view)
+            found[name] = try_all(rank, layout, [call])[call]
+    return found
+
+
+@once
+def mistakes(ranks: int) -> dict[str, Outcome]:
+    names = [name for name, (_, layout, _) in MUTANTS.items() if _ranks(layouts.ALL[layout]) == ranks]
+    return _merged(run_ranks(with_mistake, ranks, names))
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (slip, _, _) in MUTANTS.items()]))
+def test_a_mistake_is_found(name: str) -> None:
+    _, layout, call = MUTANTS[name]
+    assert not outcomes(layout)[call]
+    assert mistakes(_ranks(layouts.ALL[layout]))[name]
