@@ -22,7 +22,7 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.facts import check_facts
-from harness.launch.slurm.scheduler import Scheduler, max_array_size, probe
+from harness.launch.slurm.scheduler import Scheduler, max_array_size
 from harness.launch.slurm.shape import shapes
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
@@ -32,8 +32,6 @@ from harness.store.files import SameFiles, private_folder, write_atomic
 from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CODE_OF, Store
 from harness.store.status import JobProbe, Keeper, State, Status
-
-__all__ = ["Array", "is_remote", "planned", "probe", "submit_cells"]
 
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 """SLURM's variables that belong to no job."""
