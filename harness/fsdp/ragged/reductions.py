@@ -78,9 +78,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """`_foreach_norm`, by one all-gather for all tensors of a mesh and dtype."""
-    found = _norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype"))
-    pairs = zip(found, args[0], strict=True)
-    return [_shaped(norm, each) if isinstance(each, RaggedTensor) else norm for norm, each in pairs]
+    return _scalars(_norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype")), args[0])
 
 
 def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -105,8 +103,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
 
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """`_foreach_max`, as `norms`."""
-    pairs = zip(extremes(args[0], torch.amax), args[0], strict=True)
-    return [_shaped(value, each) if isinstance(each, RaggedTensor) else value for value, each in pairs]
+    return _scalars(extremes(args[0], torch.amax), args[0])
 
 
 def extremes(tensors: Sequence[Tensor], reduce: Callable[..., Tensor]) -> list[Tensor]:
@@ -152,3 +149,15 @@ def _over_ranks(
 
 def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> DTensor:
     return replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)
+
+
+def _scalars(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Replicated DTensors of what was found in ragged tensors; making a spec for each would take most of the time."""
+    made: dict[tuple[DeviceMesh, torch.dtype], DTensor] = {}
+    found: list[Tensor] = []
+    for value, each in zip(values, tensors, strict=True):
+        if isinstance(each, RaggedTensor):
+            key = (each._spec.mesh, value.dtype)
+            value = made[key] = replicated(value, each._spec.mesh, made.get(key))
+        found.append(value)
+    return found

@@ -292,6 +292,10 @@ def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -
     )
 
 
-def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that every rank of the mesh has whole."""
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) -> DTensor:
+    """A DTensor that every rank has whole. alike: one of its shape, dtype and mesh, whose spec it shares."""
+    meta = TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta) if alike is None else alike._spec
+    make: Any = DTensor
+    made: DTensor = make(value, spec, requires_grad=False)
+    return made
