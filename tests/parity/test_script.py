@@ -29,7 +29,7 @@ from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
-from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
+from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, UNSHOWN, Case, duplicated, stored_as
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
@@ -94,15 +94,6 @@ def test_a_script_finds_what_the_verdict_found(bench: Bench, play: Played, case:
         assert measured == pytest.approx(finding.observed, rel=1e-3)
     code, said, _ = play(text, {"arm": control, "control": control})
     assert code == 0, said
-
-
-UNSHOWN = (
-    *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
-    "files as the run left them",
-    *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
-    *("output of a module", "loss given the logits", "update left out"),
-)
-"""Checks of which no script shows anything."""
 
 
 def test_every_check_is_shown_or_known_to_show_nothing(bench: Bench) -> None:
