@@ -9,8 +9,8 @@ from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.store.identity import must_agree
 
-FREE_OWN = ("engine", "callback")
-"""Kinds of the user's own classes that may differ."""
+FREE_OWN = ("engine", "callback", "fault")
+"""Kinds of the user's own code that may differ: what a verdict judges."""
 
 FACTS = ("cpu_model", "cpu_capability", "device", "threads_per_rank", "cuda", "nccl", "allow_tf32")
 """Entries of provenance that must agree."""
