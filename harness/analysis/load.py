@@ -18,8 +18,7 @@ from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.judged import outcomes
 from harness.store.metrics import iter_metrics, last_numbers, last_record
-from harness.store.rundir import RunDir, Store, read_summary
-from harness.store.sections import flat_config
+from harness.store.rundir import RunDir, Store, flatten, read_summary
 from harness.store.study import read_study
 
 SETTINGS = {
@@ -154,7 +153,7 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     row: dict[str, Any] = {"run": run.name, "study": run.path.parent.name, "path": str(run.path)}
     config: dict[str, Any] = {}
     try:
-        config = flat_config(run)
+        config = flatten(run.config())
         state = status.effective(run.path)
         row |= {"state": state.state.value, "reason": state.reason} if state else {"state": "not started", "reason": ""}
         row |= {column: config.get(key) for column, key in SETTINGS.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bench.stats import median
 from harness.store import checksums, provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
@@ -71,7 +71,7 @@ class Process:
     @property
     def median_s(self) -> float:
         """Median of its timed steps: the number that stands for the process."""
-        return median(self.step_s)
+        return statistics.median(self.step_s)
 
     @property
     def sent_bytes(self) -> int:
@@ -126,7 +126,7 @@ def _process(
         config=config,
         ended=ended,
         step_s=tuple(_number(line["step_time_s"]) for line in timed),
-        parts={part: _median_or_none([line["time"].get(part) for line in timed]) for part in PARTS},
+        parts={part: median([line["time"].get(part) for line in timed]) for part in PARTS},
         tokens=_number(timed[-1]["tokens"]),
         loss=timed[-1]["loss"],
         comm=timed[-1]["comm"],
@@ -169,9 +169,10 @@ def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> 
     }
 
 
-def _median_or_none(values: Sequence[float | None]) -> float | None:
+def median(values: Sequence[float | None]) -> float | None:
+    """None where one of them is."""
     seen = [value for value in values if value is not None]
-    return median(seen) if len(seen) == len(values) else None
+    return statistics.median(seen) if len(seen) == len(values) else None
 
 
 def arm_of(config: Mapping[str, Any]) -> str:

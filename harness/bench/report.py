@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.naming import details, differing, strategy_of, title
-from harness.bench.record import PARTS, Process, arm_of, load, workload_of
-from harness.bench.stats import Interval, median, median_ratio, spread
+from harness.bench.record import PARTS, Process, arm_of, load, median, workload_of
+from harness.bench.stats import Interval, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.study import unknown
@@ -224,7 +225,7 @@ def _settings(group: Sequence[Process], references: Mapping[str, str]) -> dict[s
 def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None, detail: str) -> Row:
     group = sorted(arms[arm], key=lambda process: process.block)
     config, last = group[0].config, group[-1]
-    step_s = median([process.median_s for process in group])
+    step_s = statistics.median([process.median_s for process in group])
     return Row(
         engine=config["engine"]["name"],
         strategy=strategy_of(config),
@@ -232,12 +233,12 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         is_reference=arm == reference,
         blocks=tuple(process.block for process in group),
         step_s=step_s,
-        iqr_steps_s=median([spread(process.step_s) for process in group]),
+        iqr_steps_s=statistics.median([spread(process.step_s) for process in group]),
         iqr_blocks_s=spread([process.median_s for process in group]),
-        parts={part: _median([process.parts[part] for process in group]) for part in PARTS},
+        parts={part: median([process.parts[part] for process in group]) for part in PARTS},
         tokens_per_s=last.tokens / step_s,
-        peak_bytes=_whole(_median([process.peak_bytes for process in group])),
-        persistent_bytes=_whole(_median([process.persistent_bytes for process in group])),
+        peak_bytes=_whole(median([process.peak_bytes for process in group])),
+        persistent_bytes=_whole(median([process.persistent_bytes for process in group])),
         accounted_bytes=last.accounted_bytes,
         rss_bytes=max(process.rss_bytes for process in group),
         sent_bytes=last.sent_bytes,
@@ -245,11 +246,6 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         loss=last.loss,
         ratio=_ratio(arms, arm, [reference]) if reference in arms and arm != reference else None,
     )
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    seen = [value for value in values if value is not None]
-    return median(seen) if seen and len(seen) == len(values) else None
 
 
 def _whole(value: float | None) -> int | None:

@@ -19,7 +19,7 @@ so covers at most 1 - 2 * 0.5**n: 75 % for 3, 93.75 % for 5, more than 95 % from
 from __future__ import annotations
 
 import itertools
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -98,26 +98,7 @@ def _draws(blocks: int) -> NDArray[np.intp]:
     return np.random.default_rng(SEED).integers(0, blocks, size=(DRAWS, blocks), dtype=np.intp)
 
 
-def median(values: Sequence[float]) -> float:
-    """Middle value, or the mean of the two in the middle; nan of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2.0
-
-
 def spread(values: Sequence[float]) -> float:
-    """Distance between the quartiles, by linear interpolation; 0 of a single value, nan of none."""
-    return quantile(values, 0.75) - quantile(values, 0.25)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of them lies, by linear interpolation; nan of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    """Distance between the quartiles, by linear interpolation; 0 of a single value."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (0.0, 0.0, 0.0)
+    return high - low

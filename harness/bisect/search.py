@@ -32,11 +32,6 @@ class Span:
     same: int
     differs: int
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the two are neighbours."""
-        return self.differs == self.same + 1
-
 
 def first_differing(count: int, test: Callable[[int, int], Answer]) -> Span:
     """Find a position that differs and whose predecessor is the same, by halving.

@@ -68,7 +68,6 @@ class Writer(StorageWriter):
         self.folder = folder
         self.rank = rank
         self.values = dict(values)
-        self.written_bytes = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next."""
@@ -100,7 +99,6 @@ class Writer(StorageWriter):
             name = f"rank-{self.rank:05d}.safetensors"
             tensors = {each: _resolved(planner, item) for each, item in chunks.items()}
             written = tensor_file.write(self.folder / name, tensors)
-            self.written_bytes = written.bytes
             entry = FileEntry(written.bytes, written.xxh3)
             results = [
                 WriteResult(item.index, tensors[each].nbytes, Stored(name, each, entry))

@@ -77,6 +77,3 @@ def _is_nowhere() -> bool:
     except FileNotFoundError:
         return True
     return False
-
-
-__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "exit_code", "explained", "listen_to_interrupts", "tell"]

@@ -84,6 +84,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
     return {f"{names[param]}/{entry}": value for param, own in held.items() for entry, value in own.items()}
 
 
+@torch.no_grad()
+def load_state(held: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy a state into the tensors of another. Raises `ValueError` as `check_state`, before anything is changed."""
+    check_state(held, given)
+    for key, tensor in held.items():
+        tensor.copy_(given[key])
+
+
 def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Compare keys, shapes and dtypes.
 

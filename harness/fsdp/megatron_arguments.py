@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.arguments import PLAIN
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
@@ -111,7 +110,7 @@ def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:
         TypeError: nobody knows it, with the nearest names; or another name took its place.
     """
     refuse_renamed(arguments, "fully_shard")
-    refuse_unknown(arguments, "fully_shard", (*PLAIN, *UNBUILT))
+    refuse_unknown(arguments, "fully_shard", ("module", *ShardKeywords.__annotations__))
     for name, value in arguments.items():
         if name in UNBUILT and value != UNBUILT[name]:
             raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp.arguments import DIRECT
 from harness.fsdp.binding import own
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
@@ -84,7 +83,7 @@ class ShardedModel(StatefulModule):
         **chosen: Unpack[OptionKeywords],
     ) -> None:
         super().__init__(module)
-        self.options = Options.of(chosen, type(self).__name__, DIRECT)
+        self.options = Options.of(chosen, type(self).__name__, ShardedModel.__init__.__kwdefaults__ or ())
         classes = resolve_classes(unit_modules or ())
         check_request(module, classes, grad_divisor)
         self.strategy = Strategy.parse(strategy, "strategy")

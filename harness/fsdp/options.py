@@ -209,7 +209,7 @@ def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) 
     Raises:
         TypeError: one is neither; the message has the nearest names.
     """
-    names = [*OPTIONS, *known]
+    names = list(dict.fromkeys((*OPTIONS, *known)))
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3) or names

@@ -13,7 +13,8 @@ from harness.launch.opening import Sources, look
 from harness.launch.plan import Decision
 from harness.launch.room import say_room
 from harness.launch.slurm.batch import Batch
-from harness.launch.slurm.submission import is_remote, planned, probe
+from harness.launch.slurm.scheduler import probe
+from harness.launch.slurm.submission import is_remote, planned
 from harness.store.files import write_atomic
 from harness.store.rundir import Store
 

@@ -12,7 +12,7 @@ from harness.config.disk import Kept, free_bytes, kept, shown
 from harness.config.errors import BadRequest, Violation
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Action
-from harness.launch.slurm.submission import probe
+from harness.launch.slurm.scheduler import probe
 from harness.store.rundir import Store
 from harness.store.screen import counted
 

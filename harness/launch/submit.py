@@ -13,7 +13,7 @@ from harness.launch.local.run import Ended
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
-from harness.launch.slurm import steps, submission
+from harness.launch.slurm import scheduler, steps, submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
 from harness.store import commands, screen
@@ -49,7 +49,7 @@ class _Request:
         self._labels = _labels(cells)
         self._store = Store(cells[0].config["launch"]["root"])
         self._sources = Sources.gather()
-        self._jobs = submission.probe()
+        self._jobs = scheduler.probe()
         self._submitted: Sequence[Cell] = ()
 
     def carry_out(self) -> int:

@@ -63,6 +63,3 @@ def _mark(run: Path) -> str:
     except StoreError:
         return ""
     return "" if state is None else f"{state.attempt} {state.updated} {origin.get('sources_digest')}"
-
-
-__all__ = ["FILE", "keep", "outcomes"]

@@ -104,12 +104,6 @@ class MetricsWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _cut_torn_end(path: Path) -> None:
     try:

@@ -14,8 +14,7 @@ from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.identity import directory_name, must_agree, signature, study_name
 from harness.store.reading import read_json
-from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store
-from harness.store.sections import flat_config
+from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store, flatten
 from harness.store.shapes import STUDY
 from harness.store.status import State
 
@@ -112,7 +111,7 @@ def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
     for run in filter(is_done, runs):
         with contextlib.suppress(StoreError):  # one that cannot be read is compared with none
             if not provenance.is_stale(run.path, digest):
-                flat = flat_config(run).items()
+                flat = flatten(run.config()).items()
                 key = frozenset((path, str(value)) for path, value in flat if must_agree(path))
                 groups.setdefault(key, []).append(run)
     return [group for group in groups.values() if len(group) > 1]

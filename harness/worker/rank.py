@@ -6,6 +6,7 @@ when an impatient user kills a run.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harness.config.compose import load_config
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
+from harness.store import first_failure
+from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, meeting_folder, rank_place
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
-from harness.worker import job, lifeline, requeue
+from harness.worker import lifeline, requeue
 from harness.worker.hang import HangWatch, dump_on_request
 from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag
@@ -61,10 +64,17 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
-        job.after_failure(RunDir(run_dir), place, error)
+        _mark_failure(RunDir(run_dir), place)
         return FAILED
     finally:
         stop.restore()
+
+
+def _mark_failure(run: RunDir, place: RankPlace) -> None:
+    """Tell the study's other jobs that this run failed (launch.fail_fast). Never raises: the disk may be full."""
+    with contextlib.suppress(OSError, StoreError):
+        if place.job and run.setting("launch.fail_fast"):
+            first_failure.tell(run)
 
 
 def _after_interrupt(place: RankPlace) -> Any:
@@ -86,8 +96,8 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
     _check_size(config, place)
     if reporter.is_superseded():
         return INTERRUPTED
-    job.blame_the_start_before(run, reporter.attempt, place)
-    if config.launch.fail_fast and (other := job.other_failure(run, reporter.attempt, place)):
+    decides = config.launch.fail_fast and place.job and place.rank == 0  # srun ends the other ranks
+    if decides and (other := first_failure.since(run, reporter.attempt)):
         reporter.ended(State.cancelled, f"launch.fail_fast: {other} failed before this run started")
         return INTERRUPTED
     reporter.started()

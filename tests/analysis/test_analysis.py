@@ -24,8 +24,7 @@ from harness.analysis import plot as plot_module
 from harness.analysis import stats as stats_module
 from harness.parity import Outcome
 from harness.store import provenance
-from harness.store.rundir import RunDir, flatten
-from harness.store.sections import flat_config
+from harness.store.rundir import RunDir
 from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
@@ -380,14 +379,6 @@ def test_a_run_that_is_not_the_only_one_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(load, "runs", harness_load.runs)
     with pytest.raises(AssertionError, match="not the only one"):
         test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path)
-
-
-@pytest.mark.parametrize("change", ["", "notes: 'a\n\n  b: c'\n", "more:\n- 1\n- {a: [2]}\n", "e: {}\n"])
-def test_sections_read_what_the_whole_reads(change: str, tmp_path: Path) -> None:
-    run = RunDir(write(tmp_path, FP32))
-    path = run.path / "config.yaml"
-    path.write_text(path.read_text() + change)
-    assert flat_config(run) == flatten(run.config())
 
 
 def test_rates_have_the_intervals_of_clopper_and_pearson() -> None:

@@ -23,7 +23,7 @@ import yaml
 
 from harness.cli.main import main
 from harness.launch.terminal import Terminal
-from harness.store import checksums, forward, judged, nodes, screen, status
+from harness.store import checksums, forward, judged, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.cli.random_damages import DAMAGE, MORE_DAMAGE, Dice
@@ -47,7 +47,7 @@ FILES = (
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
     *("capture/rounding-000001.json", "vouch/stream.json", "vouch/steps.f64", "vouch/tensors.f64"),
     "vouch/forward.json",
-    *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store", "../../.nodes.jsonl"),
+    *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store"),
 )
 
 LIST = "checksums.json"
@@ -72,7 +72,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         moved = {"": {"distance": 0.1, "scale": 0.1, "loss": 0.1}}
         (run.capture / "rounding-000001.json").write_text(json.dumps({"draws": 2, "moves": {"fp32": moved}}))
         forward.write(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
-        nodes.blame(root, "n1", run.name, "7.0", "it failed")
         (run.ckpt / "step-000006").mkdir(parents=True)
     (root / "lab" / ".lock").touch()
     judged.keep(root, "lab", [(other, control, "EQUAL")])
@@ -235,7 +234,7 @@ ESCAPES = "\x1b[2J\x1b]0;mine\x07\x9b1m\r\u202e\x1b[8m"
 TEXTS = {
     "facts": (
         *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json", "../verdict.json"),
-        *("../../.last", "../../.nodes.jsonl", "../.failed"),
+        *("../../.last", "../.failed"),
     ),
     "settings": (
         *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),

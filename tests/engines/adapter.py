@@ -132,10 +132,7 @@ class Adapter(Engine):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Look at everything before anything is changed; the next forward uses the new weights."""
-        held = self.state_dict()
-        optim.check_state(held, state)
-        for key, tensor in held.items():
-            tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
         for flat in self.flats.values():
             flat.publish()
 

@@ -189,7 +189,7 @@ import pkgutil, sys, importlib
 import harness.config as config
 for each in pkgutil.walk_packages(config.__path__, "harness.config."):
     importlib.import_module(each.name)
-names = "vocabulary", "options", "facts", "arguments", "storage", "storage.placement"
+names = "vocabulary", "options", "facts", "storage", "storage.placement"
 words = {f"harness.fsdp.{name}" for name in names}
 loaded = {name for name in sys.modules if name.startswith("harness.fsdp.")}
 sys.exit(f"{loaded}, torch: {'torch' in sys.modules}" if loaded != words or "torch" in sys.modules else 0)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -217,7 +218,7 @@ def test_the_same_request_twice_at_once_is_one_run(launch):
 def test_a_full_disk_while_writing_metrics_keeps_whole_lines(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     real = os.write
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 1, "loss": 0.5})
 
         def full(descriptor: int, data: bytes) -> int:

@@ -28,7 +28,7 @@ START = Decision(Action.start, "new")
 
 def batch_of(root, *overrides, count=2):
     pairs = ((make(root, *overrides), START),) * count
-    return Batch("s", Shape.of(pairs[0][0]), pairs, "ab", root, root / ".snapshots" / "c0de", ("bad1",))
+    return Batch("s", Shape.of(pairs[0][0]), pairs, "ab", root, root / ".snapshots" / "c0de")
 
 
 def text_of(root, *overrides, count=2):
@@ -57,11 +57,12 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
         "cluster.grace_s=77",
         "cluster.setup=[module load x]",
         "cluster.additional.network=sharp",
+        "cluster.additional.exclude='bad1,bad[3-4]'",
     )
     wanted = {
         "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
         "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue",
-        "open-mode=append", "job-name=s-ab", "exclude=bad1",
+        "open-mode=append", "job-name=s-ab", "exclude='bad1,bad[3-4]'",
     }  # fmt: skip
     found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert wanted <= found
@@ -128,13 +129,13 @@ def test_a_surrounding_job_is_hidden_from_sbatch_and_only_then(monkeypatch):
 def test_more_cells_than_an_array_holds_are_several_arrays(tmp_path):
     cells = [make(tmp_path, f"train.replicate={i}") for i in range(7)]
     pairs = [(cell, START) for cell in cells]
-    found = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    found = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3))
     assert [[cell for cell, _ in batch.wanted] for batch in found] == [cells[:3], cells[3:6], cells[6:]]
     assert len({batch.token for batch in found}) == 3
-    again = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    again = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3))
     assert [batch.token for batch in again] == [batch.token for batch in found]
     Store(tmp_path).create(cells[0]).new_attempt()
-    later = next(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    later = next(batches(Store(tmp_path), pairs, code=tmp_path, limit=3))
     assert later.token != found[0].token, "another attempt is another submission"
 
 

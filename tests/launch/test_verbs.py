@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -39,7 +40,7 @@ def add(store, state, reason="r", *overrides, steps=0):
     run = store.create(make_cell(store.root, *overrides))
     attempt = run.new_attempt()
     provenance.record_start(run.path, {"sources_digest": provenance.sources_digest(), "versions": {"torch": "2"}}, "")
-    with MetricsWriter(run.metrics) as writer:
+    with closing(MetricsWriter(run.metrics)) as writer:
         for step in range(1, steps + 1):
             writer.write({"step": step, "loss": 4.0 / step, "step_time_s": 0.5})
     status.write(run.path, Status(state, reason, attempt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def line(step: int, draw: random.Random) -> dict[str, Any]:
 
 
 def write(run: RunDir, first: int, last: int, seed: int) -> None:
-    with MetricsWriter(run.metrics) as writer:
+    with closing(MetricsWriter(run.metrics)) as writer:
         for step in range(first, last + 1):
             writer.write(line(step, random.Random(100 * seed + step)))
 
@@ -147,7 +148,7 @@ def test_peak_memory_is_what_a_table_of_runs_calls_so(
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
     freeze(small_config(), run.path)
     status.write(run.path, Status(State.done, "2 steps", 0))
-    with MetricsWriter(run.metrics) as writer:
+    with closing(MetricsWriter(run.metrics)) as writer:
         record = line(1, random.Random(0))
         writer.write(record | {"memory": {**record["memory"], "allocated": None, "peak_tensor_bytes": None, **memory}})
     write_json(run.summary, {"status": "done", "step": 1, **summary})

@@ -22,14 +22,14 @@ from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.telling.explain import CHECKS
-from harness.parity.telling.looks import LOOKS, MEASURES, OF_SERIES, STREAMED, UNSHOWN
+from harness.parity.telling.looks import LOOKS, MEASURES, OF_SERIES, STREAMED
 from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
 from harness.store import vouching
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
-from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
+from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, UNSHOWN, Case, duplicated, stored_as
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ def test_what_is_no_number_is_refused():
 
 
 def write(path, steps):
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for step in steps:
             writer.write({"step": step, "loss": step / 3})
 
@@ -93,7 +94,7 @@ def test_a_checkpoint_the_record_does_not_reach_is_refused(tmp_path, steps):
 
 def test_the_last_record_of_a_long_file_is_found_without_reading_it_all(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for step in range(1, 2001):
             writer.write({"step": step, "filler": "x" * 90})
     record = last_record(path)
@@ -111,6 +112,6 @@ def test_a_hole_in_the_file_is_told_and_not_read(tmp_path):
             read(path)
     os.truncate(path, 12 + 3 * metrics.TAIL_BYTES)
     assert read_metrics(path) == [{"step": 1}], "a torn end, however long"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 2})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

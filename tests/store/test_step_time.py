@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.mutants import Slip, each
 
 def written(path: Path, times: list[float], median: float | None = None) -> RunDir:
     freeze(small_config(train__steps=9), path)
-    with MetricsWriter(path / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(path / "metrics.jsonl")) as writer:
         for step, seconds in enumerate(times, start=1):
             writer.write({"step": step, "loss": 1.0, "step_time_s": seconds, "tokens": 8})
     if median is not None:

@@ -127,10 +127,7 @@ class DeepspeedEngine(Engine):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state, and compute with them from now on."""
-        held = self.state_dict()
-        optim.check_state(held, state)
-        for key, tensor in held.items():
-            tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
         self._publish()
 
     def accounted_bytes(self) -> dict[str, int]:

@@ -148,11 +148,7 @@ class MegatronEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state, all or nothing, and refresh the compute weights."""
-        held = self.state_dict()
-        optim.check_state(held, state)
-        with torch.no_grad():
-            for key, tensor in held.items():
-                tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
         self.model.install_optimized_model_weights()
 
     def user_buffers(self) -> dict[str, str]:

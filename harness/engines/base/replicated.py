@@ -133,11 +133,7 @@ class ReplicatedEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state; all or nothing."""
-        held = self.state_dict()
-        optim.check_state(held, state)
-        with torch.no_grad():
-            for key, tensor in held.items():
-                tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients are counted as held, though they are freed between steps."""

@@ -153,11 +153,7 @@ class ShardedEngine(Engine):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `state_dict` gave; all or nothing. The next forward gathers from the same memory."""
-        held = self.state_dict()
-        optim.check_state(held, state)
-        with torch.no_grad():
-            for key, tensor in held.items():
-                tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients are counted as held, though they are freed between steps.

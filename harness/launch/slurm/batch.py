@@ -36,8 +36,6 @@ class Batch:
     root: Path
     code: Path
     """Folder whose `harness` the jobs run."""
-    exclude: tuple[str, ...]
-    """Nodes that are not to be used."""
 
     @property
     def name(self) -> str:
@@ -64,7 +62,7 @@ class Batch:
     def parameters(self) -> dict[str, Any]:
         """The submission in submitit's words."""
         several = {"map_count": len(self.wanted)} if len(self.wanted) > 1 else {}
-        return self.shape.parameters(self.name, self.code, self.exclude) | several
+        return self.shape.parameters(self.name, self.code) | several
 
     def script(self) -> str:
         """The batch script as submitit writes it; needs no SLURM."""
@@ -74,7 +72,7 @@ class Batch:
         return text
 
 
-def batches(store: Store, wanted: Wanted, *, code: Path, limit: int, exclude: Sequence[str]) -> Iterator[Batch]:
+def batches(store: Store, wanted: Wanted, *, code: Path, limit: int) -> Iterator[Batch]:
     """One array for each study and shape, or several where there are more than `limit` cells.
 
     Args:
@@ -82,7 +80,6 @@ def batches(store: Store, wanted: Wanted, *, code: Path, limit: int, exclude: Se
         wanted: the cells, in the order they are to start.
         code: folder whose `harness` the jobs run.
         limit: most elements of an array.
-        exclude: nodes that are not to be used.
     """
     for study in dict.fromkeys(cell.study for cell, _ in wanted):
         decisions = {cell.signature: decision for cell, decision in wanted}
@@ -90,7 +87,7 @@ def batches(store: Store, wanted: Wanted, *, code: Path, limit: int, exclude: Se
             for start in range(0, len(cells), limit):
                 chunk = cells[start : start + limit]
                 pairs = tuple((cell, decisions[cell.signature]) for cell in chunk)
-                yield Batch(study, shape, pairs, _token(store, chunk), store.root, code, tuple(exclude))
+                yield Batch(study, shape, pairs, _token(store, chunk), store.root, code)
 
 
 def _token(store: Store, cells: Sequence[Cell]) -> str:

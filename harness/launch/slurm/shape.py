@@ -66,17 +66,15 @@ class Shape:
             **lists,
         )
 
-    def parameters(self, name: str, code: Path, exclude: Sequence[str] = ()) -> dict[str, Any]:
+    def parameters(self, name: str, code: Path) -> dict[str, Any]:
         """What this shape is in submitit's parameters for SLURM.
 
         Args:
             name: of the job.
             code: folder whose `harness` the job runs.
-            exclude: nodes that are not to be used.
         """
         flags = dict.fromkeys((flag.replace("_", "-") for flag in self.flags), True)
         further = {key.replace("_", "-"): value for key, value in self.additional}
-        excluded = ",".join([*exclude, *([further.pop("exclude")] if "exclude" in further else [])])
         return {
             "job_name": name,
             "nodes": self.nodes,
@@ -90,7 +88,6 @@ class Shape:
             "qos": self.qos,
             "time": self.time_min,
             "signal_delay_s": self.grace_s,
-            "exclude": excluded or None,
             "setup": [*self.setup, f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
             # bash ends with its last command's exit code, and that must be the ranks'
             "teardown": ["ranks=$?", *self.teardown, *self._requeue(), "exit $ranks"] if self._has_end() else None,

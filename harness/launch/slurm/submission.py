@@ -22,18 +22,16 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.facts import check_facts
-from harness.launch.slurm.scheduler import Scheduler, max_array_size, probe
+from harness.launch.slurm.scheduler import Scheduler, max_array_size
 from harness.launch.slurm.shape import shapes
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
-from harness.store import failure, nodes, provenance, status
+from harness.store import provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import SameFiles, private_folder, write_atomic
 from harness.store.rank_place import FOREIGN
-from harness.store.rundir import CODE_OF, RunDir, Store
+from harness.store.rundir import CODE_OF, Store
 from harness.store.status import JobProbe, Keeper, State, Status
-
-__all__ = ["Array", "is_remote", "planned", "probe", "submit_cells"]
 
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 """SLURM's variables that belong to no job."""
@@ -53,13 +51,11 @@ class Array:
 
     jobs: tuple[str, ...]
     runs: tuple[Path, ...]
-    exclude: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """`4 cells as SLURM job 123`."""
         main = self.jobs[0].partition("_")[0]
-        without = f", not on {','.join(self.exclude)} ({nodes.WHY})" if self.exclude else ""
-        return f"{len(self.runs)} cell{'s' * (len(self.runs) > 1)} as SLURM job {main}{without}"
+        return f"{len(self.runs)} cell{'s' * (len(self.runs) > 1)} as SLURM job {main}"
 
 
 def is_remote(cell: Cell) -> bool:
@@ -101,7 +97,7 @@ def planned(
 
 
 def _batches(store: Store, wanted: Wanted, code: Path) -> Iterator[Batch]:
-    return batches(store, wanted, code=code, limit=max_array_size(), exclude=nodes.excluded(store.root))
+    return batches(store, wanted, code=code, limit=max_array_size())
 
 
 def _wanted(
@@ -111,26 +107,12 @@ def _wanted(
     for cell in {cell.signature: cell for cell in cells}.values():
         decision = look(store, cell, sources, jobs)
         if decision.starts:
-            _blame(store, cell, decision, jobs)
             wanted.append((cell, decision))
             if decision.action is Action.start_over:
                 on_decision(cell, decision)
         else:
             on_decision(cell, decision)
     return wanted
-
-
-def _blame(store: Store, cell: Cell, decision: Decision, jobs: JobProbe | None) -> None:
-    """Note the nodes that ended a run which could not say so itself."""
-    silent = "NODE_FAIL" in decision.why or failure.SILENT_PEER in decision.why
-    run = RunDir(store.path_of(cell))
-    before = run.status() if silent else None
-    if before is None or not isinstance(jobs, Scheduler):
-        return
-    with suppress(SlurmError, OSError):
-        job = jobs.job_of(before)
-        for node in nodes.broken(job.nodes, alone=job.state == "NODE_FAIL") if job else []:
-            nodes.blame(store.root, node, run.name, f"{before.job}.{before.attempt}", decision.why)
 
 
 def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
@@ -150,7 +132,7 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
             raise _not_submitted(batch, opened, error) from error
     for one, job in zip(opened, jobs, strict=True):
         status.note_job(one.run.path, one.attempt, job)
-    return Array(tuple(jobs), tuple(one.run.path for one in opened), batch.exclude)
+    return Array(tuple(jobs), tuple(one.run.path for one in opened))
 
 
 def _taken(batch: Batch, count: int) -> list[str]:

@@ -167,11 +167,4 @@ LOOKS: Mapping[str, Look] = {
     **{f"{key} bits": _series("bits", key) for key in ("loss", "grad_norm", "param_norm")},
     **{f"{key} is finite": _series("finite", key) for key in ("loss", "grad_norm", "param_norm")},
 }
-"""How each check is looked at again, by its name. Of what is not here, `UNSHOWN`, no script shows anything."""
-
-UNSHOWN = (
-    *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
-    "files as the run left them",
-    *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
-    *("output of a module", "loss given the logits", "update left out"),
-)
+"""How each check is looked at again, by its name. Of what is not here no script shows anything."""

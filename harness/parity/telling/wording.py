@@ -13,8 +13,6 @@ from harness.parity.telling import deciding
 from harness.parity.tiers.admissible import Admission
 from harness.store.screen import counted
 
-__all__ = ["describe", "not_comparable", "standing_for", "verdict"]
-
 
 def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:
     """T0 failed: a fact that should agree does not, or a run is not whole."""

@@ -102,10 +102,7 @@ class StaleAfterLoad(Adapter):
     """Loads the main weights, and goes on computing with the old ones until the next update."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        held = self.state_dict()
-        optim.check_state(held, state)
-        for key, tensor in held.items():
-            tensor.copy_(state[key])
+        optim.load_state(self.state_dict(), state)
         for flat in self.flats.values():
             parts = list(flat.weights.chunk(self.ranks.world_size))
             dist.all_gather(parts, flat.main.detach())
