@@ -96,7 +96,7 @@ _EXPORTS = {
         "ShardedState",
         "StateMismatch",
     ),
-    "ragged": ("RaggedTensor",),
+    "ragged.tensor": ("RaggedTensor",),
     "storage.parameter_access": ("ReleasedWeightError",),
     "storage.placement": ("Placements",),
     "tensor_parallel.portion": (

@@ -81,6 +81,8 @@ class RaggedTensor(DTensor):
         if not any(isinstance(placement, Shard) for placement in spec.placements[:-1]):
             return rows
         placements = (*spec.placements[:-1], Replicate())
+        sizes, _ = compute_local_shape_and_global_offset(self.shape, spec.mesh, placements)
+        rows = rows.reshape(sizes)  # without elements it may have another shape
         return DTensor.from_local(
             rows, spec.mesh, placements, run_check=False, shape=self.shape, stride=self.stride()
         ).full_tensor()

@@ -197,6 +197,7 @@ class ShardMap:
             return RaggedTensor.of(view, spec_like(whole, mesh, placements))
         if bucket.context.tensor is None:
             return view
+        view = view.reshape(bucket.portion_of(slot).here)  # without elements it may have another shape
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
