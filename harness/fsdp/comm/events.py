@@ -133,9 +133,8 @@ class begin(resume):
 
 def offer(num_bytes: int) -> None:
     """Announce bytes of the current collective that a peer fetches from here: sent, though by no operation of torch."""
-    kind, bucket = current() or ("send", "")
     for observer in _observers:
-        observer.sent(kind, bucket, num_bytes)
+        observer.sent(*(current() or ("send", "")), num_bytes)
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:

@@ -102,7 +102,7 @@ class Segment:
         """Elements over all ranks, padding included."""
         return self.shard_numel * self.num_ranks
 
-    @property
+    @cached_property
     def inner_numel(self) -> int:
         """Elements of a shard of the inner axis, the same on every inner rank."""
         return self.shard_numel * self.outer
