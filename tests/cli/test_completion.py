@@ -129,7 +129,6 @@ def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, [*verbs, *request])) <= 80
     assert len(verbs) <= 28
     assert request.index("Groups and their options:") < 20
-    assert request[-1].endswith("wrong_targets"), "what fills a screen comes last"
 
 
 @pytest.mark.parametrize("columns", ["80", "60"])

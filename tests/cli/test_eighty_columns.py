@@ -187,6 +187,8 @@ def test_what_comes_after_runs_that_are_no_study_is_no_verdict(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [write(tmp_path, each) for each in (FP32, OURS)]
+    for run in runs:  # stale ones are compared with none
+        edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     assert main(["watch", "lab", "--root", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     told = re.fullmatch(

@@ -330,7 +330,9 @@ def test_a_resumed_run_begins_with_what_its_last_step_left(tmp_path: Path, spoil
 
 def clips_wrongly(rank: int, folder: str, optimizer: OptimizerName) -> None:
     changes = {"optimizer__name": optimizer, "optimizer__momentum": 0.9, "optimizer__clip_norm": 0.1}
-    config = configured("native-optim_grads", fault__name="tests.faults.update:clip_bound", fault__begins_at=3, **changes)
+    config = configured(
+        "native-optim_grads", fault__name="tests.faults.update:clip_bound", fault__begins_at=3, **changes
+    )
     train(config, Path(folder), rank)
 
 
