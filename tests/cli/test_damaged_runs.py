@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -162,6 +163,7 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
             (DAMAGE | MORE_DAMAGE)[kind](target, dice)
         child = os.fork()
         if child == 0:
+            gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
             try:
                 _asked(root, told, verbs)
             finally:
@@ -288,6 +290,7 @@ def obeyed(whole: Path, folder: Path, part: str, verbs: Verbs = _readers) -> str
         shutil.copytree(root / "timed", root / "x\x1b[31mx")
     child = os.fork()
     if child == 0:
+        gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
         try:
             _asked(root, folder / "told", verbs)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -185,6 +186,7 @@ def in_a_fork(act: Callable[[], int]) -> int:
     """The exit code of what may close its streams; 99 where it raises."""
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
         code = 99
         try:
             code = act()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 import stat
@@ -50,6 +51,7 @@ def another(act: Callable[[], int]) -> int:
     """Exit code of another user's process, which does `act`."""
     child = os.fork()
     if child == 0:
+        gc.disable()  # what earlier tests left behind would wait for threads that a fork lacks
         code = 99
         try:
             os.setgroups([])
