@@ -194,7 +194,8 @@ def test_a_server_that_hangs_in_its_imports_keeps_nobody_from_interrupting(tmp_p
     (run,) = Store(tmp_path / "runs").runs()
     found = status.read(run.path)
     assert found is not None
-    assert (found.state, found.reason) == (State.cancelled, "interrupted by Ctrl-C")
+    assert found.state is State.cancelled
+    assert found.reason.startswith("interrupted by Ctrl-C")
 
 
 def test_a_server_that_hangs_in_its_imports_goes_with_its_launcher(tmp_path: Path) -> None:

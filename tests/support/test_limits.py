@@ -38,11 +38,9 @@ def told_by(suite: str, folder: Path, seconds: float, **environment: str) -> str
         "import tests.conftest\ntests.conftest.GRACE_S = 2.0\n"
     )
     (folder / "test_two.py").write_text(suite)
-    command = (
-        f"-m pytest -n 1 --rootdir {folder} -c {ROOT}/pyproject.toml --confcutdir {folder} -p no:cacheprovider {folder}"
-    )
+    where = ["--rootdir", str(folder), "-c", f"{ROOT}/pyproject.toml", "--confcutdir", str(folder)]
     done = subprocess.run(
-        [sys.executable, *command.split()],
+        [sys.executable, "-m", "pytest", "-n", "1", *where, "-p", "no:cacheprovider", str(folder)],
         cwd=ROOT, env={k: v for k, v in os.environ.items() if k != "TESTS_PROFILE"} | environment,
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip

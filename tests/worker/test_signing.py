@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -72,8 +73,11 @@ def stored() -> list[str]:
     wrong += [] if second.compare_set("new", "", "a") == b"a" and first.get("new") == b"a" else ["a new value"]
     wrong += [] if second.compare_set("new", "b", "c") == b"a" == first.compare_set("new", "b", "c") else ["compared"]
     wrong += [] if first.compare_set("new", "a", "c") == b"c" == second.get("new") else ["not replaced"]
+    switched = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # counts of two threads meet
     with ThreadPoolExecutor(2) as pool:
         totals = [*pool.map(lambda store: [store.add("count", 1) for _ in range(200)], (first, second))]
+    sys.setswitchinterval(switched)
     wrong += [] if sorted(totals[0] + totals[1]) == list(range(1, 401)) else ["two counts are alike"]
     return wrong + ([] if second.delete_key("count") and not first.check(["count"]) else ["not removed"])
 

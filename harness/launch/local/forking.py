@@ -25,7 +25,7 @@ from pathlib import Path
 from harness.config.derived import against_forks
 from harness.config.schema import Config
 from harness.store.provenance import sources_digest
-from harness.store.rank_place import DIES_WITH, stop_signals_blocked
+from harness.store.rank_place import DIES_WITH, STOP_SIGNALS, stop_signals_blocked
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): descendants whose parents ended become this process's children."""
@@ -175,7 +175,7 @@ class ForkServer:
         began, said = time.monotonic(), False
         while not select.select([self._connection], [], [], TICK_S)[0]:
             waited = time.monotonic() - began
-            if patience.is_over():
+            if patience.is_over() or signal.sigpending() & set(STOP_SIGNALS):  # blocked while ranks are started
                 raise NotForked("the request was ended while the fork server was importing")
             if waited > patience.limit_s:
                 self._process.send_signal(signal.SIGUSR1)
