@@ -126,7 +126,7 @@ def _least(dtype: torch.dtype, negative: bool) -> float:
 def _over_ranks(
     tensors: Sequence[Tensor], of_rows: Callable[[Tensor], Tensor], combine: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """What a reduction finds in each tensor, in the order of ranks, so that all ranks have the same bits.
+    """Results of a reduction of each tensor, in the order of ranks, so that all ranks have the same bits.
 
     One all-gather for each axis that cuts rows, mesh and dtype; plain tensors are reduced here.
     """

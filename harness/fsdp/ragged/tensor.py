@@ -88,7 +88,7 @@ class RaggedTensor(DTensor):
         ).full_tensor()
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """What this rank holds of a plain tensor that broadcasts to this one's shape; a view."""
+        """This rank's part of a plain tensor that broadcasts to this one's shape; a view."""
         if not self.shape:
             begin, end = self.span
             return whole if begin < end else whole.reshape(1)[:0]
@@ -270,7 +270,7 @@ def distribute_rows(full: Tensor, like: DTensor) -> RaggedTensor:
 
 
 def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
-    """What `torch.load` makes of a tensor that was saved."""
+    """A tensor that `torch.load` reads."""
     return RaggedTensor.of(local, spec, requires_grad=requires_grad)
 
 
