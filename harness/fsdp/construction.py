@@ -31,6 +31,7 @@ from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime import at_rest
 from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
@@ -42,6 +43,9 @@ from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.state.named import ShardMap
+from harness.fsdp.storage.parameter_access import Access
 from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, plan_units
 from harness.fsdp.runtime.weight_scales import WeightScales
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
@@ -136,11 +140,26 @@ def build(request: Request) -> Components:
     components = _wire(request, ground, units)
     components.weights.agree_on_scales()
     components.user_buffers.model_built()
+    if at_rest.ENABLED:
+        _shard_parameters(request.module, components)
     ground.runtime.keep_pages()
     groups = [comm.group for comm in ground.meshes.moving.values()]
     parts = components.reduce, components.gather, components.weights, components.watches
     weakref.finalize(components, abandon, ground.runtime, groups, *parts).atexit = False
     return components
+
+
+def _shard_parameters(module: nn.Module, components: Components) -> None:
+    """Put sharded parameters into the module's slots."""
+    shards, slots = ShardMap(components.buckets), at_rest.slots_of(module)
+    found = [at_rest.ShardedParameters(bucket, shards, slots) for bucket in components.buckets]
+    for bucket, sharded in zip(components.buckets, found, strict=True):
+        bucket.installed_version = bucket.main_version
+        bucket.views.give(Access.free)
+        bucket.views.sharded = sharded
+        bucket.views.give(Access.resting)
+    components.gradients.show(found)
+    components.hooks.of_forward.before_forward = WeakHook(components.weights.bring_up_to_date)
 
 
 def _meshes_for(request: Request, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
 from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, replicated, wrap_rows
@@ -62,7 +63,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RuntimeError: a plain tensor of several elements takes part, as torch has it for DTensors.
     """
     rule = _rule_of(func) or reduction_of(func, args) or _of_whole
+    if func._schema.is_mutable:
+        _count_edit(func, args, kwargs)
     return rule(func, args, kwargs)
+
+
+def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let the rows' version counters tell of an edit: below autograd torch counts none."""
+    written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    rows = [each._local_tensor for each in tree_leaves(written) if isinstance(each, RaggedTensor)]
+    torch.autograd.graph.increment_version(rows)
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Place and name of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 @cache

@@ -92,6 +92,10 @@ class BackwardHooks:
         self._coming: list[tuple[int, Unit]] = []
         """Calls it is to come to, each with the number it began at: the next one last."""
         self._params: set[int] = set()
+        self.before_backward: Callable[[], None] = lambda: None
+        """Called before a backward of the step begins."""
+        self.after_backward: Callable[[], None] = lambda: None
+        """Called after a backward has ended."""
         self.handles: list[RemovableHandle] = []
         for unit in units:
             for bucket in unit.trainable:
@@ -163,7 +167,10 @@ class BackwardHooks:
         begin_backward([unit.readiness for unit in self.units], forward)
         coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
         self._coming = sorted(coming, key=lambda each: each[0])
-        self.step.pre_backward(of_inputs=self._is_of_inputs)
+        of_inputs = self._is_of_inputs
+        if not of_inputs:
+            self.before_backward()
+        self.step.pre_backward(of_inputs=of_inputs)
         self._task = torch._C._current_graph_task_id()
         end = BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
@@ -335,3 +342,4 @@ class BackwardHooks:
             unit.readiness.post_backward()
         rest(self.units)
         self.step.post_backward()
+        self.after_backward()

@@ -53,6 +53,8 @@ class ForwardHooks:
         self.backward = backward
         self.before_gradients: Callable[[], None] = lambda: None
         """Called before every forward of the model with gradients."""
+        self.before_forward: Callable[[], None] = lambda: None
+        """Called before weights are used in a forward of the model."""
         self.lost_edits = LostEdits(next(buckets_of(units)).memory.device)
         self.handles: list[RemovableHandle] = []
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
@@ -104,6 +106,7 @@ class ForwardHooks:
             self._num_updates = self.step.num_updates
             for unit in self.units:
                 unit.readiness.forget_unseen()
+        self.before_forward()
         for bucket in self.units[0].buckets:
             bucket.receive()
         self._take_up_weights()
@@ -117,7 +120,8 @@ class ForwardHooks:
         for bucket in buckets_of(self.units):
             bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
-                edits.adopt(bucket)
+                if bucket.views.sharded is None:
+                    edits.adopt(bucket)
                 edits.refuse_lost(bucket)
             bucket.use()
 
@@ -198,7 +202,13 @@ class ForwardHooks:
             if not self._passed[unit.name]:
                 self.forward.left(unit.name)
             if unit.is_root and not self.forward.in_model:
-                rest(self.units)
+                self._rest(raised=sys.exc_info()[1] is not None)
+
+    def _rest(self, *, raised: bool) -> None:
+        """The root's parameters stay unsharded for a loss, until the backward ends."""
+        root = self.units[0]
+        stays = self.forward.with_gradients and not raised and any(b.views.sharded is not None for b in root.buckets)
+        rest(self.units[1:] if stays else self.units)
 
     def break_off(self) -> None:
         """The model's forward was interrupted in the middle, and no hook was told."""

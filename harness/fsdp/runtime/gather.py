@@ -137,6 +137,8 @@ class GatherPipeline:
             self._wait_for_unshard(unit)
         if unit.has_two_sides:
             self.bring(unit, direction)
+        for bucket in unit.buckets:
+            bucket.use()
         self._prefetch()
 
     def bring(self, unit: Unit, direction: int) -> None:

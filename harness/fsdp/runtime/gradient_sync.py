@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.at_rest import ShardedParameters
 from harness.fsdp.runtime.gradient_answer import answer_for
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -14,9 +17,14 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.whereabouts import Whereabouts
+
+
+Kept = tuple[ShardedParameters, list[Tensor], set[int]]
+"""Parameters of a bucket, their main gradients, and which of them had one."""
 
 
 class GradientSync:
@@ -58,12 +66,64 @@ class GradientSync:
         self.usage = usage
         self.whereabouts = whereabouts
         self.copies = copies
+        self.sharded: list[ShardedParameters] = []
+        """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.runtime.at_rest`."""
+        self._kept: list[Kept] = []
+        """Gradients that parameters had when the step began, which are added to what it brings."""
         self._answer()
 
     def _answer(self) -> None:
         """Let parameters that have gradients say so."""
         trained = [each for unit in self.units for bucket in unit.trainable for each in bucket.params]
         answer_for(trained, self.step, self.forget)
+
+    # -- `.grad` of sharded parameters -------------------------------------------------------------------------------
+
+    def show(self, sharded: list[ShardedParameters]) -> None:
+        """Let `.grad` of these parameters be their finished gradients, from the end of each synchronising backward."""
+        self.sharded = sharded
+        self.hooks.of_backward.before_backward = WeakHook(self._begin_backward)
+        self.hooks.of_backward.after_backward = WeakHook(self._end_backward)
+
+    def _begin_backward(self) -> None:
+        """A backward begins: the first of a step keeps the gradients that parameters have, to add to them."""
+        state = self.step.state
+        if state is StepState.FAILED and self.step.num_backwards <= 1:
+            self._restore()
+        elif state not in (StepState.IDLE, StepState.FINISHED):
+            return
+        for each in self.sharded:
+            gradients = each.bucket.gradients
+            if gradients is None or not each.has_grads:
+                continue
+            gradients.claim()
+            had = each.collect_grads()
+            self._kept.append((each, [shard.clone() for shard in each.bucket.grad_shards], had))
+            each.drop_grads()
+        if self.step.state is not StepState.IDLE:
+            self._forget()
+
+    def _restore(self) -> None:
+        """A backward that raised has left no gradient: parameters have those from before it."""
+        kept, self._kept = self._kept, []
+        for each, flats, had in kept:
+            for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
+                shard.copy_(flat)
+            each.install_grads(had, only_kept=True)
+
+    def _end_backward(self) -> None:
+        if self.step.plan.last and self.step.plan.ends_by is Call.post_backward:
+            self.finish()
+
+    def _install(self) -> None:
+        """The step's gradients are finished: parameters show them."""
+        kept, self._kept = self._kept, []
+        had = {id(each): names for each, _, names in kept}
+        for each, flats, _ in kept:
+            for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
+                shard.add_(flat)
+        for each in self.sharded:
+            each.install_grads(had.get(id(each), set()))
 
     def take_in(self, usage: Usage, *, late: Sequence[Bucket]) -> None:
         """Finish and forget gradients of further buckets, too, of which no backward of the step has brought any.
@@ -104,6 +164,7 @@ class GradientSync:
         self.reduce.finish()
         self.step.finished()
         self.copies.check()
+        self._install()
 
     @property
     def are_zeros(self) -> bool:
@@ -130,6 +191,12 @@ class GradientSync:
         """
         self.hooks.recover()
         self.step.check(Call.zero_grad)
+        if self.sharded:
+            self._forget()
+            self._kept = []
+            for each in self.sharded:
+                each.zero_grads() if set_to_none is False else each.drop_grads()
+            return
         if set_to_none is False and self.step.state is StepState.DROPPED:
             raise StepError(
                 "zero_grad(set_to_none=False) after .grad of some parameters was set to None: which of them have a"
@@ -139,6 +206,17 @@ class GradientSync:
         for gradients in self._gradients():
             if set_to_none or (set_to_none is False and self.step.state in (StepState.FINISHED, StepState.STALE)):
                 gradients.keep_zeros(kept=not set_to_none)  # of an unfinished step, ranks do not know what others had
+            gradients.forget()
+        self.step.zero_grad()
+        if self.integers is not None:
+            self.integers.beyond.zero_()
+        if self.guard is not None:
+            self.guard.forget()
+
+    def _forget(self) -> None:
+        """Forget what backwards have brought; `.grad` of parameters is what it was."""
+        self.reduce.discard()
+        for gradients in self._gradients():
             gradients.forget()
         self.step.zero_grad()
         if self.integers is not None:

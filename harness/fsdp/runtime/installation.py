@@ -60,6 +60,12 @@ class WeightInstaller:
         self.pending: list[Pending] = []
         """Gathers in which other ranks may still take this rank's weights."""
 
+    def bring_up_to_date(self) -> None:
+        """Install main weights that were written to since the last time, by an optimizer, a load or an edit.
+        *Collective* if there are any: all ranks write to the same parameters."""
+        if any(bucket.is_stale for bucket in self.buckets):
+            self.install(step_ended=True)
+
     @by_engine
     def install(self, *, step_ended: bool = False) -> None:
         """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
@@ -82,6 +88,8 @@ class WeightInstaller:
         if step_ended:
             self.gather.recomputation.agree()
         self.pending = install_weights(self.buckets)
+        for bucket in self.buckets:
+            bucket.installed_version = bucket.main_version
         if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
             BEING_TAKEN.add(self)
         if self.user_buffers.due or self.replicas.is_due:
@@ -152,4 +160,5 @@ class WeightInstaller:
                 each.wait()
         self.pending = []
         for bucket in self.buckets if not self.gather.holds else ():
-            edits.adopt(bucket)
+            if bucket.views.sharded is None:
+                edits.adopt(bucket)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketKey
 from harness.fsdp.storage.eight_bit import payloads_of
@@ -110,6 +111,8 @@ def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
 def rest(units: Iterable[Unit]) -> None:
     """No forward and no backward runs any more; see `Bucket.rest`."""
     for bucket in buckets_of(units):
+        if bucket.views.sharded is not None:
+            edits.adopt(bucket)
         bucket.rest()
 
 

@@ -181,6 +181,10 @@ class ShardMap:
         )
         return RaggedTensor.of(torch.empty(0, dtype=COUNTER_DTYPE), spec)
 
+    def rows(self, bucket: Bucket, slot: Slot, shard: Tensor) -> Tensor:
+        """A parameter's rows in a rank's shard of its segment: a DTensor, or a plain tensor where nothing cuts it."""
+        return self._shard(bucket, slot, shard, 0)
+
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> Tensor:
         """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment.
 

@@ -69,6 +69,8 @@ class Bucket:
         group = None if context.tensor is None else context.tensor.group
         self.portions = {each: Portion.of(each, param, group) for each, param in params}
         """What of each parameter this rank has, by its name."""
+        self.installed_version = 0
+        """Of the main weights, when they were installed last."""
         self.awaited: Awaited | None = None
         """What brings others' parts of updated weights, while nobody has waited for it."""
         self._build(initial)
@@ -92,6 +94,8 @@ class Bucket:
         if self.key.fp8:
             self._expect_gradients()
         self.views.forget_edits()
+        if self.views.sharded is not None:
+            self.views.sharded.moved()
         self.rest()
 
     def _expect_gradients(self) -> None:
@@ -312,7 +316,7 @@ class Bucket:
 
     def rest(self) -> None:
         """No forward and no backward runs: edits of weights that are whole must leave a trace."""
-        wanted = Access.resting if self.is_resident else Access.lent
+        wanted = Access.resting if self.is_resident or self.views.sharded is not None else Access.lent
         if self.views.access is not wanted and self.is_whole:
             self.views.give(wanted)
 
@@ -373,6 +377,16 @@ class Bucket:
     def weight_parts(self, side: Side) -> list[Part]:
         """One side cut for an all-gather of the inner axis."""
         return self.cuts.inner_parts(as_bytes(side.whole))
+
+    @property
+    def main_version(self) -> int:
+        """How often main weights were written to, by whatever route."""
+        return self.main_shards[0]._version
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether main weights were written to since they were installed last."""
+        return self.main_version != self.installed_version
 
     @property
     def computes_with_main_weights(self) -> bool:

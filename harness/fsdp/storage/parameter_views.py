@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,19 @@ from harness.fsdp.storage.layout import BucketLayout
 from harness.fsdp.storage.memory import unreadable
 from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
 from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
+
+
+class Sharded(Protocol):
+    """Sharded parameters of a bucket; see `harness.fsdp.runtime.at_rest`."""
+
+    def show(self, *, unsharded: bool) -> None:
+        """Put sharded parameters into the modules' slots, or unsharded ones."""
+
+    def flags(self) -> list[bool]:
+        """`requires_grad` of each parameter, as the program has set it."""
+
+    def moved(self) -> None:
+        """Main weights lie elsewhere now."""
 
 
 class ParameterViews:
@@ -37,6 +51,8 @@ class ParameterViews:
         self._pointed_at: list[Tensor] = []
         """What the parameters were last pointed at."""
         self._versions: list[int] = []
+        self.sharded: Sharded | None = None
+        """What stands in the modules' slots while parameters are not in use; None: the parameters themselves."""
         for name, param in params:
             setattr(param, HOME, (name, unit))
 
@@ -62,6 +78,10 @@ class ParameterViews:
         """Let the program do with parameters what `access` says."""
         if access is self.access:
             return
+        if self.sharded is not None:
+            self.sharded.show(unsharded=access is Access.free)
+            self.access = access
+            return
         if access not in self._classes:
             self._classes[access] = [class_for(own, access) for own in self._own]
         for (_, param), wanted in zip(self._params, self._classes[access], strict=True):
@@ -85,6 +105,8 @@ class ParameterViews:
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
+        if self.sharded is not None:
+            return self.sharded.flags()
         return [param.requires_grad for _, param in self._params]
 
     @by_engine

@@ -1,0 +1,201 @@
+"""Parameters between passes: DTensors over this rank's rows of the main weights.
+
+[Note: Sharded and unsharded parameters] A module's slots (`module._parameters`) hold sharded parameters while no pass
+needs them, and unsharded ones, views of the whole compute weights, from a unit's pre-forward to its reshard. Each is
+one object for the life of the model. Hooks, and gradients while a backward runs, are the unsharded one's. Where every
+rank keeps all main weights and computes with them (`no_shard`), both are one object.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.state.named import ShardMap
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.parameter_access import HOME, grad_of, put_grad
+from harness.fsdp.tensor_parallel.parameters import put_data
+
+ENABLED = os.environ.get("HARNESS_FSDP_SHARDED_PARAMETERS") == "1"
+"""Private, until this is the only way."""
+SHARDED = "_fsdp_sharded"
+"""Attribute of an unsharded parameter: the sharded one."""
+LOCATION = "_fsdp_location"
+"""Attribute of a sharded parameter: its `ShardedParameters` and its index in the bucket."""
+_ENGINES = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
+
+
+class _Slot:
+    """A place in a module that holds a parameter."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.held = module._parameters
+        self.name = name
+        plain = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        self.module = None if plain else weakref.ref(module)
+        """Of a class with its own `__setattr__`, such as recurrent layers, which hold their parameters twice."""
+
+    def put(self, param: nn.Parameter) -> None:
+        if self.module is None:
+            self.held[self.name] = param
+        elif (module := self.module()) is not None:
+            setattr(module, self.name, param)
+
+
+class ShardedParameters:
+    """Sharded parameters of one bucket, and the slots in which they and the unsharded ones take turns.
+
+    Args:
+        slots: of each unsharded parameter, by identity.
+    """
+
+    def __init__(self, bucket: Bucket, shards: ShardMap, slots: dict[int, list[_Slot]]) -> None:
+        self.bucket = bucket
+        self.shards = shards
+        self.unsharded = [param for _, param in bucket.params]
+        self.params: list[nn.Parameter] = []
+        for index, (param, (name, _)) in enumerate(zip(self.unsharded, bucket.params, strict=True)):
+            sharded = self._sharded(index, param)
+            self.params.append(sharded)
+            setattr(sharded, LOCATION, (self, index))
+            if sharded is not param:
+                vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith(_ENGINES)})
+                setattr(sharded, HOME, getattr(param, HOME))
+                setattr(param, SHARDED, sharded)
+        self._pairs = [
+            (slot, param, sharded)
+            for param, sharded in zip(self.unsharded, self.params, strict=True)
+            if param is not sharded
+            for slot in slots[id(param)]
+        ]
+        self._locals = [local_of(param) for param in self.params]
+        self.grads: list[Tensor | None] = [None] * len(self.params)
+        """What `.grad` of each parameter is once a step's gradients are finished: views of main gradients."""
+        self.shows_unsharded = True
+
+    def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
+        rows = self.view(index, self.bucket.main_shards)
+        if not isinstance(rows, RaggedTensor) and self.bucket.computes_with_main_weights:
+            return param
+        made = nn.Parameter(rows, requires_grad=param.requires_grad)
+        made.grad_dtype = None  # main gradients may have another dtype than main weights
+        return made
+
+    def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
+        """This rank's rows of a parameter in flat tensors that lie as the main weights do, one a segment: a DTensor;
+        plain where nothing cuts it."""
+        slot = self.bucket.layout.slots[index]
+        return self.shards.rows(self.bucket, slot, flats[slot.segment])
+
+    def show(self, *, unsharded: bool) -> None:
+        """Put parameters into the modules' slots."""
+        if unsharded is self.shows_unsharded:
+            return
+        self.shows_unsharded = unsharded
+        for slot, param, sharded in self._pairs:
+            if unsharded and param.requires_grad is not sharded.requires_grad:
+                param.requires_grad_(sharded.requires_grad)
+            slot.put(param if unsharded else sharded)
+
+    def flags(self) -> list[bool]:
+        """`requires_grad` of each parameter, as the program has set it."""
+        return [param.requires_grad for param in self.params]
+
+    def moved(self) -> None:
+        """Main weights lie elsewhere now, maybe in another dtype: sharded parameters follow."""
+        for index, param in enumerate(self.params):
+            if param is self.unsharded[index]:
+                continue
+            rows = self.view(index, self.bucket.main_shards)
+            put_data(param, rows)
+            held: Any = param
+            if isinstance(rows, RaggedTensor):
+                held._local_tensor, held._spec = rows._local_tensor, rows._spec
+        self._locals = [local_of(param) for param in self.params]
+        self.grads = [None] * len(self.params)
+
+    def check(self) -> None:
+        """Raise RuntimeError where a sharded parameter was cast or moved after it was made."""
+        for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
+            if local_of(param) is not local and param is not self.unsharded[0]:
+                raise RuntimeError(
+                    f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
+                    " swapped); change it before sharding"
+                )
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def _grad(self, index: int) -> Tensor:
+        held = self.grads[index]
+        if held is None:
+            held = self.grads[index] = self.view(index, self.bucket.grad_shards)
+        return held
+
+    def install_grads(self, kept: set[int], *, only_kept: bool = False) -> None:
+        """Let `.grad` be the main gradient; None where no rank had one, unless it was kept from before."""
+        gradients = self.bucket.gradients
+        if gradients is None:
+            return
+        for index, param in enumerate(self.params):
+            none = (only_kept or index in gradients.unused) and index not in kept
+            put_grad(param, None if none else self._grad(index))
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether `.grad` of some parameter is not None."""
+        return any(grad_of(param) is not None for param in self.params)
+
+    def collect_grads(self) -> set[int]:
+        """Bring gradients that the program has replaced into the main gradients, zeros for those it has set to None.
+        Returns the parameters that have one."""
+        found = set[int]()
+        for index, param in enumerate(self.params):
+            given, own = grad_of(param), self._grad(index)
+            if given is None:
+                local_of(own).zero_()
+                continue
+            found.add(index)
+            if given is not own:
+                own.copy_(given)
+                put_grad(param, own)
+        return found
+
+    def zero_grads(self) -> None:
+        """Let `.grad` of parameters that have one be zeros."""
+        for index, param in enumerate(self.params):
+            if grad_of(param) is not None:
+                local_of(self._grad(index)).zero_()
+                put_grad(param, self._grad(index))
+
+    def drop_grads(self) -> None:
+        """Set `.grad` of every parameter to None."""
+        for param in self.params:
+            put_grad(param, None)
+
+
+def local_of(param: Tensor) -> Tensor:
+    """This rank's rows, plain."""
+    held: Any = param
+    return held._local_tensor if isinstance(param, RaggedTensor) else param
+
+
+def sharded_of(param: Tensor) -> Tensor:
+    """The sharded parameter that an unsharded one belongs to; any other tensor itself."""
+    found: Tensor = getattr(param, SHARDED, param)
+    return found
+
+
+def slots_of(module: nn.Module) -> dict[int, list[_Slot]]:
+    """Every place that holds a parameter, by its identity."""
+    found: dict[int, list[_Slot]] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append(_Slot(part, name))
+    return found
