@@ -65,14 +65,16 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = _rule_of(func) or reduction_of(func, args) or _of_whole
     if func._schema.is_mutable:
         _count_edit(func, args, kwargs)
-    return rule(func, args, kwargs)
+    result = rule(func, args, kwargs)
+    if func.is_view and isinstance(result, RaggedTensor):
+        result.base = args[0].base
+    return result
 
 
 def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the rows' version counters tell of an edit: below autograd torch counts none."""
     written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
-    rows = [each._local_tensor for each in tree_leaves(written) if isinstance(each, RaggedTensor)]
-    torch.autograd.graph.increment_version(rows)
+    torch.autograd.graph.increment_version([r.base for r in tree_leaves(written) if isinstance(r, RaggedTensor)])
 
 
 @cache

@@ -50,6 +50,16 @@ class RaggedTensor(DTensor):
         return cast(RaggedTensor, made)
 
     @property
+    def base(self) -> Tensor:
+        """The rows whose version counts edits of this tensor and of its views."""
+        found: Tensor = self.__dict__.get("_base_rows", self._local_tensor)
+        return found
+
+    @base.setter
+    def base(self, rows: Tensor) -> None:
+        self.__dict__["_base_rows"] = rows
+
+    @property
     def cut(self) -> RaggedShard:
         """The placement on the last axis."""
         return cast(RaggedShard, self._spec.placements[-1])

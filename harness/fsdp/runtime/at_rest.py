@@ -85,6 +85,9 @@ class ShardedParameters:
             return param
         made = nn.Parameter(rows, requires_grad=param.requires_grad)
         made.grad_dtype = None  # main gradients may have another dtype than main weights
+        if isinstance(rows, RaggedTensor):
+            held: Any = made
+            held._local_tensor, held.base = rows._local_tensor, rows._local_tensor
         return made
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
@@ -116,7 +119,7 @@ class ShardedParameters:
             put_data(param, rows)
             held: Any = param
             if isinstance(rows, RaggedTensor):
-                held._local_tensor, held._spec = rows._local_tensor, rows._spec
+                held._local_tensor, held._spec, held.base = rows._local_tensor, rows._spec, rows._local_tensor
         self._locals = [local_of(param) for param in self.params]
         self.grads = [None] * len(self.params)
 
