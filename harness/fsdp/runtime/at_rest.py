@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types as optimizers_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_types
 
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state.named import ShardMap
@@ -46,6 +49,34 @@ class _Slot:
             self.held[self.name] = param
         elif (module := self.module()) is not None:
             setattr(module, self.name, param)
+
+
+class MainWeight(nn.Parameter):
+    """A main weight that every rank has whole, beside compute weights of another dtype: all edits are counted."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values without autograd, sharing the version counter."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run as for any parameter; fused kernels of optimizers leave version counters as they are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__.startswith("_fused_"):
+                torch.autograd.graph.increment_version(args[0])
+            return func(*args, **(kwargs or {}))
+
+
+for types in (optimizers_types, utils_types):
+    types.append(MainWeight)
 
 
 class ShardedParameters:
@@ -84,6 +115,8 @@ class ShardedParameters:
         if not isinstance(rows, RaggedTensor) and self.bucket.computes_with_main_weights:
             return param
         made = nn.Parameter(rows, requires_grad=param.requires_grad)
+        if not isinstance(rows, DTensor):
+            made.__class__ = MainWeight
         made.grad_dtype = None  # main gradients may have another dtype than main weights
         if isinstance(rows, RaggedTensor):
             held: Any = made
