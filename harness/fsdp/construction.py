@@ -229,7 +229,12 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     def context(key: BucketKey) -> BucketContext:
         meshes = ground.meshes
         return BucketContext(
-            gradients, meshes.of(expert=key.expert), request.strategy, request.outer_strategy, meshes.tensor
+            gradients,
+            meshes.of(expert=key.expert),
+            request.strategy,
+            request.outer_strategy,
+            meshes.tensor,
+            at_rest.ENABLED,
         )
 
     _check_same_module(request.module, ground.meshes)

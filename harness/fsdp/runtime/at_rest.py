@@ -112,7 +112,8 @@ class ShardedParameters:
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         rows = self.view(index, self.bucket.main_shards)
-        if not isinstance(rows, RaggedTensor) and self.bucket.computes_with_main_weights:
+        computes_with_it = self.bucket.trainable and self.bucket.computes_with_main_weights
+        if not isinstance(rows, RaggedTensor) and computes_with_it:
             return param
         made = nn.Parameter(rows, requires_grad=param.requires_grad)
         if not isinstance(rows, DTensor):
@@ -145,6 +146,7 @@ class ShardedParameters:
 
     def moved(self) -> None:
         """Main weights lie elsewhere now, maybe in another dtype: sharded parameters follow."""
+        self.shards.moved(self.bucket)
         for index, param in enumerate(self.params):
             if param is self.unsharded[index]:
                 continue

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
+from harness.fsdp.runtime.at_rest import sharded_of
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -70,10 +71,17 @@ class WholeWeights:
         units = self._units_of(wanted)
         self._refuse_inside("gathered()")
         self.hooks.step.check_installed()
+        if self.is_sharded:
+            self.weights.bring_up_to_date()
         self.weights.wait()
         held = self.gather.hold(units)
         buckets = list(buckets_of(units))
-        rest(units)
+        if self.is_sharded:
+            for bucket in buckets:
+                bucket.receive()
+                bucket.use()
+        else:
+            rest(units)
         modules = self._modules()
         try:
             yield
@@ -82,8 +90,15 @@ class WholeWeights:
         finally:
             self.gather.let_go(held)
             self.gather.wait_for_others()
+            if self.is_sharded:
+                rest(units)
         if edited:
             self.weights.install()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded while no pass needs them."""
+        return any(bucket.views.sharded is not None for bucket in buckets_of(self.units))
 
     def start(self) -> None:
         """Begin what the next forward begins with. *Collective.* Raises as `settle`."""
@@ -115,6 +130,8 @@ class WholeWeights:
         several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
         params = {id(param) for each in several for param in self._params_of(each)}
         owned = {id(param): unit for unit in self.units for bucket in unit.buckets for _, param in bucket.params}
+        for unit in self.units:
+            owned |= {id(p): unit for b in unit.buckets if b.views.sharded is not None for p in b.views.sharded.params}
         if not params <= owned.keys():
             raise ValueError("gathered() was given a parameter or a module that is not the sharded model's")
         found = {owned[each].name for each in params}
@@ -138,7 +155,8 @@ class WholeWeights:
     def _modules(self) -> list[tuple[str, int]]:
         """What the module is made of, by name and identity."""
         modules = [(name, id(part)) for name, part in self.module.named_modules(remove_duplicate=False)]
-        return modules + [(name, id(p)) for name, p in self.module.named_parameters(remove_duplicate=False)]
+        params = self.module.named_parameters(remove_duplicate=False)
+        return modules + [(name, id(sharded_of(param))) for name, param in params]
 
     def _refuse_replaced(self, before: list[tuple[str, int]]) -> None:
         now = self._modules()

@@ -185,6 +185,10 @@ class ShardMap:
         """A parameter's rows in a rank's shard of its segment: a DTensor, or a plain tensor where nothing cuts it."""
         return self._shard(bucket, slot, shard, 0)
 
+    def moved(self, bucket: Bucket) -> None:
+        """The bucket's parameters are cut otherwise now."""
+        self._found.pop(bucket, None)
+
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> Tensor:
         """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment.
 

@@ -247,7 +247,7 @@ class Bucket:
         Returns what must be received before the weights are used, and waited for before they change again; or nothing,
         where that is `awaited`.
         """
-        if self.sides[0].resting is None or not self.trainable:
+        if self.sides[0].resting is None or not (self.trainable or self.context.sharded_parameters):
             return []
         if self.main_storage is not None:
             for side in self.sides:

@@ -50,7 +50,8 @@ class BucketContext:
     """What all buckets of one mesh share.
 
     plan: how gradients wait. strategy: what the inner axis splits. outer: what the outer axis splits, if there is one.
-    tensor: the axis over which parameters were cut before; see [Note: Under tensor parallelism].
+    tensor: the axis over which parameters were cut before; see [Note: Under tensor parallelism]. sharded_parameters:
+    parameters at rest are this rank's rows, of frozen weights, too, which may be trained later.
     """
 
     plan: GradientPlan
@@ -58,10 +59,11 @@ class BucketContext:
     strategy: Strategy
     outer: OuterStrategy = OuterStrategy.no_shard
     tensor: Communicator | None = None
+    sharded_parameters: bool = False
 
     def placements(self, *, trainable: bool) -> Placements:
         """How the buffers of a bucket lie."""
-        if not trainable:
+        if not trainable and not self.sharded_parameters:
             return Placements.of_frozen(self.strategy)
         return Placements.of(self.strategy, self.outer if self.mesh.has_outer else None)
 

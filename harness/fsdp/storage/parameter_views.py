@@ -17,6 +17,8 @@ from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
 class Sharded(Protocol):
     """Sharded parameters of a bucket; see `harness.fsdp.runtime.at_rest`."""
 
+    params: list[nn.Parameter]
+
     def show(self, *, unsharded: bool) -> None:
         """Put sharded parameters into the modules' slots, or unsharded ones."""
 
