@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -23,12 +24,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
 from harness.fsdp.options import Options
+from harness.fsdp.runtime import at_rest
 from harness.fsdp.runtime.step import Call
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
+from harness.fsdp.update.accepted import check_sharded
+from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.update.kernels import chosen_for
 from harness.fsdp.update.flat_pieces import FlatPiece, free, guard
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
@@ -49,6 +54,7 @@ class Model(Protocol):
     options: Options
     _parts: Components
     _sharded_optimizer: ShardedOptimizer | None
+    _flat_steps: list[FlatStep]
 
     @property
     def has_gradients(self) -> bool:
@@ -78,6 +84,9 @@ def own(model: Model) -> None:
 
 def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool = False) -> None:
     """Let an optimizer step this rank's shards; see `harness.fsdp.api.fully_shard_optimizer`."""
+    if any(bucket.views.sharded is not None for bucket in model.buckets):
+        _bind_sharded(model, optimizer, steps_unused=steps_unused)
+        return
     sharded = model._sharded_optimizer
     if sharded is None:
         decoupled = model.options.use_decoupled_grad
@@ -97,6 +106,49 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
     optimizer.add_param_group = partial(_add_group, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     setattr(optimizer, _ASKED_BY_SCALER, _NoScaler())
     _guard(model, sharded, optimizer)
+
+
+def _bind_sharded(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool) -> None:
+    """Let an optimizer step flat pieces of sharded parameters; see [Note: Flat step]."""
+    check_sharded(optimizer, model.buckets, model.numerics)
+    for group in optimizer.param_groups:
+        sharded = [at_rest.sharded_of(param) for param in group["params"]]
+        for param, made in zip(group["params"], sharded, strict=True):
+            if made is not param and param in optimizer.state:
+                optimizer.state[made] = optimizer.state.pop(param)
+        group["params"] = sharded
+    parts = model._parts
+    asked = {SYNC: True, INSTALL: True}
+
+    def before() -> None:
+        parts.weights.refuse_held()
+        if not asked[SYNC]:
+            parts.step.check(Call.update)
+        model.finish_grad_sync()
+        parts.step.update(installs=asked[INSTALL])
+        parts.weights.before_update()
+
+    def kernels(own: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
+        fusable = all(segment.fusable for bucket in model.buckets for segment in bucket.layout.segments)
+        return chosen_for(own, group, model.numerics, fusable=fusable)
+
+    model._flat_steps.append(FlatStep(optimizer, before, lambda: None, kernels, steps_unused=steps_unused))
+    flat = optimizer.step
+
+    def step(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        asked.update({name: kwargs.pop(name, True) for name in (SYNC, INSTALL)})
+        return flat(*args, **kwargs)
+
+    vars(step).update(vars(flat.__func__))
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign] # on the instance: torch has no hook
+    zero_grad = optimizer.zero_grad
+
+    def forget(set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+        zero_grad(set_to_none)
+        if zero_grad_buffer:
+            parts.gradients.forget_unfinished()
+
+    optimizer.zero_grad = forget  # type: ignore[method-assign] # as above
 
 
 def _guard(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:

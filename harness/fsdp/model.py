@@ -28,6 +28,7 @@ from harness.fsdp.stateful import StatefulModule
 from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import clipping, norms
+from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.lost_gradients import LostGradients
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
@@ -99,6 +100,7 @@ class ShardedModel(StatefulModule):
         self.grad_divisor, self.buckets = parts.divisor, parts.buckets
         self._state = StateAccess(module, parts.buckets, parts.weights, parts.gradients, parts.everyone)
         self._sharded_optimizer: ShardedOptimizer | None = None
+        self._flat_steps: list[FlatStep] = []
         mark_sharded(module, parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)

@@ -130,15 +130,20 @@ class ShardedParameters:
         slot = self.bucket.layout.slots[index]
         return self.shards.rows(self.bucket, slot, flats[slot.segment])
 
+    def view_from(self, index: int, flat: Tensor, begins_at: int) -> Tensor:
+        """As `view`, in a flat tensor that begins so many elements into the shard of the parameter's segment."""
+        return self.shards.rows(self.bucket, self.bucket.layout.slots[index], flat, begins_at)
+
     def show(self, *, unsharded: bool) -> None:
         """Put parameters into the modules' slots."""
         if unsharded is self.shows_unsharded:
             return
         self.shows_unsharded = unsharded
         for slot, param, sharded in self._pairs:
-            if unsharded and param.requires_grad is not sharded.requires_grad:
-                param.requires_grad_(sharded.requires_grad)
-            slot.put(param if unsharded else sharded)
+            coming, leaving = (param, sharded) if unsharded else (sharded, param)
+            if coming.requires_grad is not leaving.requires_grad:
+                coming.requires_grad_(leaving.requires_grad)
+            slot.put(coming)
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
@@ -203,6 +208,21 @@ class ShardedParameters:
                 own.copy_(given)
                 put_grad(param, own)
         return found
+
+    def take_grad(self, index: int, *, zeros: bool = False) -> None:
+        """Bring a gradient that the program has replaced into the main gradient. zeros: let None be zeros."""
+        param = self.params[index]
+        given = grad_of(param)
+        if given is None and not (zeros and param.requires_grad):
+            return
+        own = self._grad(index)
+        if given is own:
+            return
+        if given is None:
+            local_of(own).zero_()
+        else:
+            own.copy_(given)
+        put_grad(param, own)
 
     def zero_grads(self) -> None:
         """Let `.grad` of parameters that have one be zeros."""

@@ -213,6 +213,14 @@ class GradientSync:
         if self.guard is not None:
             self.guard.forget()
 
+    def forget_unfinished(self) -> None:
+        """Forget what backwards have brought and no `.grad` shows yet; inside a backward it raises StepError."""
+        self.hooks.recover()
+        self.step.check(Call.zero_grad)
+        if self.step.state not in (StepState.IDLE, StepState.FINISHED):
+            self._kept = []
+            self._forget()
+
     def _forget(self) -> None:
         """Forget what backwards have brought; `.grad` of parameters is what it was."""
         self.reduce.discard()

@@ -181,9 +181,10 @@ class ShardMap:
         )
         return RaggedTensor.of(torch.empty(0, dtype=COUNTER_DTYPE), spec)
 
-    def rows(self, bucket: Bucket, slot: Slot, shard: Tensor) -> Tensor:
-        """A parameter's rows in a rank's shard of its segment: a DTensor, or a plain tensor where nothing cuts it."""
-        return self._shard(bucket, slot, shard, 0)
+    def rows(self, bucket: Bucket, slot: Slot, shard: Tensor, begins_at: int = 0) -> Tensor:
+        """A parameter's rows in a rank's shard of its segment, of which the first `begins_at` elements are missing: a
+        DTensor, or a plain tensor where nothing cuts it."""
+        return self._shard(bucket, slot, shard, begins_at)
 
     def moved(self, bucket: Bucket) -> None:
         """The bucket's parameters are cut otherwise now."""

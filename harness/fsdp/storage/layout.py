@@ -238,6 +238,12 @@ class BucketLayout:
                     _extend(stretches, Stretch(group, index, start, end))
         return stretches
 
+    def slots_in(self, rank: int, stretch: Stretch) -> list[Slot]:
+        """Slots with rows in a range of a rank's shard, in order."""
+        low, _ = self.segments[stretch.segment].shard(rank)
+        begin, end = low + stretch.start, low + stretch.end
+        return [s for s in self._in_order if s.segment == stretch.segment and s.offset < end and s.end > begin]
+
     @cached_property
     def _in_order(self) -> list[Slot]:
         """Slots as they lie in their segments."""

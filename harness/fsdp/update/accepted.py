@@ -8,6 +8,7 @@ import torch
 
 from harness.fsdp.options import ELEMENTWISE, steps_elementwise
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.vocabulary import Numerics
 
 
@@ -29,6 +30,28 @@ def check_optimizer(
         _refuse_updates_that_see_cuts(optimizer, buckets)
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
+
+
+NEEDS_WHOLE = {
+    "Muon": "it orthogonalizes whole matrices",
+    "LBFGS": "it works on one vector of all parameters",
+    "Adafactor": "it keeps sums over whole rows and columns",
+    "ZeroRedundancyOptimizer": "it splits whole parameters over ranks once more: use its optimizer_class itself",
+}
+"""Optimizers that cannot step rows of a matrix, by name, and why."""
+
+
+def check_sharded(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics) -> None:
+    """Raise TypeError for an optimizer that needs whole parameters where these are cut, and ValueError for one that
+    cannot keep the bits that `numerics` promises."""
+    why = NEEDS_WHOLE.get(type(optimizer).__name__)
+    if why and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+        raise TypeError(
+            f"{type(optimizer).__name__} cannot step sharded parameters: {why}. Use an elementwise optimizer"
+            f" ({', '.join(sorted(ELEMENTWISE))}), or zero_dp_strategy=0, under which parameters are whole"
+        )
+    if numerics.bitwise:
+        _refuse_updates_that_see_cuts(optimizer, buckets)
 
 
 def _has_stepped(state: Mapping[str, object]) -> bool:

@@ -1,0 +1,366 @@
+"""A flat step: torch's elementwise rules update few flat pieces of main weights in place of many sharded parameters.
+
+[Note: Flat step] Flat pieces stand in the optimizer's groups only while its rule runs, below torch's step hooks: hooks,
+closures and whoever catches an exception see sharded parameters. State is by parameter: moments are views of flat ones,
+`step` and its like an element each. A piece is a run of neighbours of one bucket and group that have gradients and
+equal counters. Any other rule (LAMB, a class with its own `step`) steps the sharded parameters themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.runtime.at_rest import LOCATION, ShardedParameters
+from harness.fsdp.state.named import fill
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.parameter_access import grad_of, put_grad
+from harness.fsdp.update.blank import COUNTERS, ENTRIES
+from harness.fsdp.update.kernels import KERNELS
+
+Opt = torch.optim.Optimizer
+_Place = tuple[ShardedParameters, int]
+
+
+def moments_of(optimizer: Opt) -> frozenset[str] | None:
+    """Entries with a number an element, of a rule of torch that is elementwise; None for any other rule."""
+    for kind, entries in ENTRIES.items():
+        own = (inspect.unwrap(getattr(type(optimizer), name)) for name in ("step", "_init_group"))
+        if all(each is inspect.unwrap(getattr(kind, name)) for each, name in zip(own, ("step", "_init_group"))):
+            return frozenset(entries) - COUNTERS
+    return None
+
+
+@dataclass(eq=False)
+class Span:
+    """Flat moments of neighbours in one segment of a bucket that one optimizer updates."""
+
+    bucket: Bucket
+    segment: int
+    start: int
+    end: int
+    flats: dict[str, Tensor] = field(default_factory=dict)
+
+    def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
+        """Elements of a moment, by their place in the shard of the segment."""
+        if key not in self.flats:
+            like = self.bucket.main_shards[self.segment][self.start : self.end]
+            self.flats[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return self.flats[key][start - self.start : end - self.start]
+
+
+@dataclass(eq=False)
+class Piece:
+    """A run of parameters that are stepped as one flat tensor."""
+
+    span: Span
+    start: int
+    end: int
+    params: list[Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """Counters, an element a parameter."""
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        bucket, segment = self.span.bucket, self.span.segment
+        self.flat = bucket.main_shards[segment][self.start : self.end].detach().requires_grad_()
+        self.grad = bucket.grad_shards[segment][self.start : self.end]
+
+    def seen(self) -> int:
+        """Grows when somebody edits a counter in place."""
+        return sum(each._version for each in self.numbers.values())
+
+
+class FlatStep:
+    """Wraps `step` of an optimizer over sharded parameters.
+
+    Args:
+        before: called before the rule may write main weights; after: once it has. Both *collective*.
+        kernels: settings that choose kernels for a group, in place of the user's while the rule runs.
+        steps_unused: a parameter without a gradient is stepped with zeros.
+    """
+
+    def __init__(
+        self,
+        optimizer: Opt,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]],
+        *,
+        steps_unused: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.before = before
+        self.after = after
+        self.kernels = kernels
+        self.steps_unused = steps_unused
+        self.moments = moments_of(optimizer)
+        self._began = False
+        self._signature: list[Any] | None = None
+        self._plan: list[list[Any]] = []
+        self._spans: dict[int, Span] = {}
+        """By identity of the parameter."""
+        self._views: dict[tuple[int, str], Tensor] = {}
+        self._saved: list[dict[str, Any]] | None = None
+        """The groups as the program has them, while the rule runs."""
+        self._wrap()
+
+    def _wrap(self) -> None:
+        optimizer, held = self.optimizer, self.optimizer.step
+        rule: Any = type(optimizer).step
+        while getattr(rule, "hooked", None) and hasattr(rule, "__wrapped__"):  # below torch's hooks
+            rule = rule.__wrapped__
+
+        def step(own: Opt, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+            try:
+                if closure is None:
+                    self._begin()
+                    return rule(own, **others)
+                return rule(own, self._around(closure), **others)
+            finally:
+                self._end()
+
+        hooked: Any = torch._disable_dynamo(torch.optim.Optimizer.profile_hook_step(step), recursive=False)
+
+        def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
+            own._opt_called = True  # schedulers ask
+            return hooked(own, *args, **kwargs)
+
+        if hasattr(held, "_wrapped_by_lr_sched"):  # one that was made before
+            outer._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's name
+        optimizer.step = types.MethodType(outer, optimizer)  # type: ignore[method-assign] # later schedulers wrap its function
+
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, in which parameters are themselves."""
+
+        def call() -> Any:
+            self._end()
+            with torch.enable_grad():
+                loss = closure()
+            self._begin()
+            return loss
+
+        return call
+
+    @torch._disable_dynamo
+    def _begin(self) -> None:
+        self.before()
+        self._began = True
+        self._take_gradients()
+        if self.moments is None:
+            return
+        signature = list(self._sign())
+        if signature != self._signature or any(each.seen() != each.version for each in self._pieces()):
+            self._build()
+            self._signature = None
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        self._saved = [dict(group) for group in groups]
+        for group, entries in zip(groups, self._plan, strict=True):
+            group.update(self.kernels(self.optimizer, group))
+            group["params"] = [each.flat if isinstance(each, Piece) else each for each in entries]
+        for piece in self._pieces():
+            self._attach(piece)
+            if piece.state:
+                state[piece.flat] = piece.state
+
+    def _attach(self, piece: Piece) -> None:
+        put_grad(piece.flat, piece.grad if piece.grad.dtype == piece.flat.dtype else piece.grad.to(piece.flat.dtype))
+
+    @torch._disable_dynamo
+    def _end(self) -> None:
+        if not self._began:
+            return
+        self._began = False
+        if self._saved is not None:
+            for group, saved in zip(self.optimizer.param_groups, self._saved, strict=True):
+                group.update({name: saved[name] for name in ("params", *KERNELS) if name in saved})
+            self._saved = None
+            self._put_state()
+        self.after()
+
+    def _put_state(self) -> None:
+        state, new = self.optimizer.state, list[Piece]()
+        for piece in self._pieces():
+            put_grad(piece.flat, None)
+            torch.autograd.graph.increment_version(piece.flat)  # fused kernels do not
+            held = state.pop(piece.flat, None)
+            if held is None:
+                continue
+            made = any(held[key] is not piece.state.get(key) for key in held) or not piece.state
+            piece.state = held
+            new += [piece] if made or held.keys() - state[piece.params[0]].keys() else []
+            for key, number in piece.numbers.items():
+                number.fill_(held[key])
+            piece.version = piece.seen()
+        if new:
+            made_for = {id(param) for piece in new for param in piece.params}
+            for group in self.optimizer.param_groups:  # state is in their order on every rank
+                for param in group["params"]:
+                    if id(param) in made_for:
+                        state[param]
+            for piece in new:
+                self._bind(piece)
+        if new or self._signature is None:
+            self._signature = list(self._sign())
+
+    def _bind(self, piece: Piece) -> None:
+        """Let parameters have state that the rule made for their piece."""
+        assert self.moments is not None
+        for key, value in piece.state.items():
+            if key in self.moments and isinstance(value, Tensor):
+                part = piece.span.part(key, value.dtype, piece.start, piece.end)
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
+                piece.state[key] = part
+                for param in piece.params:
+                    self.optimizer.state[param][key] = self._view(param, key, part.dtype)
+            elif isinstance(value, Tensor):
+                piece.numbers[key] = torch.empty(len(piece.params), dtype=value.dtype, device=value.device).fill_(value)
+                for param, own in zip(piece.params, piece.numbers[key].unbind(), strict=True):
+                    self.optimizer.state[param][key] = own
+            else:
+                for param in piece.params:
+                    self.optimizer.state[param][key] = value
+        piece.version = piece.seen()
+
+    def _view(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
+        if (id(param), key) not in self._views:
+            span, (sharded, index) = self._spans[id(param)], _place_of(param)
+            span.part(key, dtype, span.start, span.end)
+            self._views[id(param), key] = sharded.view_from(index, span.flats[key], span.start)
+        return self._views[id(param), key]
+
+    # -- what is stepped together --------------------------------------------------------------------------------------
+
+    def _pieces(self) -> Iterator[Piece]:
+        return (each for entries in self._plan for each in entries if isinstance(each, Piece))
+
+    def _sign(self) -> Iterator[Any]:
+        """What a plan follows from."""
+        keys = (*(self.moments or ()), *COUNTERS)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                held = self.optimizer.state.get(param)
+                place = getattr(param, LOCATION, None)
+                where = None if place is None else id(place[0].bucket.main_shards)
+                yield id(param), where, grad_of(param) is None, held and [id(held.get(key)) for key in keys]
+            yield None
+
+    def _take_gradients(self) -> None:
+        """Bring gradients that the program has replaced into the main gradients."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if (place := getattr(param, LOCATION, None)) is not None:
+                    place[0].take_grad(place[1], zeros=self.steps_unused)
+
+    def _build(self) -> None:
+        groups = self.optimizer.param_groups
+        placed = {id(p): p for group in groups for p in group["params"] if hasattr(p, LOCATION)}
+        self._drop_moved(placed.values())
+        self._add_spans([param for param in placed.values() if id(param) not in self._spans])
+        for param in placed.values():
+            self._take_state(param)
+        self._plan = [[p for p in group["params"] if id(p) not in placed] for group in groups]
+        kinds: dict[Any, int] = {}
+        of_bucket: dict[int, dict[str, int]] = {}
+        where: list[tuple[int, Tensor, int]] = []
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                if id(param) in placed and grad_of(param) is not None:
+                    kind = kinds.setdefault((number, id(self._spans[id(param)]), self._counts(param)), len(kinds))
+                    bucket, name = _slot_of(param)
+                    of_bucket.setdefault(id(bucket), {})[name] = kind
+                    where.append((number, param, kind))
+        self._add_pieces(where, of_bucket)
+
+    def _add_pieces(self, where: Sequence[tuple[int, Tensor, int]], kinds: dict[int, dict[str, int]]) -> None:
+        by_name = {(id(_slot_of(param)[0]), _slot_of(param)[1]): (number, param) for number, param, _ in where}
+        done = set[int]()
+        for bucket in {id(_slot_of(param)[0]): _slot_of(param)[0] for _, param, _ in where}.values():
+            layout, rank = bucket.layout, bucket.cuts.layout_rank
+            for stretch in layout.stretches(rank, kinds[id(bucket)]):
+                found = [
+                    by_name[id(bucket), slot.spec.name]
+                    for slot in layout.slots_in(rank, stretch)
+                    if (id(bucket), slot.spec.name) in by_name
+                ]
+                if found:
+                    params = [param for _, param in found]
+                    done |= {id(param) for param in params}
+                    span = self._spans[id(params[0])]
+                    self._add(found[0][0], Piece(span, stretch.start, stretch.end, params))
+        empty: dict[int, tuple[int, list[Tensor]]] = {}
+        for number, param, kind in where:  # no row of them lies here; they count their steps
+            if id(param) not in done:
+                empty.setdefault(kind, (number, []))[1].append(param)
+        for number, params in empty.values():
+            self._add(number, Piece(self._spans[id(params[0])], 0, 0, params))
+
+    def _add(self, group: int, piece: Piece) -> None:
+        self._plan[group].append(piece)
+        held = self.optimizer.state.get(piece.params[0])
+        if not held:
+            return
+        for key, value in held.items():
+            if key in (self.moments or ()) and isinstance(value, Tensor):
+                piece.state[key] = piece.span.part(key, value.dtype, piece.start, piece.end)
+            elif key in COUNTERS and isinstance(value, Tensor):
+                piece.state[key] = value.clone()
+            elif value is None or key in COUNTERS:
+                piece.state[key] = value
+        self._bind(piece)
+
+    def _counts(self, param: Tensor) -> Any:
+        held = self.optimizer.state.get(param)
+        if not held:
+            return None
+        moments = tuple(sorted(key for key in self.moments or () if held.get(key) is not None))
+        return moments, tuple(float(held[key]) for key in sorted(COUNTERS) if held.get(key) is not None)
+
+    def _drop_moved(self, params: Any) -> None:
+        """Forget spans of buckets that were laid out anew; nothing in them had been stepped."""
+        for param in params:
+            span = self._spans.get(id(param))
+            bucket, _ = _slot_of(param)
+            if span is not None and span.bucket is not bucket:
+                del self._spans[id(param)]
+
+    def _add_spans(self, params: Sequence[Tensor]) -> None:
+        buckets = {id(_slot_of(param)[0]): _slot_of(param)[0] for param in params}
+        for key, bucket in buckets.items():
+            own = {_slot_of(param)[1]: param for param in params if id(_slot_of(param)[0]) == key}
+            layout, rank = bucket.layout, bucket.cuts.layout_rank
+            for stretch in layout.stretches(rank, dict.fromkeys(own, 0)):
+                span = Span(bucket, stretch.segment, stretch.start, stretch.end)
+                for slot in layout.slots_in(rank, stretch):
+                    self._spans[id(own[slot.spec.name])] = span
+            nothing = Span(bucket, 0, 0, 0)
+            for param in own.values():
+                self._spans.setdefault(id(param), nothing)
+
+    def _take_state(self, param: Tensor) -> None:
+        """State that was loaded, or made by the program, moves to the flat moments."""
+        held = self.optimizer.state.get(param)
+        for key in self.moments or () if held else ():
+            value = held.get(key) if held else None
+            if isinstance(value, Tensor) and value is not self._views.get((id(param), key)):
+                view = self._view(param, key, value.dtype)
+                fill(view, value)
+                self.optimizer.state[param][key] = view
+
+
+def _place_of(param: Tensor) -> _Place:
+    place: _Place = getattr(param, LOCATION)
+    return place
+
+
+def _slot_of(param: Tensor) -> tuple[Bucket, str]:
+    sharded, index = _place_of(param)
+    return sharded.bucket, sharded.bucket.layout.slots[index].spec.name
