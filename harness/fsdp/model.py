@@ -171,6 +171,8 @@ class ShardedModel(StatefulModule):
 
     def _gradient_norm(self, norm_type: float) -> Tensor:
         self.finish_grad_sync()
+        for each in self._parts.gradients.sharded:
+            each.collect_grads()
         if norm_type == 2.0:
             return norms.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
         return norms.gradient_p_norm(self.buckets, self._parts.everyone, self.numerics, float(norm_type))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -14,6 +15,7 @@ from harness.fsdp.runtime.gathered import Wanted
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.wrapper import ModuleWrapper
 
@@ -28,6 +30,7 @@ class StatefulModule(ModuleWrapper):
     """All of them, in model order."""
     _parts: Components
     _state: StateAccess
+    _flat_steps: list[FlatStep]
     _sharded_optimizer: ShardedOptimizer | None
     """None until an optimizer is bound."""
 
@@ -119,7 +122,12 @@ class StatefulModule(ModuleWrapper):
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        return self._state.sharded_state(self._sharded_optimizer)
+        return self._state.sharded_state(self._sharded_optimizer, self._stepped)
+
+    @property
+    def _stepped(self) -> list[torch.optim.Optimizer]:
+        """Optimizers over sharded parameters."""
+        return [each.optimizer for each in self._flat_steps]
 
     def adopt_state(self, state: ShardedState) -> None:
         """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
@@ -135,7 +143,7 @@ class StatefulModule(ModuleWrapper):
         Raises:
             RuntimeError: no optimizer is attached.
         """
-        return self._state.local_state(self._sharded_optimizer)
+        return self._state.local_state(self._sharded_optimizer, self._stepped)
 
     def load_local_state(self, values: Mapping[str, Tensor]) -> None:
         """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
@@ -144,7 +152,7 @@ class StatefulModule(ModuleWrapper):
             ValueError: it does not fit; nothing was loaded.
             RuntimeError: no optimizer is attached.
         """
-        self._state.load_local_state(self._sharded_optimizer, values)
+        self._state.load_local_state(self._sharded_optimizer, values, self._stepped)
 
     # -- what it keeps and counts ----------------------------------------------------------------------------------
 
@@ -154,7 +162,12 @@ class StatefulModule(ModuleWrapper):
 
         Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
         """
-        return self._parts.persistent_bytes(self.module, self._sharded_optimizer)
+        found = self._parts.persistent_bytes(self.module, self._sharded_optimizer)
+        for each in self._flat_steps:
+            used, padding = each.state_bytes()
+            found["optimizer"] += used
+            found["padding"] += padding
+        return found
 
     def transport(self) -> dict[str, str]:
         """How data moves between ranks, with the reason if a requested faster way is not available."""
@@ -163,6 +176,8 @@ class StatefulModule(ModuleWrapper):
     def optimizer_kernels(self) -> list[str]:
         """For each parameter group, in the order of binding: which of torch's kernels updates it, and whether the user
         or the engine chose that kernel; see `harness.fsdp.update.kernels`."""
+        if self._flat_steps:
+            return [kernel for each in self._flat_steps for kernel in each.chosen()]
         return [] if self._sharded_optimizer is None else self._sharded_optimizer.groups.kernels()
 
     def user_buffers(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.state import flat, hooks
 from harness.fsdp.state.named import ShardedState, ShardMap, check_fit, fill
+from harness.fsdp.state.of_parameters import add_optimizers, load_local_state, local_state
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.whereabouts import check_names
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -230,10 +231,21 @@ class StateAccess:
         for part, value in plan.more:
             part.set_extra_state(value)
 
-    def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
-        """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""
+    @property
+    def _is_sharded(self) -> bool:
+        return any(bucket.views.sharded is not None for bucket in self.buckets)
+
+    def sharded_state(
+        self, optimizer: ShardedOptimizer | None, stepped: Sequence[torch.optim.Optimizer] = ()
+    ) -> ShardedState:
+        """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory.
+
+        stepped: optimizers over sharded parameters.
+        """
         self._settle()
         found = self._shards.state(self.buckets, optimizer)
+        if self._is_sharded:
+            add_optimizers(found, self.buckets, stepped)
         found.tensors |= self._fp8_state()
         return found
 
@@ -246,16 +258,25 @@ class StateAccess:
         state.adopt()
         self._written()
 
-    def local_state(self, optimizer: ShardedOptimizer | None) -> dict[str, Tensor]:
+    def local_state(
+        self, optimizer: ShardedOptimizer | None, stepped: Sequence[torch.optim.Optimizer] = ()
+    ) -> dict[str, Tensor]:
         """This rank's flat weights and optimizer state, for resuming on the same layout.
 
         Raises:
             RuntimeError: there is no optimizer.
         """
         self.weights.wait()
+        if self._is_sharded:
+            return local_state(self.buckets, _some(stepped)) | self._fp8_state()
         return flat.local_state(self.buckets, _required(optimizer)) | self._fp8_state()
 
-    def load_local_state(self, optimizer: ShardedOptimizer | None, values: Mapping[str, Tensor]) -> None:
+    def load_local_state(
+        self,
+        optimizer: ShardedOptimizer | None,
+        values: Mapping[str, Tensor],
+        stepped: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
         """Take `local_state` back, and forget gradients. *Collective.*
 
         Raises:
@@ -270,7 +291,10 @@ class StateAccess:
             [name for name in values if name.startswith(FP8) and name not in scales],
         )
         rest = {name: value for name, value in values.items() if not name.startswith(FP8)}
-        flat.load_local_state(self.buckets, _required(optimizer), rest)
+        if self._is_sharded:
+            load_local_state(self.buckets, _some(stepped), rest)
+        else:
+            flat.load_local_state(self.buckets, _required(optimizer), rest)
         for name, buffer in scales.items():
             buffer.copy_(values[name])
         self._written()
@@ -282,6 +306,12 @@ class StateAccess:
 
 def _hash(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+    if not stepped:
+        raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
+    return stepped
 
 
 def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:

@@ -9,7 +9,7 @@ whole on every rank and in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,9 +46,13 @@ class ShardedState:
     tensors: dict[str, Tensor]
     counters: set[str] = field(default_factory=set)
     _optimizer: ShardedOptimizer | None = None
+    taking_back: list[tuple[str, Callable[[Tensor], None]]] = field(default_factory=list)
+    """Keys of copies, and what takes each."""
 
     def adopt(self) -> None:
         """Take the counters back. Stretches whose parameters were not updated equally often are cut."""
+        for key, take in self.taking_back:
+            take(self.tensors[key])
         for flat in [] if self._optimizer is None else list(self._optimizer.stretches):
             assert self._optimizer is not None
             for piece in self._optimizer.split(flat, partial(self._counts, self._counters(flat))):

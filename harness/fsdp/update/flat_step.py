@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.runtime.at_rest import LOCATION, ShardedParameters
+from harness.fsdp.runtime.at_rest import LOCATION, ShardedParameters, local_of
 from harness.fsdp.state.named import fill
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import grad_of, put_grad
 from harness.fsdp.update.blank import COUNTERS, ENTRIES
-from harness.fsdp.update.kernels import KERNELS
+from harness.fsdp.update.kernels import KERNELS, named
 
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
@@ -236,6 +236,24 @@ class FlatStep:
             span.part(key, dtype, span.start, span.end)
             self._views[id(param), key] = sharded.view_from(index, span.flats[key], span.start)
         return self._views[id(param), key]
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of moments on this rank: (of parameters, of padding)."""
+        spans = {id(span): span for span in self._spans.values()}.values()
+        total = sum(flat.nbytes for span in spans for flat in span.flats.values())
+        used = 0
+        for param, held in self.optimizer.state.items():
+            moments = (held.get(key) for key in self.moments or ()) if hasattr(param, LOCATION) else ()
+            used += sum(local_of(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
+        return used, max(total - used, 0)
+
+    def chosen(self) -> list[str]:
+        """How each group is stepped, and who has chosen that."""
+        found = []
+        for group in self.optimizer.param_groups:
+            own = self.kernels(self.optimizer, group)
+            found.append(f"{named({**group, **own})}, {'chosen by the engine' if own else 'as given'}")
+        return found
 
     # -- what is stepped together --------------------------------------------------------------------------------------
 
