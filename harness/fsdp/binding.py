@@ -75,10 +75,12 @@ class Model(Protocol):
 
 def own(model: Model) -> None:
     """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
-    _watch_steps()
+    if not at_rest.ENABLED:
+        _watch_steps()
     model.module.zero_grad = _ForgetAll(weakref.ref(model))  # type: ignore[method-assign] # on the instance: torch has no hook
     for bucket in model.buckets:
-        for _, param in bucket.params:
+        sharded = [] if bucket.views.sharded is None else bucket.views.sharded.params
+        for param in (*(each for _, each in bucket.params), *sharded):
             setattr(param, _OWNER, weakref.ref(model))
 
 
@@ -389,6 +391,8 @@ def _only(found: list[Model], optimizer: torch.optim.Optimizer) -> Model:
 @_disable_dynamo
 def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
+    if at_rest.ENABLED:
+        return
     params = (param for group in optimizer.param_groups for param in group["params"])
     found = _owners(successor_of(param) for param in params if type(param) is not FlatPiece)
     if found:
