@@ -24,17 +24,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
 from harness.fsdp.options import Options
-from harness.fsdp.runtime import at_rest
 from harness.fsdp.runtime.step import Call
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.named import ShardedState, StateMismatch
+from harness.fsdp.storage import at_rest
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
 from harness.fsdp.update.accepted import check_sharded
+from harness.fsdp.update.flat_pieces import FlatPiece, free, guard
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.kernels import chosen_for
-from harness.fsdp.update.flat_pieces import FlatPiece, free, guard
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
@@ -135,7 +135,7 @@ def _bind_sharded(model: Model, optimizer: torch.optim.Optimizer, *, steps_unuse
         return chosen_for(own, group, model.numerics, fusable=fusable)
 
     model._flat_steps.append(FlatStep(optimizer, before, lambda: None, kernels, steps_unused=steps_unused))
-    flat = optimizer.step
+    flat: Any = optimizer.step
 
     def step(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         asked.update({name: kwargs.pop(name, True) for name in (SYNC, INSTALL)})

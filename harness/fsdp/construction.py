@@ -31,7 +31,6 @@ from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime import at_rest
 from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
@@ -43,15 +42,16 @@ from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
-from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.state.named import ShardMap
-from harness.fsdp.storage.parameter_access import Access
 from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, plan_units
+from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weight_scales import WeightScales
+from harness.fsdp.storage import at_rest
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.parameter_access import Access
 from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.storage.whereabouts import Whereabouts
 from harness.fsdp.tensor_parallel.declared import declare, mesh_of
@@ -151,12 +151,13 @@ def build(request: Request) -> Components:
 
 def _shard_parameters(module: nn.Module, components: Components) -> None:
     """Put sharded parameters into the module's slots."""
-    shards, slots = ShardMap(components.buckets), at_rest.slots_of(module)
-    found = [at_rest.ShardedParameters(bucket, shards, slots) for bucket in components.buckets]
-    for bucket, sharded in zip(components.buckets, found, strict=True):
+    shards, slots = DTensorFactory(components.buckets), at_rest.slots_of(module)
+    found, before_write = [], WeakHook(components.weights.before_edit)
+    for bucket in components.buckets:
         bucket.installed_version = bucket.main_version
         bucket.views.give(Access.free)
-        bucket.views.sharded = sharded
+        found.append(at_rest.ShardedParameters(bucket, shards, slots, before_write))
+        bucket.views.sharded = found[-1]
         bucket.views.give(Access.resting)
     components.gradients.show(found)
     components.hooks.of_forward.before_forward = WeakHook(components.weights.bring_up_to_date)

@@ -51,6 +51,11 @@ class StatefulModule(ModuleWrapper):
         """
         return self._parts.whole.gathered(wanted)
 
+    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
+        """As `gathered`: without communication under `no_shard`, and under `optim` and `optim_grads` between an
+        update's install and the next one."""
+        return self.gathered(wanted)
+
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all
         ranks."""

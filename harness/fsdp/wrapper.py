@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from harness.fsdp.guards.sharded_twice import answer_other_engines
 from harness.fsdp.state.hooks import refuse_state_dict
+from harness.fsdp.storage import at_rest
 from harness.fsdp.storage.parameter_access import HOME, refuse_replacing
 from harness.fsdp.storage.whereabouts import refuse_unknown
 
@@ -231,8 +232,9 @@ def mark_sharded(module: nn.Module, engine: Engine) -> None:
     _watch_registrations()
     module.__dict__[_MARK] = engine
     for path, each in module.named_modules():
-        each.register_state_dict_pre_hook(refuse_state_dict)
-        each.register_load_state_dict_pre_hook(refuse_state_dict)
+        if not at_rest.ENABLED:
+            each.register_state_dict_pre_hook(refuse_state_dict)
+            each.register_load_state_dict_pre_hook(refuse_state_dict)
         each.__dict__["__reduce_ex__"] = refuse_copy
         each.__dict__[_PART] = weakref.ref(engine), path
     answer_other_engines(module, partial(_kept, weakref.ref(engine)))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
-from harness.fsdp.ragged.tensor import GatheredView, RaggedTensor, replicated, wrap_rows
+from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
 
 aten = torch.ops.aten
 
@@ -74,7 +74,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the rows' version counters tell of an edit: below autograd torch counts none."""
     written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
-    torch.autograd.graph.increment_version([r.base for r in tree_leaves(written) if isinstance(r, RaggedTensor)])
+    rows = [each.base for each in tree_leaves(written) if isinstance(each, RaggedTensor)]
+    for before_write in {id(found): found for each in rows if (found := getattr(each, BEFORE_WRITE, None))}.values():
+        before_write()
+    torch.autograd.graph.increment_version(rows)
 
 
 @cache
@@ -176,10 +179,7 @@ def _whole(value: Tensor) -> Tensor:
     if isinstance(plain, DTensor):
         return plain.full_tensor()
     if value.numel() > 1:
-        raise RuntimeError(
-            f"a plain tensor of shape {[*value.shape]} meets a sharded one: take parameter.full_tensor() (collective),"
-            " or cut it by distribute_rows(tensor, like=parameter)"
-        )
+        raise RuntimeError(meets_plain(value, "a parameter"))
     return value
 
 

@@ -21,9 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.fsdp.ragged.placement import RaggedShard, Span
+
+BEFORE_WRITE = "_before_write"
+"""Attribute of rows that other ranks may read: called before they are written to."""
 
 
 class RaggedSpec(DTensorSpec):
@@ -113,6 +116,8 @@ class RaggedTensor(DTensor):
         """This rank's rows, sharing memory; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
+        if before_write := getattr(self.base, BEFORE_WRITE, None):
+            before_write()
         return self._local_tensor
 
     def redistribute(
@@ -238,12 +243,25 @@ class GatheredView(DTensor):
                 f"{func} on a view of {name}: its rows lie on several ranks and the view is a copy; edit"
                 " parameter.full_tensor() (collective), then parameter.copy_(it)"
             )
+        plain = next((e for e in tree_leaves((args, kwargs)) if type(e) is Tensor and e.numel() > 1), None)
+        if plain is not None:
+            held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView))
+            raise RuntimeError(meets_plain(plain, getattr(held, "_name", "a sharded tensor")))
         args_, kwargs_ = tree_map_only(GatheredView, cls._plain, (args, dict(kwargs or {})))
         found = func(*args_, **kwargs_)
         if not func.is_view or not isinstance(args[0], GatheredView):
             return found
         name = getattr(args[0], "_name", "a sharded tensor")
         return cls.of(found, name) if isinstance(found, Tensor) else [cls.of(each, name) for each in found]
+
+
+def meets_plain(plain: Tensor, name: str) -> str:
+    """An error's text: a plain tensor, another one on each rank maybe, is combined with a sharded one."""
+    return (
+        f"a plain tensor of shape {[*plain.shape]} meets a sharded one, {name}: take parameter.full_tensor()"
+        " (collective), or cut it by distribute_rows(tensor, like=parameter). In a forward, parameters are whole for"
+        " modules of their own unit: where another unit uses one, `fully_shard` both together, as one unit"
+    )
 
 
 class _Gather(torch.autograd.Function):

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
-from harness.fsdp.runtime.at_rest import sharded_of
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
+from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.bucket import Bucket
 
 Wanted = nn.Module | nn.Parameter | str

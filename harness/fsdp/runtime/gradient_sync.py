@@ -9,7 +9,6 @@ from torch import Tensor
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.runtime.at_rest import ShardedParameters
 from harness.fsdp.runtime.gradient_answer import answer_for
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -18,10 +17,10 @@ from harness.fsdp.runtime.step import Call, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.whereabouts import Whereabouts
-
 
 Kept = tuple[ShardedParameters, list[Tensor], set[int]]
 """Parameters of a bucket, their main gradients, and which of them had one."""
@@ -67,7 +66,7 @@ class GradientSync:
         self.whereabouts = whereabouts
         self.copies = copies
         self.sharded: list[ShardedParameters] = []
-        """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.runtime.at_rest`."""
+        """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.storage.at_rest`."""
         self._kept: list[Kept] = []
         """Gradients that parameters had when the step began, which are added to what it brings."""
         self._answer()

@@ -131,6 +131,12 @@ class WeightInstaller:
             if bucket.let_host_write():
                 return
 
+    def before_edit(self) -> None:
+        """The program writes to sharded parameters next."""
+        if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
+            self.wait()
+        self.before_update()
+
     def before_update(self) -> None:
         """An optimizer writes main weights next.
 

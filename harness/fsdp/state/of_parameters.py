@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.runtime.at_rest import ShardedParameters, local_of
 from harness.fsdp.state.flat import NOTHING, OPTIMIZER, STEP_DTYPE, SavedStretch, saved_stretches
 from harness.fsdp.state.named import COUNTER_DTYPE, ShardedState
+from harness.fsdp.storage.at_rest import ShardedParameters, local_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
 
@@ -165,7 +165,9 @@ def _load(local: LocalSlice, param: Tensor, optimizer: Opt, within: SavedStretch
             rows = local_of(held[key])
             rows.copy_(value[begin : begin + local.numel].view(rows.shape))
         else:
-            held[key] = value.clone() if isinstance(held.get(key), Tensor) or key not in held else type(held[key])(value)
+            held[key] = (
+                value.clone() if isinstance(held.get(key), Tensor) or key not in held else type(held[key])(value)
+            )
 
 
 def _count_elsewhere(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> None:

@@ -70,7 +70,7 @@ class Bucket:
         self.portions = {each: Portion.of(each, param, group) for each, param in params}
         """What of each parameter this rank has, by its name."""
         self.installed_version = 0
-        """Of the main weights, when they were installed last."""
+        """`main_version` at the last install."""
         self.awaited: Awaited | None = None
         """What brings others' parts of updated weights, while nobody has waited for it."""
         self._build(initial)

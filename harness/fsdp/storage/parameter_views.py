@@ -15,7 +15,7 @@ from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
 
 
 class Sharded(Protocol):
-    """Sharded parameters of a bucket; see `harness.fsdp.runtime.at_rest`."""
+    """Sharded parameters of a bucket; see `harness.fsdp.storage.at_rest`."""
 
     params: list[nn.Parameter]
 

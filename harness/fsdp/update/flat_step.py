@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from harness.fsdp.runtime.at_rest import LOCATION, ShardedParameters, local_of
-from harness.fsdp.state.named import fill
+from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, local_of
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.parameter_access import grad_of, put_grad
 from harness.fsdp.update.blank import COUNTERS, ENTRIES
 from harness.fsdp.update.kernels import KERNELS, named
@@ -32,7 +33,9 @@ def moments_of(optimizer: Opt) -> frozenset[str] | None:
     """Entries with a number an element, of a rule of torch that is elementwise; None for any other rule."""
     for kind, entries in ENTRIES.items():
         own = (inspect.unwrap(getattr(type(optimizer), name)) for name in ("step", "_init_group"))
-        if all(each is inspect.unwrap(getattr(kind, name)) for each, name in zip(own, ("step", "_init_group"))):
+        if all(
+            each is inspect.unwrap(getattr(kind, name)) for each, name in zip(own, ("step", "_init_group"), strict=True)
+        ):
             return frozenset(entries) - COUNTERS
     return None
 
@@ -127,7 +130,7 @@ class FlatStep:
             finally:
                 self._end()
 
-        hooked: Any = torch._disable_dynamo(torch.optim.Optimizer.profile_hook_step(step), recursive=False)
+        hooked: Any = _disable_dynamo(torch.optim.Optimizer.profile_hook_step(step), recursive=False)
 
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
             own._opt_called = True  # schedulers ask
@@ -149,7 +152,7 @@ class FlatStep:
 
         return call
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _begin(self) -> None:
         self.before()
         self._began = True
@@ -173,7 +176,7 @@ class FlatStep:
     def _attach(self, piece: Piece) -> None:
         put_grad(piece.flat, piece.grad if piece.grad.dtype == piece.flat.dtype else piece.grad.to(piece.flat.dtype))
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def _end(self) -> None:
         if not self._began:
             return

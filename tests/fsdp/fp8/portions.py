@@ -19,7 +19,7 @@ from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_s
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE
-from harness.fsdp.state.named import fill
+from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.sides import BACKWARD_SIDE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter

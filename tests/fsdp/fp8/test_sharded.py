@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime.weight_scales import PURPOSE
-from harness.fsdp.state.named import fill
+from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.fp8.sharded import (

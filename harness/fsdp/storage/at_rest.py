@@ -11,18 +11,23 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as optimizers_types
+from torch.overrides import resolve_name
 from torch.utils._foreach_utils import _foreach_supported_types as utils_types
+from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state.named import ShardMap
+from harness.fsdp.ragged.tensor import BEFORE_WRITE
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_access import HOME, grad_of, put_grad
+from harness.fsdp.storage.dtensors import DTensorFactory
+from harness.fsdp.storage.metadata import METADATA
+from harness.fsdp.storage.parameter_access import GRADIENT, HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel.parameters import put_data
 
 ENABLED = os.environ.get("HARNESS_FSDP_SHARDED_PARAMETERS") == "1"
@@ -42,7 +47,7 @@ class _Slot:
         self.name = name
         plain = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
         self.module = None if plain else weakref.ref(module)
-        """Of a class with its own `__setattr__`, such as recurrent layers, which hold their parameters twice."""
+        """A module with its own `__setattr__`: recurrent layers hold their parameters twice. None for any other."""
 
     def put(self, param: nn.Parameter) -> None:
         if self.module is None:
@@ -51,8 +56,66 @@ class _Slot:
             setattr(module, self.name, param)
 
 
+class ShardedParameter(RaggedTensor):
+    """Rows of a parameter. Hooks are hung on the unsharded one, whose gradient autograd brings."""
+
+    @property
+    def _unsharded(self) -> nn.Parameter:
+        sharded, index = getattr(self, LOCATION)
+        found: nn.Parameter = sharded.unsharded[index]
+        return found
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Called once a backward with this rank's own gradient, unreduced."""
+        return self._unsharded.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Called with the unsharded parameter, once its gradient of a backward has come."""
+        answer: Any = getattr(self._unsharded, GRADIENT, None)
+        hung = hook if answer is None else answer.watched(hook)
+        return self._unsharded.register_post_accumulate_grad_hook(hung)
+
+
+class _Superseded:
+    """An unsharded parameter while the sharded one stands in its place: whoever kept it has no gradient of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA:
+                return func(*args, **(kwargs or {}))
+        kept = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, _Superseded)), None)
+        raise RuntimeError(_superseded(kept, resolve_name(func) or func.__name__))
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Raises RuntimeError."""
+        raise RuntimeError(_superseded(self, ".grad, as an optimizer does that was built before sharding"))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        put_grad(cast(nn.Parameter, self), value)
+
+
+def _superseded(kept: Any, by: str) -> str:
+    name, unit = getattr(kept, HOME, ("?", "?"))
+    return (
+        f"parameter {name} of unit {unit} was kept from before sharding, or from a forward, and is used by {by}: the"
+        " module holds another one now. Pass an optimizer that was built before to fully_shard_optimizer(model,"
+        " optimizer), or build it after sharding; take parameters from model.parameters(); read whole weights inside"
+        " `with model.unsharded():`; where one unit uses another's weight, make both one unit"
+    )
+
+
+@cache
+def _superseding(own: type) -> type:
+    return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
+
+
 class MainWeight(nn.Parameter):
-    """A main weight that every rank has whole, beside compute weights of another dtype: all edits are counted."""
+    """A main weight that every rank has whole: all edits are counted, and `data` is copied."""
 
     @property
     def data(self) -> Tensor:
@@ -75,8 +138,16 @@ class MainWeight(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
+@cache
+def _whole_at_rest(own: type) -> type:
+    """The class of a parameter that every rank has whole and computes with."""
+    if own is nn.Parameter:
+        return MainWeight
+    return type(own)(own.__name__, (MainWeight, own), {"__module__": own.__module__})
+
+
 for types in (optimizers_types, utils_types):
-    types.append(MainWeight)
+    types += [MainWeight, ShardedParameter]
 
 
 class ShardedParameters:
@@ -84,14 +155,18 @@ class ShardedParameters:
 
     Args:
         slots: of each unsharded parameter, by identity.
+        before_write: waits until no other rank reads this rank's main weights.
     """
 
-    def __init__(self, bucket: Bucket, shards: ShardMap, slots: dict[int, list[_Slot]]) -> None:
+    def __init__(
+        self, bucket: Bucket, shards: DTensorFactory, slots: dict[int, list[_Slot]], before_write: Callable[[], None]
+    ) -> None:
         self.bucket = bucket
+        self.before_write = before_write
         self.shards = shards
         self.unsharded = [param for _, param in bucket.params]
         self.params: list[nn.Parameter] = []
-        for index, (param, (name, _)) in enumerate(zip(self.unsharded, bucket.params, strict=True)):
+        for index, param in enumerate(self.unsharded):
             sharded = self._sharded(index, param)
             self.params.append(sharded)
             setattr(sharded, LOCATION, (self, index))
@@ -99,12 +174,11 @@ class ShardedParameters:
                 vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith(_ENGINES)})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
-        self._pairs = [
-            (slot, param, sharded)
-            for param, sharded in zip(self.unsharded, self.params, strict=True)
-            if param is not sharded
-            for slot in slots[id(param)]
-        ]
+        apart = [(p, s) for p, s in zip(self.unsharded, self.params, strict=True) if p is not s]
+        self._pairs = [(slots[id(param)], param, sharded, type(param)) for param, sharded in apart]
+        self._same = [(param, type(param)) for param in self.params if not hasattr(param, SHARDED)]
+        self._same = [(p, own) for p, own in self._same if any(p is each for each in self.unsharded)]
+        """Parameters that are sharded and unsharded in one."""
         self._locals = [local_of(param) for param in self.params]
         self.grads: list[Tensor | None] = [None] * len(self.params)
         """What `.grad` of each parameter is once a step's gradients are finished: views of main gradients."""
@@ -121,7 +195,9 @@ class ShardedParameters:
         made.grad_dtype = None  # main gradients may have another dtype than main weights
         if isinstance(rows, RaggedTensor):
             held: Any = made
+            held.__class__ = ShardedParameter
             held._local_tensor, held.base = rows._local_tensor, rows._local_tensor
+            setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
         return made
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
@@ -139,16 +215,24 @@ class ShardedParameters:
         if unsharded is self.shows_unsharded:
             return
         self.shows_unsharded = unsharded
-        for slot, param, sharded in self._pairs:
+        for param, own in self._same:
+            param.__class__ = own if unsharded else _whole_at_rest(own)
+        for slots, param, sharded, own in self._pairs:
+            if unsharded:
+                param.__class__ = own
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
             if coming.requires_grad is not leaving.requires_grad:
                 coming.requires_grad_(leaving.requires_grad)
-            slot.put(coming)
+            for slot in slots:
+                slot.put(coming)
+            if not unsharded:
+                param.__class__ = _superseding(own)
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
         return [param.requires_grad for param in (self.unsharded if self.shows_unsharded else self.params)]
 
+    @by_engine
     def sync_flags(self) -> None:
         """Let unsharded parameters be trained or frozen as the program has set it."""
         for param, flag in zip(self.unsharded, self.flags(), strict=True):
@@ -166,6 +250,7 @@ class ShardedParameters:
             held: Any = param
             if isinstance(rows, RaggedTensor):
                 held._local_tensor, held._spec, held.base = rows._local_tensor, rows._spec, rows._local_tensor
+                setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
         self._locals = [local_of(param) for param in self.params]
         self.grads = [None] * len(self.params)
 

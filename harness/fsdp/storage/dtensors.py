@@ -1,0 +1,192 @@
+"""DTensors over the memory of buckets: rows of a parameter in a rank's shard, with mesh and placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.mesh import Mesh
+from harness.fsdp.ragged import RaggedShard, RaggedTensor
+from harness.fsdp.ragged.tensor import spec_like
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.placement import SHARD, On
+
+
+class DTensorFactory:
+    """Makes `DTensor`s of one model's buckets; a DeviceMesh is made once for each grid of ranks.
+
+    *Collective* where there is a tensor-parallel axis: its ranks tell each other of their grids.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._meshes: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
+        self._found: WeakKeyDictionary[Bucket, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
+        for bucket in (each for each in buckets if each.context.tensor is not None):
+            self._mesh(bucket)
+
+    def weights(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+        """Main weights by parameter name.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        refuse_split_experts(buckets)
+        return {
+            slot.spec.name: self._shard(bucket, slot, bucket.main_shards[slot.segment], 0)
+            for bucket in buckets
+            for slot in bucket.layout.slots
+        }
+
+    def rows(self, bucket: Bucket, slot: Slot, shard: Tensor, begins_at: int = 0) -> Tensor:
+        """A parameter's rows in a rank's shard of its segment, of which the first `begins_at` elements are missing: a
+        DTensor, or a plain tensor where nothing cuts it."""
+        return self._shard(bucket, slot, shard, begins_at)
+
+    def moved(self, bucket: Bucket) -> None:
+        """The bucket's parameters are cut otherwise now."""
+        self._found.pop(bucket, None)
+
+    def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> Tensor:
+        """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment.
+
+        A plain tensor where nothing cuts it.
+        """
+        local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
+        flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
+        shape = torch.Size(slot.spec.shape)
+        begin, end = _rows(slot, local)
+        view = flat.view((end - begin, *shape[1:])) if shape else flat.view(() if local.numel else 0)
+        mesh, placements = self._mesh(bucket), self._placements(bucket, slot)
+        whole = torch.empty(bucket.portion_of(slot).shape, dtype=view.dtype, device="meta")
+        if isinstance(placements[-1], RaggedShard):
+            return RaggedTensor.of(view, spec_like(whole, mesh, placements))
+        if bucket.context.tensor is None:
+            return view
+        view = view.reshape(bucket.portion_of(slot).here)  # without elements it may have another shape
+        return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+    def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
+        """Placements of a parameter on the axes of `_mesh`."""
+        found = self._found.setdefault(bucket, {})
+        if slot.spec.name not in found:
+            portion, axes = bucket.portion_of(slot), _axes(bucket)
+            tensor: Placement = Replicate() if portion.dim is None else Shard(portion.dim)
+            others = [tensor if axis == "tensor" else Replicate() for axis in axes]
+            if SHARD in bucket.cuts.own:
+                layout = bucket.layout
+                others[-1] = RaggedShard(
+                    lambda: [_rows(slot, layout.local_slice(slot, each)) for each in _positions(bucket)], slot.spec.name
+                )
+            found[slot.spec.name] = tuple(others)
+        return found[slot.spec.name]
+
+    def _mesh(self, bucket: Bucket) -> DeviceMesh:
+        """Ranks that keep the bucket's parameters."""
+        context, axes = bucket.context, _axes(bucket)
+        key = (id(context.mesh), axes)
+        if key not in self._meshes:
+            self._meshes[key] = _device_mesh(context.mesh, context.tensor, axes)
+        return self._meshes[key]
+
+
+def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
+    """Raise NotImplementedError where one name stands for other experts on other ranks: no key tells them apart."""
+    split = [
+        bucket.name
+        for bucket in buckets
+        if bucket.key.expert and bucket.context.mesh.everyone.size < dist.get_world_size()
+    ]
+    if split:
+        raise NotImplementedError(
+            f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
+            " the model's names do not say which is which; ShardedModel.local_state() resumes on the same layout"
+        )
+
+
+def fill(target: Tensor, given: Tensor) -> None:
+    """Copy a whole tensor, or a DTensor of any layout (*collective*), into this rank's part of a state."""
+    if isinstance(target, RaggedTensor):
+        target.copy_(given)
+        return
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    if isinstance(target, DTensor):
+        whole = whole.to(target.device_mesh.device_type)
+        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
+        target = target.to_local()
+    target.copy_(whole)
+
+
+def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
+    return local.start // slot.spec.row_numel, local.end // slot.spec.row_numel
+
+
+def _axes(bucket: Bucket) -> tuple[str, ...]:
+    """Axes of the mesh of a bucket's DTensors: the last one cuts rows, if any does.
+
+    The tensor-parallel one stands before it, so that rows are those of its shards.
+    """
+    own, mesh, tensor = bucket.cuts.own, bucket.context.mesh, bucket.context.tensor
+    of_tensor = () if tensor is None else ("tensor",)
+    if own == On(SHARD, SHARD) and mesh.outer is not None:
+        return (*of_tensor, "everyone")
+    outer = () if mesh.outer is None else ("outer",)
+    return ("inner", *of_tensor, *outer) if own.outer is SHARD and outer else (*outer, *of_tensor, "inner")
+
+
+def _positions(bucket: Bucket) -> Sequence[int]:
+    """The place in the layout of each rank of the last axis."""
+    cuts, mesh = bucket.cuts, bucket.context.mesh
+    width = cuts.layout.outer
+    if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
+        where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}
+        return [where[rank] for rank in dist.get_process_group_ranks(mesh.everyone.group)]
+    if cuts.own.outer is SHARD and mesh.outer is not None:
+        return range(cuts.place.outer_size)
+    return range(0, cuts.place.inner_size * width, width)
+
+
+def _grid(mesh: Mesh) -> list[list[int]]:
+    """Global ranks, outer by inner: those of an inner group are contiguous in `everyone`, which is outer-major."""
+    ranks = dist.get_process_group_ranks(mesh.everyone.group)
+    size = mesh.inner.size
+    grid = [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
+    column = [row[mesh.place.inner_rank] for row in grid]
+    outer = [dist.get_rank()] if mesh.outer is None else dist.get_process_group_ranks(mesh.outer.group)
+    if grid[mesh.place.outer_rank] != dist.get_process_group_ranks(mesh.inner.group) or column != outer:
+        raise NotImplementedError(
+            f"ranks {ranks} are not in outer-major order: state by name is handed out for grids whose inner groups are"
+            " neighbours in hybrid_fsdp_group"
+        )
+    return grid
+
+
+def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh with these axes. *Collective* over the tensor-parallel one."""
+    kind = mesh.inner.runtime.device.type
+    comms = {"outer": mesh.outer, "inner": mesh.inner, "everyone": mesh.everyone, "tensor": tensor}
+    groups = [comm.group for axis in axes if (comm := comms[axis]) is not None]
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[0], kind)
+    grid = torch.tensor(_grid(mesh) if mesh.outer is not None else [dist.get_process_group_ranks(mesh.inner.group)])
+    if tensor is not None:
+        grid = grid.to(tensor.runtime.device)
+        grids = [torch.empty_like(grid) for _ in range(tensor.size)]
+        dist.all_gather(grids, grid, group=tensor.group)
+        grid = torch.stack(grids, dim=-1).cpu()
+    if "everyone" in axes:
+        grid = grid.flatten(0, 1)
+    names = ["everyone"] if "everyone" in axes else ["outer", "inner"]
+    names += [] if tensor is None else ["tensor"]
+    grid = grid.permute(
+        [names.index(axis) for axis in axes] + [at for at, name in enumerate(names) if name not in axes]
+    )
+    return DeviceMesh.from_group(groups, kind, mesh=grid.reshape(grid.shape[: len(axes)]), mesh_dim_names=axes)
