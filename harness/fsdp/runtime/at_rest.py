@@ -147,7 +147,13 @@ class ShardedParameters:
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
-        return [param.requires_grad for param in self.params]
+        return [param.requires_grad for param in (self.unsharded if self.shows_unsharded else self.params)]
+
+    def sync_flags(self) -> None:
+        """Let unsharded parameters be trained or frozen as the program has set it."""
+        for param, flag in zip(self.unsharded, self.flags(), strict=True):
+            if param.requires_grad is not flag:
+                param.requires_grad_(flag)
 
     def moved(self) -> None:
         """Main weights lie elsewhere now, maybe in another dtype: sharded parameters follow."""
@@ -198,7 +204,7 @@ class ShardedParameters:
         """Bring gradients that the program has replaced into the main gradients, zeros for those it has set to None.
         Returns the parameters that have one."""
         found = set[int]()
-        for index, param in enumerate(self.params):
+        for index, param in enumerate(self.params if self.bucket.gradients is not None else ()):
             given, own = grad_of(param), self._grad(index)
             if given is None:
                 local_of(own).zero_()
@@ -213,7 +219,7 @@ class ShardedParameters:
         """Bring a gradient that the program has replaced into the main gradient. zeros: let None be zeros."""
         param = self.params[index]
         given = grad_of(param)
-        if given is None and not (zeros and param.requires_grad):
+        if self.bucket.gradients is None or (given is None and not (zeros and param.requires_grad)):
             return
         own = self._grad(index)
         if given is own:

@@ -162,6 +162,9 @@ class BackwardHooks:
         self.recover()
         if self.step.in_backward:
             return
+        for bucket in buckets_of(self.units):
+            if bucket.views.sharded is not None:
+                bucket.views.sharded.sync_flags()
         self._refuse_unsupported()
         self._number = ABOVE_ALL
         begin_backward([unit.readiness for unit in self.units], forward)

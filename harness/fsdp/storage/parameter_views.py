@@ -25,6 +25,9 @@ class Sharded(Protocol):
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
 
+    def sync_flags(self) -> None:
+        """Let unsharded parameters be trained or frozen as the program has set it."""
+
     def moved(self) -> None:
         """Main weights lie elsewhere now."""
 
