@@ -107,6 +107,8 @@ class GradientSync:
         """A backward that raised has left no gradient: parameters have those from before it."""
         kept, self._kept = self._kept, []
         for each, flats, had in kept:
+            if each.bucket.gradients is not None:
+                each.bucket.gradients.claim()
             for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
                 shard.copy_(flat)
             each.install_grads(had, only_kept=True)
@@ -218,7 +220,12 @@ class GradientSync:
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         if self.step.state not in (StepState.IDLE, StepState.FINISHED):
-            self._kept = []
+            self._forget()
+            self._restore()
+
+    def let_go(self) -> None:
+        """Free the memory of finished gradients that no `.grad` shows any more."""
+        if self.step.state is StepState.FINISHED and not any(each.has_grads for each in self.sharded):
             self._forget()
 
     def _forget(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -137,8 +138,10 @@ def differences(found: World, right: World) -> list[str]:
     for one, plain in zip(found.optimizers, right.optimizers, strict=True):
         mine, theirs = one.state_dict()["state"], plain.state_dict()["state"]
         keys, others = ({index: list(held) for index, held in each.items()} for each in (mine, theirs))
-        if keys != others or [*mine] != [*theirs]:
-            told.append(f"state has {keys}, not {others}")
+        everyones: list[Any] = [None] * WORLD
+        dist.all_gather_object(everyones, [*keys.items()])
+        if keys != others or any(each != everyones[0] for each in everyones):
+            told.append(f"state has {everyones}, not {others}")
             continue
         told += [
             each
