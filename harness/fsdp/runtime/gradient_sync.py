@@ -70,6 +70,8 @@ class GradientSync:
         """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.runtime.at_rest`."""
         self._kept: list[Kept] = []
         """Gradients that parameters had when the step began, which are added to what it brings."""
+        self._settled = False
+        """Main gradients are what no backward has brought: zeros, or what the program has given."""
         self._answer()
 
     def _answer(self) -> None:
@@ -100,7 +102,7 @@ class GradientSync:
             had = each.collect_grads()
             self._kept.append((each, [shard.clone() for shard in each.bucket.grad_shards], had))
             each.drop_grads()
-        if self.step.state is not StepState.IDLE:
+        if self._settled or self.step.state is not StepState.IDLE:
             self._forget()
 
     def _restore(self) -> None:
@@ -155,8 +157,9 @@ class GradientSync:
         if self.step.state is StepState.FINISHED:
             return
         if self.step.state is StepState.IDLE:
-            for gradients in self._gradients():
+            for gradients in self._gradients() if not self._settled else ():
                 gradients.settle_sums()
+            self._settled = bool(self.sharded)
             return
         self.whereabouts.check()
         self.drain()
@@ -196,8 +199,10 @@ class GradientSync:
         if self.sharded:
             self._forget()
             self._kept = []
-            for each in self.sharded:
-                each.zero_grads() if set_to_none is False else each.drop_grads()
+            if set_to_none is not False:
+                self._drop_all()
+            elif any(each.has_grads for each in self.sharded):
+                self._zero_all()
             return
         if set_to_none is False and self.step.state is StepState.DROPPED:
             raise StepError(
@@ -215,6 +220,17 @@ class GradientSync:
         if self.guard is not None:
             self.guard.forget()
 
+    def _drop_all(self) -> None:
+        for each in self.sharded:
+            each.drop_grads()
+
+    def _zero_all(self) -> None:
+        for gradients in self._gradients():
+            gradients.settle_sums()
+        for each in self.sharded:
+            each.zero_grads()
+        self._settled = True
+
     def forget_unfinished(self) -> None:
         """Forget what backwards have brought and no `.grad` shows yet; inside a backward it raises StepError."""
         self.hooks.recover()
@@ -230,6 +246,7 @@ class GradientSync:
 
     def _forget(self) -> None:
         """Forget what backwards have brought; `.grad` of parameters is what it was."""
+        self._settled = False
         self.reduce.discard()
         for gradients in self._gradients():
             gradients.forget()

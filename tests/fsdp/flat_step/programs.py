@@ -259,6 +259,18 @@ def zeros_and_two_microbatches(world: World) -> None:
 
 
 @program
+def zeros_of_the_model(world: World) -> None:
+    """Zeros decay weights and momentum, of parameters without a gradient in the next backward, too."""
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for step in range(4):
+        world.backward(model, use=("all", "block")[step % 2])
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+        optimizer.step()
+
+
+@program
 def unused_in_turn(world: World) -> None:
     model = world.net()
     optimizer = world.bind(adamw(model.parameters()))
@@ -331,6 +343,12 @@ def given_without_a_backward(world: World) -> None:
     for param in model.parameters():
         param.grad = torch.full_like(param, 0.2).requires_grad_(False)
     optimizer.step()
+    optimizer.step()
+    world.backward(model)  # which is added
+    optimizer.step()
+    for param in model.parameters():
+        param.grad = None
+    world.loop(model, optimizer, 1)
 
 
 @program
@@ -399,6 +417,37 @@ def own_gradients_alone(world: World) -> None:
         if step % 2:
             other.step()
             other.zero_grad()
+
+
+def _several_backwards(again: Callable[[Any, Any, Any], None]) -> Program:
+    def trains(world: World) -> None:
+        model = world.net()
+        params = [*model.parameters()]
+        one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+        for _ in range(3):
+            world.backward(model)
+            one.step()
+            again(world, model, one)
+            world.backward(model)
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+
+    return trains
+
+
+def _forgets_unfinished(world: World, model: Any, one: Any) -> None:
+    """A backward inside no_sync that is forgotten; what the other had before it stays."""
+    if world.rank is not None:
+        with model.no_sync():
+            world.backward(model)
+    else:
+        world.batch += 1
+    one.zero_grad()
+
+
+PROGRAMS["forgotten inside no_sync"] = _several_backwards(_forgets_unfinished)
 
 
 @program
@@ -495,12 +544,12 @@ def helpers_of_torch(world: World) -> None:
     get_optimizer_state_dict(plain, optimizer, options=whole)
     world.loop(model, optimizer, 3)
     other = world.bind(adamw(model.parameters(), lr=0.9))
-    set_optimizer_state_dict(plain, other, get_optimizer_state_dict(plain, optimizer))
+    set_optimizer_state_dict(plain, other, copy.deepcopy(get_optimizer_state_dict(plain, optimizer)))
     world.loop(model, other, 2)
     third = world.bind(adamw(model.parameters(), lr=0.9))
     found = get_optimizer_state_dict(plain, other, options=whole)
     sends = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.rank is not None)
-    set_optimizer_state_dict(plain, third, found, options=sends)
+    set_optimizer_state_dict(plain, third, copy.deepcopy(found), options=sends)
     world.loop(model, third, 2)
 
 
