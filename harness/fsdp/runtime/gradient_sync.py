@@ -96,7 +96,7 @@ class GradientSync:
             return
         for each in self.sharded:
             gradients = each.bucket.gradients
-            if gradients is None or not each.has_grads:
+            if gradients is None or not each.with_grads:
                 continue
             gradients.claim()
             had = each.collect_grads()
@@ -197,12 +197,14 @@ class GradientSync:
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         if self.sharded:
+            had = [set[int]() if set_to_none is not False else each.with_grads for each in self.sharded]
             self._forget()
             self._kept = []
-            if set_to_none is not False:
-                self._drop_all()
-            elif any(each.has_grads for each in self.sharded):
-                self._zero_all()
+            self._settled = any(had)
+            for gradients in self._gradients() if self._settled else ():
+                gradients.settle_sums()
+            for each, zeros in zip(self.sharded, had, strict=True):
+                each.install_grads(zeros, only_kept=True)
             return
         if set_to_none is False and self.step.state is StepState.DROPPED:
             raise StepError(
@@ -220,17 +222,6 @@ class GradientSync:
         if self.guard is not None:
             self.guard.forget()
 
-    def _drop_all(self) -> None:
-        for each in self.sharded:
-            each.drop_grads()
-
-    def _zero_all(self) -> None:
-        for gradients in self._gradients():
-            gradients.settle_sums()
-        for each in self.sharded:
-            each.zero_grads()
-        self._settled = True
-
     def forget_unfinished(self) -> None:
         """Forget what backwards have brought and no `.grad` shows yet; inside a backward it raises StepError."""
         self.hooks.recover()
@@ -241,7 +232,7 @@ class GradientSync:
 
     def let_go(self) -> None:
         """Free the memory of finished gradients that no `.grad` shows any more."""
-        if self.step.state is StepState.FINISHED and not any(each.has_grads for each in self.sharded):
+        if self.step.state is StepState.FINISHED and not any(each.with_grads for each in self.sharded):
             self._forget()
 
     def _forget(self) -> None:

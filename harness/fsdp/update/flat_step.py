@@ -154,7 +154,6 @@ class FlatStep:
         """The closure, in which parameters are themselves."""
 
         def call() -> Any:
-            self._end()
             with torch.enable_grad():
                 loss = closure()
             self._begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,9 @@ def two(model: Any) -> list[dict[str, Any]]:
 def scheduler_after(world: World) -> None:
     model = world.net()
     optimizer = world.bind(adamw(two(model)))
-    world.loop(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1 / (1 + n)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*optimizer.step.*")
+        world.loop(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1 / (1 + n)))
 
 
 @program
@@ -123,7 +126,9 @@ def scheduler_before(world: World) -> None:
     model = world.net()
     optimizer = adamw(model.parameters())
     scheduler = LambdaLR(optimizer, lambda n: 1 / (1 + n))
-    world.loop(model, world.bind(optimizer), scheduler=scheduler)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*optimizer.step.*")
+        world.loop(model, world.bind(optimizer), scheduler=scheduler)
 
 
 @program
@@ -570,6 +575,15 @@ def state_edited(world: World) -> None:
     del optimizer.state[params[3]]
     order = {param: optimizer.state[param] for param in params if param in optimizer.state}
     optimizer.state = defaultdict(dict, order)
+    world.loop(model, optimizer, 2)
+
+
+@program
+def counter_edited(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    optimizer.state[optimizer.param_groups[0]["params"][5]]["step"].zero_()
     world.loop(model, optimizer, 2)
 
 

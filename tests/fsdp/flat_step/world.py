@@ -137,11 +137,13 @@ def differences(found: World, right: World) -> list[str]:
             told += far(name, param, other)
     for one, plain in zip(found.optimizers, right.optimizers, strict=True):
         mine, theirs = one.state_dict()["state"], plain.state_dict()["state"]
-        keys, others = ({index: list(held) for index, held in each.items()} for each in (mine, theirs))
+        groups, others = (str(each.state_dict()["param_groups"]) for each in (one, plain))
+        told += [] if groups == others else [f"groups are {groups}, not {others}"]
+        keys, right_keys = ({index: list(held) for index, held in each.items()} for each in (mine, theirs))
         everyones: list[Any] = [None] * WORLD
         dist.all_gather_object(everyones, [*keys.items()])
-        if keys != others or any(each != everyones[0] for each in everyones):
-            told.append(f"state has {everyones}, not {others}")
+        if keys != right_keys or any(each != everyones[0] for each in everyones):
+            told.append(f"state has {everyones}, not {right_keys}")
             continue
         told += [
             each
