@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -33,16 +32,16 @@ from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
 from harness.fsdp.update.accepted import check_sharded
 from harness.fsdp.update.flat_pieces import FlatPiece, free, guard
-from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.update.flat_step import INSTALL, SYNC, FlatStep
 from harness.fsdp.update.kernels import chosen_for
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
-SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
-"""What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
 TORCH_HELPERS = "torch.distributed.checkpoint.state_dict"
 _OWNER = "_fsdp_model"
 """Attribute of a sharded parameter: a weak reference to its model."""
+_FLAT_STEP = "_fsdp_flat_step"
+"""Attribute of an optimizer: its `FlatStep`."""
 
 
 class Model(Protocol):
@@ -111,46 +110,55 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
 
 
 def _bind_sharded(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool) -> None:
-    """Let an optimizer step flat pieces of sharded parameters; see [Note: Flat step]."""
-    check_sharded(optimizer, model.buckets, model.numerics)
-    for group in optimizer.param_groups:
-        sharded = [at_rest.sharded_of(param) for param in group["params"]]
-        for param, made in zip(group["params"], sharded, strict=True):
-            if made is not param and param in optimizer.state:
-                optimizer.state[made] = optimizer.state.pop(param)
-        group["params"] = sharded
-    parts = model._parts
-    asked = {SYNC: True, INSTALL: True}
+    """Let an optimizer step flat pieces of sharded parameters; see [Note: Flat step]. It may step several models."""
+    check_sharded(optimizer, model.buckets, model.numerics, decoupled=model.options.use_decoupled_grad)
+    _take_sharded(optimizer)
+    flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
+    if flat is None:
+        flat = FlatStep(optimizer)
+        setattr(optimizer, _FLAT_STEP, flat)
+    flat.steps_unused |= steps_unused
+    flat.decoupled |= model.options.use_decoupled_grad
+    if any(each is flat for each in model._flat_steps):
+        return
+    model._flat_steps.append(flat)
+    parts, chosen = model._parts, flat.kernels
 
-    def before() -> None:
+    def before(*, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True) -> None:
         parts.weights.refuse_held()
-        if not asked[SYNC]:
+        if not sync_grad_before_optimizer_step:
             parts.step.check(Call.update)
         model.finish_grad_sync()
-        parts.step.update(installs=asked[INSTALL])
+        parts.step.update(installs=install_optimized_model_weights)
         parts.weights.before_update()
 
     def kernels(own: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
         fusable = all(segment.fusable for bucket in model.buckets for segment in bucket.layout.segments)
-        return chosen_for(own, group, model.numerics, fusable=fusable)
+        found = chosen_for(own, group, model.numerics, fusable=fusable)
+        return {**found, **{name: found.get(name, value) and value for name, value in chosen(own, group).items()}}
 
-    model._flat_steps.append(FlatStep(optimizer, before, lambda: None, kernels, steps_unused=steps_unused))
-    flat: Any = optimizer.step
-
-    def step(own: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        asked.update({name: kwargs.pop(name, True) for name in (SYNC, INSTALL)})
-        return flat(*args, **kwargs)
-
-    vars(step).update(vars(flat.__func__))
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign] # on the instance: torch has no hook
+    flat.before.append(before)
+    flat.kernels = kernels
     zero_grad = optimizer.zero_grad
 
     def forget(set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
-        zero_grad(set_to_none)
         if zero_grad_buffer:
             parts.gradients.forget_unfinished()
+        zero_grad(set_to_none)
+        if zero_grad_buffer:
+            parts.gradients.let_go()
 
-    optimizer.zero_grad = forget  # type: ignore[method-assign] # as above
+    optimizer.zero_grad = forget  # type: ignore[method-assign] # on the instance: torch has no hook
+
+
+def _take_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was built before sharding have the sharded parameters, and state of them."""
+    for group in optimizer.param_groups:
+        sharded = [at_rest.sharded_of(successor_of(param)) for param in group["params"]]
+        for param, made in zip(group["params"], sharded, strict=True):
+            if made is not param and param in optimizer.state:
+                optimizer.state[made] = optimizer.state.pop(param)
+        group["params"] = sharded
 
 
 def _guard(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:

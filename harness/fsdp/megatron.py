@@ -106,6 +106,9 @@ class MegatronModel(ShardedModel):
             RuntimeError: no optimizer was given to `fully_shard_optimizer`.
             StepError: as `finish_grad_sync`.
         """
+        if self._flat_steps:
+            self.finish_grad_sync()
+            return
         if self._sharded_optimizer is None:
             raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(optimizer) first")
         self.finish_grad_sync()

@@ -69,6 +69,8 @@ class GradientSync:
         """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.storage.at_rest`."""
         self._kept: list[Kept] = []
         """Gradients that parameters had when the step began, which are added to what it brings."""
+        self._settled = False
+        """Main gradients are what no backward has brought: zeros, or what the program has given."""
         self._answer()
 
     def _answer(self) -> None:
@@ -93,19 +95,21 @@ class GradientSync:
             return
         for each in self.sharded:
             gradients = each.bucket.gradients
-            if gradients is None or not each.has_grads:
+            if gradients is None or not each.with_grads:
                 continue
             gradients.claim()
             had = each.collect_grads()
             self._kept.append((each, [shard.clone() for shard in each.bucket.grad_shards], had))
             each.drop_grads()
-        if self.step.state is not StepState.IDLE:
+        if self._settled or self.step.state is not StepState.IDLE:
             self._forget()
 
     def _restore(self) -> None:
         """A backward that raised has left no gradient: parameters have those from before it."""
         kept, self._kept = self._kept, []
         for each, flats, had in kept:
+            if each.bucket.gradients is not None:
+                each.bucket.gradients.claim()
             for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
                 shard.copy_(flat)
             each.install_grads(had, only_kept=True)
@@ -152,8 +156,9 @@ class GradientSync:
         if self.step.state is StepState.FINISHED:
             return
         if self.step.state is StepState.IDLE:
-            for gradients in self._gradients():
+            for gradients in self._gradients() if not self._settled else ():
                 gradients.settle_sums()
+            self._settled = bool(self.sharded)
             return
         self.whereabouts.check()
         self.drain()
@@ -191,10 +196,14 @@ class GradientSync:
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         if self.sharded:
+            had = [set[int]() if set_to_none is not False else each.with_grads for each in self.sharded]
             self._forget()
             self._kept = []
-            for each in self.sharded:
-                each.zero_grads() if set_to_none is False else each.drop_grads()
+            self._settled = any(had)
+            for gradients in self._gradients() if self._settled else ():
+                gradients.settle_sums()
+            for each, zeros in zip(self.sharded, had, strict=True):
+                each.install_grads(zeros, only_kept=True)
             return
         if set_to_none is False and self.step.state is StepState.DROPPED:
             raise StepError(
@@ -217,11 +226,17 @@ class GradientSync:
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         if self.step.state not in (StepState.IDLE, StepState.FINISHED):
-            self._kept = []
+            self._forget()
+            self._restore()
+
+    def let_go(self) -> None:
+        """Free the memory of finished gradients that no `.grad` shows any more."""
+        if self.step.state is StepState.FINISHED and not any(each.with_grads for each in self.sharded):
             self._forget()
 
     def _forget(self) -> None:
         """Forget what backwards have brought; `.grad` of parameters is what it was."""
+        self._settled = False
         self.reduce.discard()
         for gradients in self._gradients():
             gradients.forget()

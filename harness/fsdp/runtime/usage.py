@@ -26,6 +26,7 @@ from harness.fsdp.comm.reduction import NativeReduction, Reduction
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.marks import ABSENT, Marks, can_mark
+from harness.fsdp.storage.placement import SHARD
 from harness.fsdp.vocabulary import Numerics
 
 PROBED_ELEMENTS = (1 << 8, 1 << 22)
@@ -145,6 +146,8 @@ def make_usage(
 def _why_counts(buckets: Sequence[Bucket], numerics: Numerics) -> str:
     if numerics.bitwise:
         return f"numerics={numerics.name}"
+    if any(bucket.context.sharded_parameters and SHARD in bucket.cuts.own for bucket in buckets):
+        return "ranks agree on gradients that are None, of parameters without a row there, too"
     narrow = next((bucket for bucket in buckets if not can_mark(bucket.dtypes)), None)
     return "" if narrow is None else f"fp16 is among the gradient formats of {narrow.name}"
 

@@ -281,9 +281,9 @@ class ShardedParameters:
             put_grad(param, None if none else self._grad(index))
 
     @property
-    def has_grads(self) -> bool:
-        """Whether `.grad` of some parameter is not None."""
-        return any(grad_of(param) is not None for param in self.params)
+    def with_grads(self) -> set[int]:
+        """Parameters whose `.grad` is not None."""
+        return {index for index, param in enumerate(self.params) if grad_of(param) is not None}
 
     def collect_grads(self) -> set[int]:
         """Bring gradients that the program has replaced into the main gradients, zeros for those it has set to None.
@@ -314,13 +314,6 @@ class ShardedParameters:
         else:
             own.copy_(given)
         put_grad(param, own)
-
-    def zero_grads(self) -> None:
-        """Let `.grad` of parameters that have one be zeros."""
-        for index, param in enumerate(self.params):
-            if grad_of(param) is not None:
-                local_of(self._grad(index)).zero_()
-                put_grad(param, self._grad(index))
 
     def drop_grads(self) -> None:
         """Set `.grad` of every parameter to None."""

@@ -21,11 +21,8 @@ def check_optimizer(
         TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
     """
     _refuse_whole_tensor_updates(optimizer)
-    if decoupled and type(optimizer).__module__.startswith("torch.optim"):
-        raise ValueError(
-            f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
-            " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
-        )
+    if decoupled:
+        _refuse_decoupled(optimizer)
     if numerics.bitwise:
         _refuse_updates_that_see_cuts(optimizer, buckets)
     if any(_has_stepped(state) for state in optimizer.state.values()):
@@ -41,17 +38,29 @@ NEEDS_WHOLE = {
 """Optimizers that cannot step rows of a matrix, by name, and why."""
 
 
-def check_sharded(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics) -> None:
+def check_sharded(
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool
+) -> None:
     """Raise TypeError for an optimizer that needs whole parameters where these are cut, and ValueError for one that
-    cannot keep the bits that `numerics` promises."""
-    why = NEEDS_WHOLE.get(type(optimizer).__name__)
-    if why and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+    cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`."""
+    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in NEEDS_WHOLE), None)
+    if name and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {why}. Use an elementwise optimizer"
-            f" ({', '.join(sorted(ELEMENTWISE))}), or zero_dp_strategy=0, under which parameters are whole"
+            f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
+            f" optimizer ({', '.join(sorted(ELEMENTWISE))}), or zero_dp_strategy=0, under which parameters are whole"
         )
+    if decoupled:
+        _refuse_decoupled(optimizer)
     if numerics.bitwise:
         _refuse_updates_that_see_cuts(optimizer, buckets)
+
+
+def _refuse_decoupled(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer).__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
+            " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
+        )
 
 
 def _has_stepped(state: Mapping[str, object]) -> bool:

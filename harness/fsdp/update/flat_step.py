@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +25,11 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.parameter_access import grad_of, put_grad
 from harness.fsdp.update.blank import COUNTERS, ENTRIES
+from harness.fsdp.update.flat_pieces import DECOUPLED
 from harness.fsdp.update.kernels import KERNELS, named
 
+SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
+"""What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
 
@@ -50,6 +55,10 @@ class Span:
     end: int
     flats: dict[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.shards = self.bucket.main_shards
+        """Others, once the bucket was laid out anew."""
+
     def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
         """Elements of a moment, by their place in the shard of the segment."""
         if key not in self.flats:
@@ -69,6 +78,8 @@ class Piece:
     state: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Counters, an element a parameter."""
+    elements: dict[str, Sequence[Tensor]] = field(default_factory=dict)
+    """What parameters have of those: kept, so that nothing that replaces one has its identity."""
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -84,35 +95,28 @@ class Piece:
 class FlatStep:
     """Wraps `step` of an optimizer over sharded parameters.
 
-    Args:
-        before: called before the rule may write main weights; after: once it has. Both *collective*.
+    Attributes:
+        before: called, with further arguments of `step` by name, before the rule may write main weights. *Collective.*
         kernels: settings that choose kernels for a group, in place of the user's while the rule runs.
         steps_unused: a parameter without a gradient is stepped with zeros.
+        decoupled: the rule reads gradients as `decoupled_grad`.
     """
 
-    def __init__(
-        self,
-        optimizer: Opt,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]],
-        *,
-        steps_unused: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Opt) -> None:
         self.optimizer = optimizer
-        self.before = before
-        self.after = after
-        self.kernels = kernels
-        self.steps_unused = steps_unused
+        self.before: list[Callable[..., None]] = []
+        self.kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]] = lambda *_: {}
+        self.steps_unused = self.decoupled = False
         self.moments = moments_of(optimizer)
+        self._others: dict[str, Any] = {}
         self._began = False
         self._signature: list[Any] | None = None
         self._plan: list[list[Any]] = []
         self._spans: dict[int, Span] = {}
         """By identity of the parameter."""
         self._views: dict[tuple[int, str], Tensor] = {}
-        self._saved: list[dict[str, Any]] | None = None
-        """The groups as the program has them, while the rule runs."""
+        self._saved: tuple[list[dict[str, Any]], Any] | None = None
+        """The groups and the state as the program has them, while the rule runs."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -121,20 +125,29 @@ class FlatStep:
         while getattr(rule, "hooked", None) and hasattr(rule, "__wrapped__"):  # below torch's hooks
             rule = rule.__wrapped__
 
-        def step(own: Opt, closure: Callable[[], Any] | None = None, **others: Any) -> Any:
+        def step(own: Opt, closure: Callable[[], Any] | None = None) -> Any:
             try:
                 if closure is None:
                     self._begin()
-                    return rule(own, **others)
-                return rule(own, self._around(closure), **others)
+                    return rule(own)
+                if self.moments is None:  # it may write before it calls the closure
+                    self._prepare()
+                return rule(own, self._around(closure))
             finally:
                 self._end()
 
-        hooked: Any = _disable_dynamo(torch.optim.Optimizer.profile_hook_step(step), recursive=False)
+        bare = partial(_disable_dynamo, recursive=False)  # whoever compiles `optimizer.step` compiles the rule
+        hooked: Any = bare(torch.optim.Optimizer.profile_hook_step(bare(step)))
 
+        @bare
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
             own._opt_called = True  # schedulers ask
-            return hooked(own, *args, **kwargs)
+            self._others = {name: kwargs.pop(name) for name in (SYNC, INSTALL) if name in kwargs}
+            if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "closure"):
+                raise NotImplementedError(
+                    f"step({', '.join(kwargs) or '...'}) is not built: step() takes a closure, {SYNC} and {INSTALL}"
+                )
+            return hooked(own, *args, **{name: value for name, value in kwargs.items() if value is not None})
 
         if hasattr(held, "_wrapped_by_lr_sched"):  # one that was made before
             outer._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's name
@@ -144,7 +157,6 @@ class FlatStep:
         """The closure, in which parameters are themselves."""
 
         def call() -> Any:
-            self._end()
             with torch.enable_grad():
                 loss = closure()
             self._begin()
@@ -152,26 +164,37 @@ class FlatStep:
 
         return call
 
+    def _prepare(self) -> None:
+        for before in self.before:
+            before(**self._others)
+
     @_disable_dynamo
     def _begin(self) -> None:
-        self.before()
+        self._prepare()
         self._began = True
         self._take_gradients()
         if self.moments is None:
+            self._decouple(lambda param: grad_of(param))
             return
         signature = list(self._sign())
         if signature != self._signature or any(each.seen() != each.version for each in self._pieces()):
             self._build()
             self._signature = None
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        self._saved = [dict(group) for group in groups]
+        groups, held = self.optimizer.param_groups, self.optimizer.state
+        self._saved = [dict(group) for group in groups], held
+        state = self.optimizer.state = defaultdict(dict)
         for group, entries in zip(groups, self._plan, strict=True):
             group.update(self.kernels(self.optimizer, group))
             group["params"] = [each.flat if isinstance(each, Piece) else each for each in entries]
+            state.update({each: held[each] for each in entries if not isinstance(each, Piece) and each in held})
         for piece in self._pieces():
             self._attach(piece)
             if piece.state:
                 state[piece.flat] = piece.state
+
+    def _decouple(self, gradient_of: Callable[[Tensor], Tensor | None]) -> None:
+        for param in (each for group in self.optimizer.param_groups for each in group["params"] if self.decoupled):
+            setattr(param, DECOUPLED, gradient_of(param))
 
     def _attach(self, piece: Piece) -> None:
         put_grad(piece.flat, piece.grad if piece.grad.dtype == piece.flat.dtype else piece.grad.to(piece.flat.dtype))
@@ -181,19 +204,22 @@ class FlatStep:
         if not self._began:
             return
         self._began = False
-        if self._saved is not None:
-            for group, saved in zip(self.optimizer.param_groups, self._saved, strict=True):
-                group.update({name: saved[name] for name in ("params", *KERNELS) if name in saved})
-            self._saved = None
-            self._put_state()
-        self.after()
+        if self._saved is None:
+            self._decouple(lambda _: None)
+            return
+        (groups, state), self._saved = self._saved, None
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({name: saved[name] for name in ("params", *KERNELS) if name in saved})
+        found, self.optimizer.state = self.optimizer.state, state
+        self._put_state(found)
 
-    def _put_state(self) -> None:
+    def _put_state(self, found: dict[Tensor, Any]) -> None:
+        """Let the program have what the rule keeps of pieces, and of parameters that are not sharded."""
         state, new = self.optimizer.state, list[Piece]()
         for piece in self._pieces():
             put_grad(piece.flat, None)
             torch.autograd.graph.increment_version(piece.flat)  # fused kernels do not
-            held = state.pop(piece.flat, None)
+            held = found.pop(piece.flat, None)
             if held is None:
                 continue
             made = any(held[key] is not piece.state.get(key) for key in held) or not piece.state
@@ -202,14 +228,15 @@ class FlatStep:
             for key, number in piece.numbers.items():
                 number.fill_(held[key])
             piece.version = piece.seen()
-        if new:
-            made_for = {id(param) for piece in new for param in piece.params}
-            for group in self.optimizer.param_groups:  # state is in their order on every rank
-                for param in group["params"]:
-                    if id(param) in made_for:
-                        state[param]
-            for piece in new:
-                self._bind(piece)
+        made_for = {id(param) for piece in new for param in piece.params}
+        for group in self.optimizer.param_groups if new or found else ():  # state is in their order on every rank
+            for param in group["params"]:
+                if id(param) in made_for:
+                    state[param]
+                elif param in found:
+                    state[param] = found[param]
+        for piece in new:
+            self._bind(piece)
         if new or self._signature is None:
             self._signature = list(self._sign())
 
@@ -218,6 +245,8 @@ class FlatStep:
         assert self.moments is not None
         for key, value in piece.state.items():
             if key in self.moments and isinstance(value, Tensor):
+                if (piece.start, piece.end) == (piece.span.start, piece.span.end):
+                    piece.span.flats.setdefault(key, value)
                 part = piece.span.part(key, value.dtype, piece.start, piece.end)
                 if part.data_ptr() != value.data_ptr():
                     part.copy_(value)
@@ -226,8 +255,9 @@ class FlatStep:
                     self.optimizer.state[param][key] = self._view(param, key, part.dtype)
             elif isinstance(value, Tensor):
                 piece.numbers[key] = torch.empty(len(piece.params), dtype=value.dtype, device=value.device).fill_(value)
-                for param, own in zip(piece.params, piece.numbers[key].unbind(), strict=True):
-                    self.optimizer.state[param][key] = own
+                piece.elements[key] = own = piece.numbers[key].unbind()
+                for param, element in zip(piece.params, own, strict=True):
+                    self.optimizer.state[param][key] = element
             else:
                 for param in piece.params:
                     self.optimizer.state[param][key] = value
@@ -270,7 +300,7 @@ class FlatStep:
             for param in group["params"]:
                 held = self.optimizer.state.get(param)
                 place = getattr(param, LOCATION, None)
-                where = None if place is None else id(place[0].bucket.main_shards)
+                where = None if place is None else id(place[0].bucket.main_shards)  # spans keep those from before
                 yield id(param), where, grad_of(param) is None, held and [id(held.get(key)) for key in keys]
             yield None
 
@@ -349,9 +379,9 @@ class FlatStep:
         """Forget spans of buckets that were laid out anew; nothing in them had been stepped."""
         for param in params:
             span = self._spans.get(id(param))
-            bucket, _ = _slot_of(param)
-            if span is not None and span.bucket is not bucket:
+            if span is not None and span.shards is not span.bucket.main_shards:
                 del self._spans[id(param)]
+                self._views = {key: view for key, view in self._views.items() if key[0] != id(param)}
 
     def _add_spans(self, params: Sequence[Tensor]) -> None:
         buckets = {id(_slot_of(param)[0]): _slot_of(param)[0] for param in params}
