@@ -129,9 +129,7 @@ def _bind_sharded(model: Model, optimizer: torch.optim.Optimizer, *, steps_unuse
     model._flat_steps.append(flat)
     parts, chosen = model._parts, flat.kernels
 
-    def before(
-        *, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True
-    ) -> None:
+    def before(*, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True) -> None:
         parts.weights.refuse_held()
         if not sync_grad_before_optimizer_step:
             parts.step.check(Call.update)

@@ -165,7 +165,9 @@ def _load(local: LocalSlice, param: Tensor, optimizer: Opt, within: SavedStretch
             rows = local_of(held[key])
             rows.copy_(value[begin : begin + local.numel].view(rows.shape))
         else:
-            held[key] = value.clone() if isinstance(held.get(key), Tensor) or key not in held else type(held[key])(value)
+            held[key] = (
+                value.clone() if isinstance(held.get(key), Tensor) or key not in held else type(held[key])(value)
+            )
 
 
 def _count_elsewhere(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> None:

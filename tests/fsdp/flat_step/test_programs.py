@@ -14,7 +14,16 @@ from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
 STAGES = {3: list(PROGRAMS), 1: list(PROGRAMS)} | dict.fromkeys(
-    (0, 2), ["AdamW", "SGD fused", "closure", "unused_in_turn", "given_without_a_backward", "zeros_of_the_model", "two_in_one_bucket"]
+    (0, 2),
+    [
+        "AdamW",
+        "SGD fused",
+        "closure",
+        "unused_in_turn",
+        "given_without_a_backward",
+        "zeros_of_the_model",
+        "two_in_one_bucket",
+    ],
 )
 
 
@@ -83,7 +92,7 @@ MUTANTS = {
         3,
     ),
     "kernels left": (
-        Slip(Step, "_end", ', *KERNELS) if', ",) if", "Kernels of the engine's choice stay in the groups"),
+        Slip(Step, "_end", ", *KERNELS) if", ",) if", "Kernels of the engine's choice stay in the groups"),
         "AdamW",
         3,
     ),
@@ -153,7 +162,13 @@ MUTANTS = {
         3,
     ),
     "given gradients": (
-        Slip(Step, "_take_gradients", "place[0].take_grad(place[1], zeros=self.steps_unused)", "pass", "Gradients that are replaced are not taken"),
+        Slip(
+            Step,
+            "_take_gradients",
+            "place[0].take_grad(place[1], zeros=self.steps_unused)",
+            "pass",
+            "Gradients that are replaced are not taken",
+        ),
         "replaced",
         3,
     ),
