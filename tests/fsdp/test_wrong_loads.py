@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from harness.fsdp import ShardedModel, ShardedState
-from harness.fsdp.state import named
+from harness.fsdp.storage import dtensors
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
 from tests.support.mutants import each
@@ -32,9 +32,9 @@ TARGET = Layout("native", "optim", 3)
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "counters kept": (ShardedState, "adopt", lambda self: None),
     "weights not installed": (ShardedModel, "adopt_state", lambda self, state: state.adopt()),
-    "rows of the neighbour": (named, "_rows", lambda slot, local: _swapped(slot, local)),
+    "rows of the neighbour": (dtensors, "_rows", lambda slot, local: _swapped(slot, local)),
 }
-_ROWS = named._rows
+_ROWS = dtensors._rows
 
 
 def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel, ShardedState
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import named
 from harness.fsdp.state.named import ShardMap
+from harness.fsdp.storage import dtensors
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
 from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, adamw
@@ -31,7 +31,7 @@ LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
 FEW = [(ALL[0], 1, "no_shard"), (ALL[1], 2, "optim"), (ALL[2], 2, "no_shard"), (ALL[3], 2, "optim")]
 """Each strategy and each outer one at least once."""
 
-_rows = named._rows
+_rows = dtensors._rows
 
 
 def _refuse_unless_offered(lab: Lab, name: str) -> None:
@@ -71,7 +71,7 @@ def _one_row_on(slot: Any, local: Any) -> tuple[int, int]:
         "a whole tensor is put together as torch's placement says",
         lambda: mock.patch.object(RaggedTensor, "full_tensor", _as_torch_cuts),
     ),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
+    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(dtensors, "_rows", _one_row_on)),
     ranks=4,
 )
 def dtensors_gather_rightly(lab: Lab) -> str:
@@ -140,7 +140,7 @@ def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
     "40",
     "Loaded under another strategy or outer axis it is the same model; another model's shapes raise.",
     Mutant("compute weights are not refreshed", lambda: mock.patch.object(ShardedModel, "adopt_state", _weights_alone)),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
+    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(dtensors, "_rows", _one_row_on)),
     ranks=4,
     shortened=True,
 )

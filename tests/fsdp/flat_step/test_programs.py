@@ -8,7 +8,7 @@ from harness.fsdp import binding
 from harness.fsdp.runtime import gradient_sync, usage
 from harness.fsdp.update import flat_step
 from tests.fsdp.flat_step import world
-from tests.fsdp.flat_step.programs import PROGRAMS
+from tests.fsdp.flat_step.more_programs import PROGRAMS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks

@@ -1,0 +1,377 @@
+"""Programs with several groups, optimizers and models; their state; scalers, hooks, exceptions and compilers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.fsdp.flat_step.programs import PROGRAMS, Make, adamw, program, two
+from tests.fsdp.flat_step.world import Program, World, full
+
+# -- groups and optimizers ---------------------------------------------------------------------------------------------
+
+
+@program
+def group_added(world: World) -> None:
+    model = world.net()
+    params = [*model.parameters()]
+    optimizer = world.bind(adamw(params[::2]))
+    for step in range(5):
+        world.backward(model)
+        optimizer.step()
+        model.zero_grad()
+        if step == 1:
+            optimizer.add_param_group({"params": params[1::2], "lr": 0.02})
+
+
+@program
+def moved_to_another_group(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(two(model)))
+    world.loop(model, optimizer, 2)
+    moved = optimizer.param_groups[0]["params"].pop(1)
+    optimizer.param_groups[1]["params"].append(moved)
+    world.loop(model, optimizer, 2)
+
+
+@program
+def two_in_one_bucket(world: World) -> None:
+    model = world.net()
+    params = [*model.parameters()]
+    one = world.bind(adamw(params[::2]))
+    other = world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    for _ in range(4):
+        world.backward(model)
+        one.step()
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
+
+
+@program
+def own_gradients_alone(world: World) -> None:
+    """`zero_grad` of one leaves those of the other, to which the next backward adds."""
+    model = world.net()
+    params = [*model.parameters()]
+    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    for step in range(5):
+        world.backward(model)
+        one.step()
+        one.zero_grad()
+        if step % 2:
+            other.step()
+            other.zero_grad()
+
+
+def _several_backwards(again: Callable[[Any, Any, Any], None]) -> Program:
+    def trains(world: World) -> None:
+        model = world.net()
+        params = [*model.parameters()]
+        one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+        for _ in range(3):
+            world.backward(model)
+            one.step()
+            again(world, model, one)
+            world.backward(model)
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+
+    return trains
+
+
+def _forgets_unfinished(world: World, model: Any, one: Any) -> None:
+    """A backward inside no_sync that is forgotten; what the other had before it stays."""
+    if world.rank is not None:
+        with model.no_sync():
+            world.backward(model)
+    else:
+        world.batch += 1
+    one.zero_grad()
+
+
+PROGRAMS["forgotten inside no_sync"] = _several_backwards(_forgets_unfinished)
+
+
+@program
+def one_after_another(world: World) -> None:
+    """Several in a model's life."""
+    model = world.net()
+    for make in (adamw, lambda p: optim.SGD(p, lr=0.05, momentum=0.9), adamw):
+        world.loop(model, world.bind(make(model.parameters())), 2)
+
+
+@program
+def two_models_and_loose(world: World) -> None:
+    model, other = world.net(0), world.net(1, 5)
+    loose = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    groups = [{"params": [*model.parameters(), loose]}, {"params": [*other.parameters()], "lr": 0.01}]
+    optimizer = world.bind(adamw(groups), model, other)
+    for _ in range(4):
+        world.backward(model)
+        world.backward(other)
+        loose.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world.extras = [loose.detach()]
+
+
+@program
+def loose_and_fused(world: World) -> None:
+    model = world.net()
+    loose = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = world.bind(adamw([loose, *model.parameters()], fused=True))
+    for _ in range(4):
+        world.backward(model)
+        loose.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world.extras = [loose.detach()]
+
+
+@program
+def built_before_sharding(world: World) -> None:
+    from harness.fsdp import fully_shard
+    from tests.fsdp.flat_step.world import WIDE, Block, Net
+
+    model: Any = Net().double()
+    optimizer: Any = optim.Adagrad(model.parameters(), lr=0.05, initial_accumulator_value=0.1)
+    scheduler = LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    if world.rank is not None:
+        model, optimizer = fully_shard(
+            model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=world.stage, mixed_precision_policy=WIDE
+        )
+    world.models.append(model)
+    world.optimizers.append(optimizer)
+    world.loop(model, optimizer, scheduler=scheduler)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@program
+def state_there_and_back(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    assert not optimizer.state_dict()["state"]
+    world.loop(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    world.loop(model, optimizer, 2)
+    optimizer.load_state_dict(saved)
+    world.loop(model, optimizer, 2)
+    other = world.bind(adamw(model.parameters(), lr=0.9))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    world.loop(model, other, 2)
+
+
+@program
+def state_of_one_process(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {
+        i: {k: full(v).clone() if isinstance(v, Tensor) else v for k, v in s.items()} for i, s in saved["state"].items()
+    }
+    other = world.bind(adamw(model.parameters(), lr=0.9))
+    other.load_state_dict(saved)
+    world.loop(model, other, 2)
+
+
+@program
+def helpers_of_torch(world: World) -> None:
+    model = world.net()
+    plain = model.module if world.rank is not None else model
+    optimizer = world.bind(adamw(model.parameters()))
+    whole = StateDictOptions(full_state_dict=True)
+    get_optimizer_state_dict(plain, optimizer, options=whole)
+    world.loop(model, optimizer, 3)
+    other = world.bind(adamw(model.parameters(), lr=0.9))
+    set_optimizer_state_dict(plain, other, copy.deepcopy(get_optimizer_state_dict(plain, optimizer)))
+    world.loop(model, other, 2)
+    third = world.bind(adamw(model.parameters(), lr=0.9))
+    found = get_optimizer_state_dict(plain, other, options=whole)
+    sends = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.rank is not None)
+    set_optimizer_state_dict(plain, third, copy.deepcopy(found), options=sends)
+    world.loop(model, third, 2)
+
+
+@program
+def state_edited(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    params = optimizer.param_groups[0]["params"]
+    del optimizer.state[params[3]]
+    optimizer.state[params[4]]["exp_avg"].zero_()
+    optimizer.state[params[5]]["step"].zero_()
+    optimizer.state[params[6]].pop("step")
+    optimizer.state[params[6]]["step"] = torch.tensor(7.0)
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    optimizer.state[params[6]] = {key: optimizer.state[params[6]][key] for key in keys}
+    optimizer.state[params[3]] = {}
+    del optimizer.state[params[3]]
+    order = {param: optimizer.state[param] for param in params if param in optimizer.state}
+    optimizer.state = defaultdict(dict, order)
+    world.loop(model, optimizer, 2)
+
+
+@program
+def counter_edited(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    optimizer.state[optimizer.param_groups[0]["params"][5]]["step"].zero_()
+    world.loop(model, optimizer, 2)
+
+
+@program
+def state_cleared(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 3)
+    optimizer.state.clear()
+    world.loop(model, optimizer, 2)
+    optimizer.state = defaultdict(dict)
+    world.loop(model, optimizer, 2)
+
+
+@program
+def counters_replaced(world: World) -> None:
+    """A new counter may take the place, in memory, of the one that it replaces."""
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    for held in optimizer.state.values():
+        held.pop("step")
+        held["step"] = torch.tensor(20.0)
+    for held in optimizer.state.values():  # keys in torch's order again
+        for key in ("exp_avg", "exp_avg_sq"):
+            held[key] = held.pop(key)
+    world.loop(model, optimizer, 2)
+
+
+@program
+def deep_copy(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    world.backward(model)
+    copied = copy.deepcopy(optimizer)
+    pairs = zip(optimizer.param_groups[0]["params"], copied.param_groups[0]["params"], strict=True)
+    for param, twin in pairs:
+        twin.grad = param.grad.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    copied.step()
+    world.extras = [param.detach() for param in copied.param_groups[0]["params"]]
+    world.loop(model, optimizer, 1)
+
+
+@program
+def pickled(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    world.extras = [loaded.state[param]["exp_avg"] for param in loaded.param_groups[0]["params"]]
+
+
+# -- scalers, hooks, exceptions, compilers -----------------------------------------------------------------------------
+
+
+def _scaled(make: Make, spoils: bool, unscales: bool) -> Program:
+    def trains(world: World) -> None:
+        model = world.net()
+        optimizer = world.bind(make(model.parameters()))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(5):
+            world.backward(model, scale=scaler.scale)
+            if step == 2 and spoils:
+                grad = dict(model.named_parameters())["blocks.0.up.weight"].grad
+                rows = grad if world.rank is None else getattr(grad, "_local_tensor", grad)
+                if world.rank in (None, 1) or rows is grad:
+                    rows[-1] = float("inf")
+            if unscales:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        world.extras = [torch.tensor(scaler.get_scale())]
+
+    return trains
+
+
+PROGRAMS["GradScaler, SGD, inf"] = _scaled(lambda p: optim.SGD(p, lr=0.05), True, False)
+PROGRAMS["GradScaler, fused, inf"] = _scaled(lambda p: adamw(p, fused=True), True, False)
+PROGRAMS["GradScaler, fused"] = _scaled(lambda p: adamw(p, fused=True), False, False)
+PROGRAMS["GradScaler, clipped, inf"] = _scaled(adamw, True, True)
+
+
+@program
+def clipped_by_a_hook(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.5))
+    seen: list[float] = []
+
+    def clip(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(float(len(o.param_groups[0]["params"]))))
+    world.loop(model, optimizer)
+    world.extras = [torch.tensor(seen)]
+
+
+@program
+def groups_clipped_apart(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(two(model)))
+    for _ in range(3):
+        world.backward(model)
+        nn.utils.clip_grad_norm_(optimizer.param_groups[1]["params"], 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@program
+def goes_on_after_an_exception(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 2)
+    group = optimizer.param_groups[0]
+    betas, group["betas"] = group["betas"], None
+    world.backward(model)
+    try:
+        optimizer.step()
+    except TypeError:
+        world.extras = [torch.tensor(float(len(group["params"])))]
+    group["betas"] = betas
+    optimizer.zero_grad()
+    world.extras.append(torch.tensor(float(sum(param.grad is not None for param in model.parameters()))))
+    world.loop(model, optimizer, 2)
+
+
+@program
+def compiled(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters(), foreach=True))
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        world.backward(model)
+        step()
+        optimizer.zero_grad()
