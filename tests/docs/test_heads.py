@@ -21,6 +21,7 @@ SOURCES = {
     "metrics.md": "benchmarks/pages/metrics_page.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
     "records/doors.md": "benchmarks/checks/doors.py",
+    "records/branches.md": "benchmarks/checks/branches.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
     "records/power.md": "benchmarks/power/page.py",
