@@ -35,9 +35,12 @@ settings.load_profile(os.environ["TESTS_PROFILE"])
 
 gc.set_threshold(*SELDOM)
 
-# A shell has what it starts with `&` ignore Ctrl-C, and that is inherited; tests send it to what they start.
+# A shell has what it starts with `&` ignore Ctrl-C, and that is inherited; tests send it to what they start. So does
+# nohup with the end of a terminal: a handler goes on ignoring it here, and is not inherited.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # What is printed is what one types here (`harness.store.commands`): as after `. .venv/bin/activate`.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
