@@ -75,7 +75,7 @@ class Piece:
     start: int
     end: int
     params: list[Tensor]
-    state: dict[str, Any] = field(default_factory=dict)
+    entries: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Counters, an element a parameter."""
     elements: dict[str, Sequence[Tensor]] = field(default_factory=dict)
@@ -189,8 +189,8 @@ class FlatStep:
             state.update({each: held[each] for each in entries if not isinstance(each, Piece) and each in held})
         for piece in self._pieces():
             self._attach(piece)
-            if piece.state:
-                state[piece.flat] = piece.state
+            if piece.entries:
+                state[piece.flat] = piece.entries
 
     def _decouple(self, gradient_of: Callable[[Tensor], Tensor | None]) -> None:
         for param in (each for group in self.optimizer.param_groups for each in group["params"] if self.decoupled):
@@ -222,8 +222,8 @@ class FlatStep:
             held = found.pop(piece.flat, None)
             if held is None:
                 continue
-            made = any(held[key] is not piece.state.get(key) for key in held) or not piece.state
-            piece.state = held
+            made = any(held[key] is not piece.entries.get(key) for key in held) or not piece.entries
+            piece.entries = held
             new += [piece] if made or held.keys() - state[piece.params[0]].keys() else []
             for key, number in piece.numbers.items():
                 number.fill_(held[key])
@@ -243,14 +243,14 @@ class FlatStep:
     def _bind(self, piece: Piece) -> None:
         """Let parameters have state that the rule made for their piece."""
         assert self.moments is not None
-        for key, value in piece.state.items():
+        for key, value in piece.entries.items():
             if key in self.moments and isinstance(value, Tensor):
                 if (piece.start, piece.end) == (piece.span.start, piece.span.end):
                     piece.span.flats.setdefault(key, value)
                 part = piece.span.part(key, value.dtype, piece.start, piece.end)
                 if part.data_ptr() != value.data_ptr():
                     part.copy_(value)
-                piece.state[key] = part
+                piece.entries[key] = part
                 for param in piece.params:
                     self.optimizer.state[param][key] = self._view(param, key, part.dtype)
             elif isinstance(value, Tensor):
@@ -361,11 +361,11 @@ class FlatStep:
             return
         for key, value in held.items():
             if key in (self.moments or ()) and isinstance(value, Tensor):
-                piece.state[key] = piece.span.part(key, value.dtype, piece.start, piece.end)
+                piece.entries[key] = piece.span.part(key, value.dtype, piece.start, piece.end)
             elif key in COUNTERS and isinstance(value, Tensor):
-                piece.state[key] = value.clone()
+                piece.entries[key] = value.clone()
             elif value is None or key in COUNTERS:
-                piece.state[key] = value
+                piece.entries[key] = value
         self._bind(piece)
 
     def _counts(self, param: Tensor) -> Any:
