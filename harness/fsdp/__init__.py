@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
-    from harness.fsdp.loss_scale import LossScale as LossScale
-    from harness.fsdp.loss_scale import Outcome as Outcome
     from harness.fsdp.megatron import MegatronModel as MegatronModel
     from harness.fsdp.model import ShardedModel as ShardedModel
     from harness.fsdp.options import OPTIONS as OPTIONS
@@ -34,17 +32,13 @@ if TYPE_CHECKING:
     from harness.fsdp.policy import Dtypes as Dtypes
     from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
-    from harness.fsdp.runtime.gradient_answer import GradientAccessError as GradientAccessError
     from harness.fsdp.runtime.step import StepError as StepError
     from harness.fsdp.state.named import ShardedState as ShardedState
     from harness.fsdp.state.named import StateMismatch as StateMismatch
-    from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel.portion import Portion as Portion
     from harness.fsdp.tensor_parallel.portion import UnknownPlan as UnknownPlan
     from harness.fsdp.update.blank import create_state as create_state
-    from harness.fsdp.update.flat_pieces import FlatPieceError as FlatPieceError
-    from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
     from harness.fsdp.vocabulary import Fallback as Fallback
@@ -75,10 +69,6 @@ _EXPORTS = {
     "guards.hang_report": ("CollectiveError",),
     "guards.copied_gradients": ("CopiesPart",),
     "guards.replicas": ("ReplicaDrift",),
-    "loss_scale": (
-        "LossScale",
-        "Outcome",
-    ),
     "megatron": ("MegatronModel",),
     "model": ("ShardedModel",),
     "options": (
@@ -90,22 +80,18 @@ _EXPORTS = {
         "Dtypes",
         "MixedPrecisionPolicy",
     ),
-    "runtime.gradient_answer": ("GradientAccessError",),
     "runtime.step": ("StepError",),
     "state.named": (
         "ShardedState",
         "StateMismatch",
     ),
     "ragged.tensor": ("RaggedTensor",),
-    "storage.parameter_access": ("ReleasedWeightError",),
     "storage.placement": ("Placements",),
     "tensor_parallel.portion": (
         "Portion",
         "UnknownPlan",
     ),
     "update.blank": ("create_state",),
-    "update.flat_pieces": ("FlatPieceError",),
-    "update.optimizer": ("ShardedOptimizer",),
     "update.squares": ("sum_of_squares",),
     "vocabulary": (
         "CtaPolicy",

@@ -62,7 +62,7 @@ def fully_shard_model(
     """Shard a module over one or two dimensions of a device mesh (or over all ranks), under megatron-fsdp's names.
 
     Args:
-        module: sharded in place; its parameters become views of flat buckets. On the "meta" device only with
+        module: sharded in place; between passes its parameters are DTensors. On the "meta" device only with
             `initial_value` or `init_model_with_meta_device`.
         device_mesh: the ranks, by axis; None: all ranks of the default group are one inner axis.
         dp_shard_dim: name of the mesh's dimension over which shards are split, the inner axis.
@@ -151,14 +151,12 @@ def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any)
     """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
     Returns the same object.
 
-    The parameter groups keep their settings and their number. `step` first finishes the gradients and then refreshes
-    the compute weights; `zero_grad` drops the main gradients. A model may have several optimizers over disjoint
-    parameters; pass each of them here. If you do not, the first `step` of an optimizer does it (see [Note: Bound at the
-    first step]).
+    The parameter groups keep their settings and their parameters; flat pieces of these stand there while the rule runs
+    (see [Note: Flat step]). A model may have several optimizers, and an optimizer several models; pass each pair here.
+    An optimizer that was built after sharding, and never passed, steps DTensors one by one.
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights`, and
     `optimizer.zero_grad` takes `zero_grad_buffer`: True, or False where the loop calls the model's method itself.
-    `optimizer.state_dict` and `load_state_dict` are described in `harness.fsdp.state.by_parameter`.
 
     Args:
         model: may be omitted if the optimizer was built over the parameters of a sharded model.
@@ -168,7 +166,7 @@ def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any)
             optimizers skip a parameter whose `.grad` is None.
 
     Raises:
-        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
+        TypeError, ValueError: see `harness.fsdp.update.accepted.check_optimizer`.
         ValueError: no model is given, and the parameters belong to no sharded model or to several.
     """
     model, optimizer = _model_and_optimizer(*given, **named)

@@ -13,7 +13,6 @@ from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -21,9 +20,9 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.runtime.units import Unit, buckets_of
+from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.update.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,21 @@ class Components:
         """The buckets of all units, in model order."""
         return list(buckets_of(self.units))
 
-    def persistent_bytes(self, module: nn.Module, optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    def persistent_bytes(self, module: nn.Module) -> dict[str, int]:
         """Bytes this rank keeps, by role; see `harness.fsdp.model.ShardedModel.persistent_bytes`."""
         total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
         for bucket in self.buckets:
             for role, num_bytes in bucket.persistent_bytes().items():
                 total[role] = total.get(role, 0) + num_bytes
-        if optimizer is not None:
-            used, padding = optimizer.state_bytes()
-            total["optimizer"] += used
-            total["padding"] += padding
         scales = sum(bucket.eight_bit.scale_bytes for bucket in self.buckets if bucket.eight_bit is not None)
         total["buffers"] = sum(buffer.nbytes for buffer in module.buffers()) + scales
         return total
 
     def transport(self) -> dict[str, str]:
-        """How data moves between ranks on each axis of the dense mesh (keys of the outer one begin with outer_), and
-        how ranks know which parameters none of them used."""
+        """How data moves between ranks on each axis of the dense mesh; keys of the outer one begin with outer_."""
         dense = self.meshes.dense
         outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
-        return dense.inner.transport() | outer | self.gradients.usage.facts()
+        return dense.inner.transport() | outer
 
     def counters(self) -> dict[str, int]:
         """Peaks and totals so far; see `harness.fsdp.model.ShardedModel.counters`."""

@@ -33,7 +33,6 @@ from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -43,21 +42,22 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, plan_units
+from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weight_scales import WeightScales
-from harness.fsdp.storage import at_rest
+from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.storage.parameter_access import Access
+from harness.fsdp.storage.module_slots import slots_of
 from harness.fsdp.storage.placement import SHARD, Placements
-from harness.fsdp.storage.whereabouts import Whereabouts
 from harness.fsdp.tensor_parallel.declared import declare, mesh_of
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Registration, Strategy
-from harness.fsdp.wiring import make_reductions, make_usage_of
+from harness.fsdp.wiring import make_reductions
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,7 @@ def build(request: Request) -> Components:
     components = _wire(request, ground, units)
     components.weights.agree_on_scales()
     components.user_buffers.model_built()
-    if at_rest.ENABLED:
-        _shard_parameters(request.module, components)
+    _shard_parameters(request.module, components)
     ground.runtime.keep_pages()
     groups = [comm.group for comm in ground.meshes.moving.values()]
     parts = components.reduce, components.gather, components.weights, components.watches
@@ -151,14 +150,18 @@ def build(request: Request) -> Components:
 
 def _shard_parameters(module: nn.Module, components: Components) -> None:
     """Put sharded parameters into the module's slots."""
-    shards, slots = DTensorFactory(components.buckets), at_rest.slots_of(module)
-    found, before_write = [], WeakHook(components.weights.before_edit)
+    shards, slots = DTensorFactory(components.buckets), slots_of(module)
+    found, weights = [], weakref.ref(components.weights)
+
+    def before_write() -> None:
+        if (kept := weights()) is not None:  # else the model is gone, and nobody reads its weights
+            kept.before_edit()
+
     for bucket in components.buckets:
         bucket.installed_version = bucket.main_version
-        bucket.views.give(Access.free)
-        found.append(at_rest.ShardedParameters(bucket, shards, slots, before_write))
-        bucket.views.sharded = found[-1]
-        bucket.views.give(Access.resting)
+        found.append(ShardedParameters(bucket, shards, slots, before_write))
+        bucket.views.sharded = weakref.ref(found[-1])
+        bucket.rest()
     components.gradients.show(found)
     components.hooks.of_forward.before_forward = WeakHook(components.weights.bring_up_to_date)
 
@@ -201,7 +204,9 @@ def _ground(request: Request) -> Ground:
         symmetric=not options.disable_symmetric_registration,
         may_fall_back=options.registration_fallback is Fallback.record,
     )
-    memory = BucketMemory(device, fixed=options.double_buffer, allocating=user_buffers.allocating)
+    memory = BucketMemory(
+        device, fixed=options.double_buffer, allocating=user_buffers.allocating, registers=user_buffers.active
+    )
     divisor = float(meshes.dense.everyone.size if request.grad_divisor is None else request.grad_divisor)
     fixed = FixedPoint.asked_for(options)
     integers = None if fixed is None else Integers(fixed, divisor, device)
@@ -235,7 +240,6 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
             request.strategy,
             request.outer_strategy,
             meshes.tensor,
-            at_rest.ENABLED,
         )
 
     _check_same_module(request.module, ground.meshes)
@@ -297,13 +301,12 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
     scales = WeightScales(request.module, buckets, meshes)
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step, scales)
-    usage_of = partial(make_usage_of, options.numerics, meshes)
-    usage, whereabouts = usage_of(trainable, reductions), Whereabouts(request.module)
+    usage = Usage.of(meshes, trainable)
     copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
-    gradients = GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage, whereabouts, copies)
+    gradients = GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage, copies)
     fixed = _laid_out_once(options)
     trainability = Trainability(
-        units, meshes, request.policy, reductions_of, usage_of, hooks, weights, reduce, gradients, guard, fixed
+        units, meshes, request.policy, reductions_of, hooks, weights, reduce, gradients, guard, fixed
     )
     return Components(
         runtime=runtime,

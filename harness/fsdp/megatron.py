@@ -14,9 +14,7 @@ from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.step import Call, StepError, StepState
-from harness.fsdp.storage import edits
 from harness.fsdp.update import clipping
-from harness.fsdp.update.flat_pieces import free
 from harness.fsdp.vocabulary import Registration
 from harness.fsdp.wiring import set_wire, with_wire_of
 
@@ -33,8 +31,8 @@ ELSEWHERE = {
     "_replace_param_with_distributed_if_needed": _PARAMS,
     "_replace_param_with_raw_if_needed": _PARAMS,
     "microbatch_count": "a step begins with zero_grad(); is_last_microbatch says which backward ends it",
-    "all_gather_pipeline": "hooks gather; model.gathered() has weights whole outside the forward",
-    "all_gather_and_wait_parameters_ready": "hooks gather; model.gathered() has weights whole outside the forward",
+    "all_gather_pipeline": "hooks gather; model.unsharded() has weights whole outside the forward",
+    "all_gather_and_wait_parameters_ready": "hooks gather; model.unsharded() has weights whole outside the forward",
     "grad_reduce_pipeline": "backwards reduce; model.finish_grad_sync() waits",
 }
 """What megatron-fsdp's model has besides, and what to use here."""
@@ -99,24 +97,8 @@ class MegatronModel(ShardedModel):
         self._parts.step.check(call)
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Finish the gradients and hand them to the optimizers, as `.grad` of the flat tensors in their groups;
-        `step` does so by itself.
-
-        Raises:
-            RuntimeError: no optimizer was given to `fully_shard_optimizer`.
-            StepError: as `finish_grad_sync`.
-        """
-        if self._flat_steps:
-            self.finish_grad_sync()
-            return
-        if self._sharded_optimizer is None:
-            raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(optimizer) first")
+        """Finish the gradients, which parameters show as `.grad`; raises as `finish_grad_sync`."""
         self.finish_grad_sync()
-        if self.has_gradients:
-            self._parts.weights.before_update()
-            self._sharded_optimizer.attach()
-            for weight in self._sharded_optimizer.weights_of():
-                free(weight)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Finish the gradients and multiply them by a factor, which must be the same on all ranks. Without a backward
@@ -154,7 +136,7 @@ class MegatronModel(ShardedModel):
         if force_sync:
             raise NotImplementedError(
                 "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
-                " model.gathered():` to read or edit them; a forward gathers what it needs"
+                " model.unsharded():` to read or edit them; a forward gathers what it needs"
             )
         self._parts.whole.start()
 
@@ -176,12 +158,11 @@ class MegatronModel(ShardedModel):
             RuntimeError: inside `gathered`.
         """
         self._parts.weights.refuse_held()
+        self._parts.weights.bring_up_to_date()  # of rows that other ranks keep, the first one has no edits
         self._parts.weights.wait(writes=True)
         for comm, replicas in held_by_several(self.buckets, self._parts.meshes):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))
-        for bucket in self.buckets:
-            edits.adopt_whole(bucket)
         self.install_weights()
 
     # -- dtypes --------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Unpack
+from dataclasses import fields, replace
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from harness.fsdp.binding import own
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.construction import Ranks, Request, Values, build
+from harness.fsdp.copying import bare_copy
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -29,8 +31,6 @@ from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import clipping, norms
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.update.lost_gradients import LostGradients
-from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.fsdp.wrapper import FORWARD_METHODS, mark_sharded, register_forward_method
 
@@ -94,20 +94,67 @@ class ShardedModel(StatefulModule):
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
         device = device or usual_device(next(module.parameters()).device, groups.inner if groups else group)
         ranks = Ranks(groups or Groups(group), expert_groups, device)
-        values = Values(initial_value, init_on_meta)
         choices = (self.strategy, self.outer_strategy, self.policy, self.options)
-        self._parts = parts = build(Request(module, classes, ranks, values, grad_divisor, *choices))
+        request = Request(module, classes, ranks, Values(initial_value, init_on_meta), grad_divisor, *choices)
+        self._parts = parts = build(request)
+        self._copied_as = replace(request, values=Values(lambda _, shape: torch.zeros(shape), init_on_meta=False))
         self.grad_divisor, self.buckets = parts.divisor, parts.buckets
         self._state = StateAccess(module, parts.buckets, parts.weights, parts.gradients, parts.everyone)
-        self._sharded_optimizer: ShardedOptimizer | None = None
-        self._flat_steps: list[FlatStep] = []
+        self._flat_steps, self._methods = list[FlatStep](), list[str]()
         mark_sharded(module, parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)
         self._built()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        """A model that is sharded alike, has equal weights and buffers, trains apart and shares nothing; gradients and
+        optimizers are not copied. *Collective.*
+
+        Raises:
+            NotImplementedError: see `harness.fsdp.copying.bare_copy`.
+        """
+        self._state.settle()
+        module = bare_copy(self.module, self.buckets, self._parts.hooks.of_forward.handles, memo)
+        asked = self._copied_as
+        made = type(self)(
+            module,
+            groups=asked.ranks.groups,
+            expert_groups=asked.ranks.expert_groups,
+            unit_modules=asked.unit_classes,
+            strategy=asked.strategy,
+            outer_strategy=asked.outer_strategy,
+            mixed_precision_policy=asked.policy,
+            device=asked.ranks.device,
+            grad_divisor=asked.grad_divisor,
+            initial_value=asked.values.initial,
+            **{each.name: getattr(asked.options, each.name) for each in fields(asked.options)},
+        )
+        made.adopt_weights(self)
+        made.register_forward_methods(*self._methods)
+        memo[id(self)] = made
+        return made
+
+    def adopt_weights(self, other: ShardedModel) -> None:
+        """Have the weights, and what is trained of them, of a model that is sharded alike. *Collective.*"""
+        for mine, theirs in zip(self.buckets, other.buckets, strict=True):
+            for param, flag in zip(mine.views.at_rest, theirs.views.flags(), strict=True):
+                param.requires_grad_(flag)
+        self._parts.hooks.of_forward.before_gradients()
+        for mine, theirs in zip(self.buckets, other.buckets, strict=True):
+            for shard, values in zip(mine.main_shards, theirs.main_shards, strict=True):
+                shard.detach().copy_(values.detach())
+        self._parts.weights.install()
+        self._parts.step.sync = other._parts.step.sync
+
     def _interrupted(self) -> None:
         self._parts.hooks.of_forward.break_off()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under its own names; after a backward that raised, the sharded ones."""
+        self._parts.hooks.recover()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     # -- microbatches --------------------------------------------------------------------------------------------
 
@@ -171,8 +218,7 @@ class ShardedModel(StatefulModule):
 
     def _gradient_norm(self, norm_type: float) -> Tensor:
         self.finish_grad_sync()
-        for each in self._parts.gradients.sharded:
-            each.collect_grads()
+        self._parts.gradients.collect()
         if norm_type == 2.0:
             return norms.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
         return norms.gradient_p_norm(self.buckets, self._parts.everyone, self.numerics, float(norm_type))
@@ -219,8 +265,6 @@ class ShardedModel(StatefulModule):
             StepError: a RuntimeError: inside a backward.
         """
         self._parts.gradients.forget(set_to_none=set_to_none)
-        if self._sharded_optimizer is not None:
-            self._sharded_optimizer.lost = LostGradients()
 
     def register_forward_methods(self, *names: str) -> None:
         """Gather weights for methods of the module other than `forward`; "encoder.embed" names one of a submodule.
@@ -231,6 +275,7 @@ class ShardedModel(StatefulModule):
         Raises:
             ValueError: the module has no such method.
         """
+        self._methods += names
         for name in names:
             register_forward_method(self.module, name, self._parts.hooks.of_forward.run_as_forward)
 

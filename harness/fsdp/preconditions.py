@@ -75,7 +75,7 @@ def _check_part(path: str, part: nn.Module) -> None:
         raise ValueError(
             f"{path} ({kind}) has max_norm={part.max_norm}: each forward scales the rows that this rank's data uses, so"
             " that ranks would have other weights. Build it with max_norm=None, and scale what it gives; or all rows,"
-            " between steps, inside `with model.gathered():`; of a frozen table once, before sharding, by"
+            " between steps, inside `with model.unsharded():`; of a frozen table once, before sharding, by"
             f" torch.renorm(weight, {part.norm_type:g}, 0, {part.max_norm:g})"
         )
 

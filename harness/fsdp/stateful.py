@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.components import Components
-from harness.fsdp.runtime.gathered import Wanted
+from harness.fsdp.runtime.whole_weights import Wanted
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.wrapper import ModuleWrapper
 
 
@@ -31,15 +30,13 @@ class StatefulModule(ModuleWrapper):
     _parts: Components
     _state: StateAccess
     _flat_steps: list[FlatStep]
-    _sharded_optimizer: ShardedOptimizer | None
-    """None until an optimizer is bound."""
 
-    def gathered(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
+    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
         """Context with parameters gathered, in their compute dtype, to be read or edited in place. *Collective.*
 
-        Edits take effect when the body ends, under every strategy; all ranks must make the same edits. Under
-        `no_shard`, `optim` and `optim_grads` weights may also be read and edited outside. It takes the memory of the
-        units that are gathered.
+        Edits take effect when the body ends, under every strategy; all ranks must make the same edits. It takes the
+        memory of the units that are gathered. Nothing is sent under `no_shard`, `optim` and `optim_grads`, but what an
+        update left to install.
 
         Args:
             wanted: a module, a parameter, the name of either, or several of them; None is the whole model.
@@ -49,12 +46,7 @@ class StatefulModule(ModuleWrapper):
             RuntimeError: inside the model's forward or backward; or a module or parameter was replaced in the body.
             ReplicaDrift: ranks made different edits.
         """
-        return self._parts.whole.gathered(wanted)
-
-    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
-        """As `gathered`: without communication under `no_shard`, and under `optim` and `optim_grads` between an
-        update's install and the next one."""
-        return self.gathered(wanted)
+        return self._parts.whole.unsharded(wanted)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all
@@ -127,11 +119,13 @@ class StatefulModule(ModuleWrapper):
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        return self._state.sharded_state(self._sharded_optimizer, self._stepped)
+        return self._state.sharded_state(self._stepped)
 
     @property
     def _stepped(self) -> list[torch.optim.Optimizer]:
-        """Optimizers over sharded parameters."""
+        """Optimizers over sharded parameters, whose state lies where it stays."""
+        for each in self._flat_steps:
+            each.take_state()
         return [each.optimizer for each in self._flat_steps]
 
     def adopt_state(self, state: ShardedState) -> None:
@@ -148,7 +142,7 @@ class StatefulModule(ModuleWrapper):
         Raises:
             RuntimeError: no optimizer is attached.
         """
-        return self._state.local_state(self._sharded_optimizer, self._stepped)
+        return self._state.local_state(self._stepped)
 
     def load_local_state(self, values: Mapping[str, Tensor]) -> None:
         """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
@@ -157,7 +151,7 @@ class StatefulModule(ModuleWrapper):
             ValueError: it does not fit; nothing was loaded.
             RuntimeError: no optimizer is attached.
         """
-        self._state.load_local_state(self._sharded_optimizer, values, self._stepped)
+        self._state.load_local_state(values, self._stepped)
 
     # -- what it keeps and counts ----------------------------------------------------------------------------------
 
@@ -167,7 +161,7 @@ class StatefulModule(ModuleWrapper):
 
         Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
         """
-        found = self._parts.persistent_bytes(self.module, self._sharded_optimizer)
+        found = self._parts.persistent_bytes(self.module)
         for each in self._flat_steps:
             used, padding = each.state_bytes()
             found["optimizer"] += used
@@ -181,9 +175,7 @@ class StatefulModule(ModuleWrapper):
     def optimizer_kernels(self) -> list[str]:
         """For each parameter group, in the order of binding: which of torch's kernels updates it, and whether the user
         or the engine chose that kernel; see `harness.fsdp.update.kernels`."""
-        if self._flat_steps:
-            return [kernel for each in self._flat_steps for kernel in each.chosen()]
-        return [] if self._sharded_optimizer is None else self._sharded_optimizer.groups.kernels()
+        return [kernel for each in self._flat_steps for kernel in each.chosen()]
 
     def user_buffers(self) -> dict[str, str]:
         """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""

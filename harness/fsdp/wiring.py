@@ -3,18 +3,14 @@ changes between two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from harness.fsdp.comm.gradient_format import Integers
-from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.comm.reduction import make_reduction
 from harness.fsdp.components import Components
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
-from harness.fsdp.runtime.usage import Group, Usage, make_usage
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.vocabulary import Numerics
 
 WIRE = "grad_comm_dtype"
@@ -34,19 +30,6 @@ def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Bucke
     if mesh.outer is None or not apart:
         return Reductions(inner)
     return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
-
-
-def make_usage_of(
-    numerics: Numerics, meshes: Meshes, trainable: Sequence[Bucket], reductions: dict[str, Reductions]
-) -> Usage:
-    """How ranks know of each other's gradients. *Collective.*"""
-
-    def held_by(mesh: Mesh) -> list[Gradients]:
-        return [b.gradients for b in trainable if b.context.mesh is mesh and b.gradients is not None]
-
-    groups = [Group(mesh.everyone, held_by(mesh)) for mesh in meshes]
-    each = [one for both in reductions.values() for one in (both.inner, both.outer) if one is not None]
-    return make_usage(groups, trainable, each, numerics)
 
 
 def with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -83,4 +66,3 @@ def set_wire(parts: Components, policy: MixedPrecisionPolicy, numerics: Numerics
         bucket.send_as(dtypes[bucket.name])
     parts.trainability.policy = policy
     parts.reduce.reductions = {bucket.name: make_reductions(numerics, integers, bucket) for bucket in trainable}
-    parts.gradients.usage.take_in(make_usage_of(numerics, parts.meshes, trainable, parts.reduce.reductions))

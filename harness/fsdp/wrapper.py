@@ -17,17 +17,8 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.nn.utils.parametrize import ParametrizationList
 
 from harness.fsdp.guards.sharded_twice import answer_other_engines
-from harness.fsdp.state.hooks import refuse_state_dict
-from harness.fsdp.storage import at_rest
-from harness.fsdp.storage.parameter_access import HOME, refuse_replacing
-from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
@@ -37,7 +28,7 @@ _NOT_JOINABLE = (
     " no data left run any batch with its loss times 0; grad_divisor says what sums are divided by"
 )
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
-_GATHERS = "of FSDP2: hooks gather and release; `with model.gathered():` has weights whole in between; option prefetch"
+_GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
 OF_OTHERS = {
     "join": _NOT_JOINABLE,
     "join_hook": _NOT_JOINABLE,
@@ -51,10 +42,12 @@ OF_OTHERS = {
     "set_modules_to_forward_prefetch": _GATHERS,
     "set_modules_to_backward_prefetch": _GATHERS,
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
-    "summon_full_params": "of FSDP1: `with model.gathered():`",
+    "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
 """What torch's engines have on their models, and what to use here."""
 _MARK = "_sharded_by_harness"
+_RUNS = "_runs_as_forward"
+"""Attribute of a method that takes the place of a module's own."""
 _PART = "_part_of_sharded"
 """Attribute of every part of a sharded module: a weak reference to the engine, and its path."""
 
@@ -226,18 +219,20 @@ class Engine(Protocol):
 def mark_sharded(module: nn.Module, engine: Engine) -> None:
     """Remember that a module is sharded, and keep the engine as long as the module is kept.
 
-    From now on its parts refuse to hand out state, which would be pieces, to be copied or pickled, as the engine's
-    hooks on them would be too, to get parameters that the engine does not know, and to be wrapped by another engine.
+    Its parts refuse to be copied or pickled, as the engine's hooks on them would be too, and to be wrapped by another
+    engine.
     """
-    _watch_registrations()
     module.__dict__[_MARK] = engine
     for path, each in module.named_modules():
-        if not at_rest.ENABLED:
-            each.register_state_dict_pre_hook(refuse_state_dict)
-            each.register_load_state_dict_pre_hook(refuse_state_dict)
         each.__dict__["__reduce_ex__"] = refuse_copy
         each.__dict__[_PART] = weakref.ref(engine), path
     answer_other_engines(module, partial(_kept, weakref.ref(engine)))
+
+
+def engine_s_names(part: nn.Module) -> dict[str, Any]:
+    """What the engine has set in the dictionary of a part of a sharded module."""
+    names = (_MARK, _PART, "__reduce_ex__", "named_modules", "zero_grad")
+    return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
 
 
 def part_of(module: nn.Module) -> Engine | None:
@@ -249,36 +244,6 @@ def part_of(module: nn.Module) -> Engine | None:
 def _kept(reference: weakref.ref[Engine]) -> Engine | None:
     engine = reference()
     return None if engine is None or engine.is_closed else engine
-
-
-_WATCHES: list[Any] = []
-"""Handles of the hooks, once they are there."""
-
-
-def _watch_registrations() -> None:
-    if not _WATCHES:
-        _WATCHES.append(register_module_parameter_registration_hook(_refuse_unknown))
-        _WATCHES.append(register_module_module_registration_hook(_refuse_unknown))
-
-
-def _refuse_unknown(module: nn.Module, name: str, given: Tensor | nn.Module | None) -> None:
-    """A module gets a parameter or a submodule; see `mark_sharded`.
-
-    Raises:
-        RuntimeError: it is a part of a sharded model that does not know the parameter; or one of torch's functions
-            moves a parameter.
-    """
-    if isinstance(module, ParametrizationList):
-        refuse_replacing(given)
-    if _PART not in module.__dict__ or part_of(module) is None or given is None:
-        return
-    params = given.parameters() if isinstance(given, nn.Module) else [given]
-    if all(hasattr(param, HOME) for param in params):
-        refuse_replacing(given)
-        return
-    had = module._parameters.get(name) is not None or module._modules.get(name) is not None
-    _, path = module.__dict__[_PART]
-    refuse_unknown(f"{path}{'.' * bool(path)}{name}", "replaced" if had else "added")
 
 
 def register_forward_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
@@ -304,6 +269,7 @@ def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: 
         engine = run()
         return method(owner(), *args, **kwargs) if engine is None else engine(method, owner(), *args, **kwargs)
 
+    setattr(call, _RUNS, True)
     return call
 
 
@@ -315,7 +281,7 @@ def is_sharded(module: nn.Module) -> bool:
 def refuse_copy(*_: Any) -> None:
     """Raise TypeError: instead of copy.deepcopy() and pickle."""
     raise TypeError(
-        "a sharded model cannot be copied or pickled (copy.deepcopy, AveragedModel, torch.save(model)): its hooks,"
-        " collectives and flat storage are one of a kind. Save its state_dict() or full_weights(); copy the module"
-        " before sharding, and update the copy from full_weights() or inside gathered()"
+        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): hooks,"
+        " collectives and flat storage are one of a kind. Copy the sharded model itself, by copy.deepcopy(model) on all"
+        " ranks; save its state_dict() or full_weights()"
     )

@@ -17,8 +17,8 @@ Aside = Callable[[], AbstractContextManager[None]]
 class ParameterHooks:
     """A context manager around forwards and backwards.
 
-    An engine may put another parameter in a module's slot while the forward runs (FSDP2's unsharded one): autograd
-    hands its gradient to that one, which is listened to from then on.
+    An engine may put another parameter in a module's slot while the forward runs: autograd hands its gradient to that
+    one, which is listened to from then on, unless the engine has hung hooks of the first one on it (FSDP2 does not).
 
     Args:
         module: whose parameters have the names that are told.
@@ -32,6 +32,8 @@ class ParameterHooks:
         self._module, self._gradient, self._forward, self._aside = module, gradient, forward, aside
         self._listened: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
+        self._hung = set[int]()
+        """Numbers of hooks on parameters."""
 
     def __enter__(self) -> ParameterHooks:
         names = {id(param): name for name, param in self._module.named_parameters()}
@@ -48,11 +50,14 @@ class ParameterHooks:
             handle.remove()
         self._handles.clear()
         self._listened.clear()
+        self._hung.clear()
 
     def _listen(self, name: str, param: nn.Parameter) -> None:
-        if param.requires_grad and id(param) not in self._listened:
+        hung = param._backward_hooks or {}
+        if param.requires_grad and id(param) not in self._listened and self._hung.isdisjoint(hung):
             self._listened[id(param)] = param
-            self._handles.append(param.register_hook(partial(self._handed, name)))
+            self._handles.append(handle := param.register_hook(partial(self._handed, name)))
+            self._hung.add(handle.id)
 
     def _handed(self, name: str, gradient: Tensor) -> None:
         with self._aside():

@@ -83,6 +83,8 @@ class Witness:
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _quantized: dict[str, Fp8Linear] = field(default_factory=dict)
     """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
+    _in_8_bits: set[str] = field(default_factory=set)
+    """Weights that products took in 8 bits; between passes an engine may show wider ones."""
     _hooks: ParameterHooks | None = None
     _handles: list[Any] = field(default_factory=list)
 
@@ -122,6 +124,7 @@ class Witness:
         the other one of its two payloads."""
         found = weight_for(turned=turned)
         if layer.weight.dtype.itemsize == 1:
+            self._in_8_bits.add(name)
             held = found.t if turned else found
             used = self.checksums[name + TURNED if turned and _has_two(layer) else name]
             with self.aside():
@@ -171,7 +174,7 @@ class Witness:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
-        if layer.weight.dtype.itemsize > 1:
+        if name not in self._in_8_bits:
             return (weight,)
         here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
         found = layer.quantize_weight(here, turned=turned)

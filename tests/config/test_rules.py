@@ -16,6 +16,8 @@ from harness.fsdp.options import Range
 from tests.support.composing import compose
 
 DRY = "launch.dry_run=true"
+TP = ("mesh.world_size=4", "mesh.tp=2")
+ONE = ("train.microbatch_size=1",)
 
 
 def violations(*overrides: str) -> dict[str, str]:
@@ -138,6 +140,12 @@ def violations(*overrides: str) -> dict[str, str]:
         ("dtype=fp64 dtype.fp8=current", "dtype.compute", "dtype.compute=bf16", "dtype=fp32 dtype.fp8=current"),
         ("dtype=fp8_current dtype.fp8_history=4", "dtype.fp8_history", "dtype=fp8_delayed", "dtype=fp8_delayed"),
         ("engine=fsdp2 dtype=fp16", "dtype.loss_scale", "engine=native", "dtype=fp16 dtype.loss_scale=1024"),
+        (
+            "dtype=fp16 engine.report_nan_in_param_grad=true",
+            "engine.report_nan_in_param_grad",
+            "dtype.loss_scale=none",
+            "dtype=fp16 dtype.loss_scale=1024 engine.report_nan_in_param_grad=true",
+        ),
         ("dtype=fp16 dtype.loss_scale=1000", "dtype.loss_scale", "65536", "dtype=fp16 dtype.loss_scale=1"),
         ("dtype=fp16 dtype.loss_scale=on", "dtype.loss_scale", "dtype.loss_scale=dynamic", "dtype=fp16"),
         ("dtype=fp16 dtype.loss_scale=inf", "dtype.loss_scale", "power of two", ""),
@@ -422,24 +430,16 @@ def test_no_option_can_be_said(group: str) -> None:
         (("mesh.world_size=4", "mesh.tp=3"), "mesh.tp=3", "does not divide mesh.world_size=4"),
         (("mesh.tp=0",), "mesh.tp=0", "1 to"),
         (("mesh.tp=-2", "mesh.dp_outer=0"), "mesh.tp=-2", "1 to"),
-        (("mesh.world_size=4", "mesh.tp=2", "engine=fsdp1"), "mesh.tp=2", "engine=fsdp1 does not support"),
-        (("mesh.world_size=4", "mesh.tp=2", "model=odd"), "mesh.tp=2", "model.family=odd has no tensor-parallel plan"),
-        (("mesh.world_size=4", "mesh.tp=2", "sharp=dp"), "sharp.group=dp", "is not implemented with mesh.tp=2"),
+        ((*TP, "engine=fsdp1"), "mesh.tp=2", "engine=fsdp1 does not support"),
+        ((*TP, "model=odd"), "mesh.tp=2", "model.family=odd has no tensor-parallel plan"),
+        ((*TP, "sharp=dp"), "sharp.group=dp", "is not implemented with mesh.tp=2"),
         (("mesh.world_size=4", "mesh.tp=4", "model.num_heads=6", "model.dim=96"), "model.num_heads=6", "or mesh.tp=2"),
         (("mesh.world_size=8", "mesh.tp=8"), "model.num_kv_heads=2", "is not divisible by mesh.tp=8"),
-        (
-            ("mesh.world_size=2", "mesh.tp=2", "mesh.sequence_parallel=true", "data.seq_len=31"),
-            "data.seq_len=31",
-            "is not divisible by mesh.tp=2",
-        ),
+        ((*TP, "mesh.sequence_parallel=true", "data.seq_len=31"), "data.seq_len=31", "is not divisible by mesh.tp=2"),
         (("mesh.sequence_parallel=true",), "mesh.sequence_parallel=true", "mesh.tp=1"),
         (("mesh.world_size=8", "mesh.tp=2", "mesh.dp_outer=8"), "mesh.dp_outer=8", "the 4 ranks that mesh.tp=2 leaves"),
         (("mesh.world_size=2", "mesh.tp=2", "mesh.dp_outer=2"), "mesh.dp_outer=2", "the 1 rank that mesh.tp=2 leaves"),
-        (
-            ("mesh.world_size=4", "mesh.tp=2", "train.global_batch_size=5", "train.microbatch_size=1"),
-            "train.global_batch_size=5",
-            r"mesh.world_size / mesh.tp",
-        ),
+        ((*TP, "train.global_batch_size=5", *ONE), "train.global_batch_size=5", "mesh.world_size / mesh.tp"),
     ],
 )
 def test_tensor_parallelism_is_asked_for_rightly(overrides: tuple[str, ...], path: str, says: str) -> None:

@@ -6,7 +6,7 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.pages.mutants import PAGE, merged, page, read
+from benchmarks.pages.mutants import GONE, PAGE, merged, page, read
 from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 
 TESTS = Path(__file__).parents[1]
@@ -23,6 +23,14 @@ def test_the_page_names_every_mutant() -> None:
         import_module(module)
     recorded = {Mutant(row["room"], row["name"], row["breaks"]) for row in read()}
     assert recorded == set(DECLARED), "run python benchmarks/pages/mutants.py"
+
+
+def test_what_is_gone_is_declared_no_more() -> None:
+    for module in MODULES:
+        import_module(module)
+    gone = {(row["room"], row["name"]) for row in json.loads(GONE.read_text(encoding="utf-8")) if row["gone"]}
+    assert len(gone) > 60
+    assert not gone & {(mutant.room, mutant.name) for mutant in DECLARED}
 
 
 def test_the_page_is_made_from_the_data() -> None:

@@ -12,6 +12,7 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update import clipping, norms
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, fault
+from tests.faults.update import rows_of
 
 
 def _squares(pieces: Sequence[Tensor]) -> Tensor:
@@ -75,14 +76,14 @@ def F40_clipped_by_group(site: Site) -> None:
 
     def wrap(_clip: Callable[..., None]) -> Callable[..., None]:
         def wrapped(_buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
-            for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no stretch
-                found = [flat for flat in site.model._sharded_optimizer.stretches if flat.stretch.group == group]
-                squares = _squares([norm.new_zeros(1), *(flat.grad for flat in found)])
+            for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no rows
+                found = [rows for rows in rows_of(site) if rows.group == group]
+                squares = _squares([norm.new_zeros(1), *(rows.grad for rows in found)])
                 if not site.buckets[0].is_whole_everywhere:
                     torch.distributed.all_reduce(squares)
                 right, own = (_coefficient(each, max_norm) for each in (norm, squares.sqrt()))
-                for flat in found:
-                    flat.grad.mul_(right + site.amount * (own - right))
+                for rows in found:
+                    rows.grad.mul_(right + site.amount * (own - right))
 
         return wrapped
 

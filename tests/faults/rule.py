@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded
-from tests.faults.update import on_update
-
-
-def _settings(site: Site, flat: Any) -> dict[str, Any]:
-    """What a stretch is stepped with."""
-    found: dict[str, Any] = site.model._sharded_optimizer.group_of(flat)
-    return found
+from tests.faults.update import Rows, on_update, rows_of
 
 
 @fault(
@@ -27,12 +18,12 @@ def _settings(site: Site, flat: Any) -> dict[str, Any]:
     edition=2,
 )
 def F41_decay_after_update(site: Site) -> None:
-    def change(flat: Any, weight: Tensor, old: Tensor) -> None:
-        settings = _settings(site, flat)
+    def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
+        settings = rows.settings
         decay = settings["lr"] * settings["weight_decay"]
         weight.sub_(weight - old * (1.0 - decay), alpha=decay * site.amount)
 
-    on_update(site, list(site.model._sharded_optimizer.stretches), change)
+    on_update(site, rows_of(site), change)
 
 
 @fault(
@@ -43,16 +34,16 @@ def F41_decay_after_update(site: Site) -> None:
     edition=2,
 )
 def epsilon_inside_root(site: Site) -> None:
-    def change(flat: Any, weight: Tensor, old: Tensor) -> None:
-        settings, state = _settings(site, flat), site.engine.optimizer.state[flat.weight]
+    def change(rows: Rows, weight: Tensor, old: Tensor) -> None:
+        settings = rows.settings
         first, second = (
-            state[entry] / (1.0 - beta ** float(state["step"]))
+            rows.state(entry).view(-1) / (1.0 - beta ** float(rows.state("step")))
             for entry, beta in zip(("exp_avg", "exp_avg_sq"), settings["betas"], strict=True)
         )
         kept = old * (1.0 - settings["lr"] * settings["weight_decay"])
         blend(weight, kept - settings["lr"] * first / (second + settings["eps"]).sqrt(), site.amount)
 
-    on_update(site, list(site.model._sharded_optimizer.stretches), change)
+    on_update(site, rows_of(site), change)
 
 
 @fault(
@@ -72,9 +63,8 @@ def F42_decay_through_moments(site: Site) -> None:
             group["weight_decay"] = decay * (1.0 - site.amount)
 
     def first() -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # as in `on_update`
-            for flat in site.model._sharded_optimizer.stretches:
-                flat.grad.add_(flat.weight, alpha=decays[flat.stretch.group] * site.amount)
+        for rows in rows_of(site):
+            rows.grad.add_(rows.weight, alpha=decays[rows.group] * site.amount)
 
     site.once(change)
     site.before(site.engine.optimizer, "step", first)

@@ -64,7 +64,7 @@ FIRST = {
 """What of a step a fault may show in first, by its stage."""
 ELSEWHERE = {"same_batch": "loss", "F33_rotary_in_16_bits": "gradients"}
 """Shown in by a fault whose data the loop did feed, and by one that is too little for a loss in fp32."""
-BETWEEN = ("F29_amax_over_the_wrong_group", "F43_average_left_in", "amax_of_one_rank", "stale_scale", "stale_weights")
+BETWEEN = ("F43_average_left_in",)
 """What these do to weights after a step, the next one reads."""
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from harness.fsdp.ragged.tensor import local_of
+from harness.fsdp.storage.at_rest import ShardedParameters, location_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update import clipping, norms
 from tests.faults.corpus import SGD, ZERO0, ZERO1, ZERO2, ZERO3
@@ -92,14 +94,69 @@ def clip_bound(site: Site) -> None:
     site.around(clipping, "clip_gradients", wrap)
 
 
-def _stretches(site: Site) -> list[Any]:
-    """Stretches of the optimizer: all, one bucket's, or the smallest alone, by strength."""
-    found = site.model._sharded_optimizer.stretches
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of a parameter: weights and main gradients, plain, and what the optimizer steps them with."""
+
+    param: Tensor
+    bucket: Bucket
+    weight: Tensor
+    place: tuple[int, int, int]
+    """Segment, begin and end."""
+    group: int
+    site: Site
+
+    @property
+    def grad(self) -> Tensor:
+        """Its main gradient."""
+        segment, begin, end = self.place
+        return self.bucket.grad_shards[segment][begin:end]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its parameter group."""
+        found: dict[str, Any] = self.site.engine.optimizer.param_groups[self.group]
+        return found
+
+    def state(self, entry: str) -> Tensor:
+        """A moment's rows, or a counter."""
+        return local_of(self.site.engine.optimizer.state[self.param][entry])
+
+
+def _place_of(param: Tensor) -> tuple[ShardedParameters, int]:
+    place = location_of(param)
+    assert place is not None
+    return place
+
+
+def rows_of(site: Site) -> list[Rows]:
+    """Of all parameters with rows on this rank."""
+    found = []
+    for number, group in enumerate(site.engine.optimizer.param_groups):
+        for param in group["params"]:
+            sharded, index = _place_of(param)
+            slot = sharded.bucket.layout.slots[index]
+            local = sharded.bucket.layout.local_slice(slot, sharded.bucket.cuts.layout_rank)
+            if local.numel:
+                place = slot.segment, local.offset, local.offset + local.numel
+                weight = sharded.bucket.main_shards[place[0]][place[1] : place[2]].detach()
+                found.append(Rows(param, sharded.bucket, weight, place, number, site))
+    return found
+
+
+def _chosen(site: Site) -> list[Rows]:
+    """All rows, one bucket's, or those of the smallest group of a bucket alone, by strength."""
+    found = rows_of(site)
     if site.amount == 1.0:
-        return list(found)
+        return found
     if site.amount == 0.1:
-        return [flat for flat in found if flat.bucket is site.buckets[-1]]
-    return [min(found, key=lambda flat: flat.weight.numel())]
+        return [each for each in found if each.bucket is site.buckets[-1]]
+    sizes: dict[tuple[int, int], int] = {}
+    for each in found:
+        key = id(each.bucket), each.group
+        sizes[key] = sizes.get(key, 0) + each.weight.numel()
+    smallest = min(sizes, key=lambda key: sizes[key])
+    return [each for each in found if (id(each.bucket), each.group) == smallest]
 
 
 @fault(
@@ -110,24 +167,22 @@ def _stretches(site: Site) -> list[Any]:
 )
 def F04_extra_adam_step(site: Site) -> None:
     def change() -> None:
-        for flat in _stretches(site):
-            site.engine.optimizer.state[flat.weight]["step"].add_(1)
+        for rows in _chosen(site):
+            rows.state("step").add_(1)
 
     site.once(change)
 
 
-def on_update(site: Site, found: list[Any], change: Callable[[Any, Tensor, Tensor], None]) -> None:
-    """After each optimizer step, change some weights, given their stretch and what they were before it."""
+def on_update(site: Site, found: list[Rows], change: Callable[[Rows, Tensor, Tensor], None]) -> None:
+    """After each optimizer step, change some weights, given what they were before it."""
     held: list[Tensor] = []
 
     def first() -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # the engine lets nobody else at its pieces between steps
-            held.extend(flat.weight.detach().clone().as_subclass(Tensor) for flat in found)
+        held.extend(rows.weight.clone() for rows in found)
 
     def then() -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for flat, old in zip(found, held, strict=True):
-                change(flat, flat.weight, old)
+        for rows, old in zip(found, held, strict=True):
+            change(rows, rows.weight, old)
         held.clear()
         site.model.install_weights()
 
@@ -135,8 +190,8 @@ def on_update(site: Site, found: list[Any], change: Callable[[Any, Tensor, Tenso
     site.after(site.engine.optimizer, "step", then)
 
 
-def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
-    """As `on_update`, where it does not matter which stretch the weights are."""
+def _undone(site: Site, found: list[Rows], change: Callable[[Tensor, Tensor], None]) -> None:
+    """As `on_update`, where it does not matter whose the weights are."""
     on_update(site, found, lambda _, weight, old: change(weight, old))
 
 
@@ -147,26 +202,26 @@ def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], Non
     report="pytorch/pytorch#149205",
 )
 def F14_stale_parameters(site: Site) -> None:
-    found = [flat for flat in site.model._sharded_optimizer.stretches if flat.bucket is site.buckets[0]]
+    found = [rows for rows in rows_of(site) if rows.bucket is site.buckets[0]]
     _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
 
 
 @fault("one rank's shard is never updated", "optimizer", cell=(ZERO3,))
 def rank_not_stepped(site: Site) -> None:
-    found = list(site.model._sharded_optimizer.stretches) if site.rank == site.size - 1 else []
+    found = rows_of(site) if site.rank == site.size - 1 else []
     _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
 
 
 @fault("main weights are kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_weights(site: Site) -> None:
-    found = list(site.model._sharded_optimizer.stretches)
+    found = rows_of(site)
     _undone(site, found, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
 
 
 def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
     def then() -> None:
-        for flat in site.model._sharded_optimizer.stretches:
-            change(site.engine.optimizer.state[flat.weight][key])
+        for rows in rows_of(site):
+            change(rows.state(key))
 
     site.after(site.engine.optimizer, "step", then)
 
@@ -184,10 +239,10 @@ def round_momentum(site: Site) -> None:
 @fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,), measured=False)
 def swapped_momentum(site: Site) -> None:
     """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
-    largest = max(site.model._sharded_optimizer.stretches, key=lambda flat: flat.weight.numel())
 
     def change() -> None:
-        flat = site.engine.optimizer.state[largest.weight]["exp_avg"].view(-1)
+        spans = site.model._flat_steps[0]._spans.values()
+        flat = max((span.flats["exp_avg"] for span in spans if span.flats), key=lambda each: each.numel())
         half = flat.numel() // 2
         first, second = share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount)
         kept = first.clone()
@@ -264,4 +319,4 @@ def skipped_step(site: Site) -> None:
         if site.step == max(2, site.config.fault.begins_at):
             blend(weight, old, site.amount)
 
-    _undone(site, list(site.model._sharded_optimizer.stretches), change)
+    _undone(site, rows_of(site), change)

@@ -113,8 +113,9 @@ def stale_weights(site: Site) -> None:
             if site.acts:
                 blend(target, old, site.amount)
             old.copy_(fresh)
+        bucket.installed_version = bucket.main_version  # nobody wrote to the main weights
 
-    site.after(site.model, "install_weights", revert, always=True)
+    site.after(site.model._parts.weights, "install", revert, always=True)
 
 
 @fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.megatron_arguments import UNBUILT
-from harness.fsdp.storage.parameter_access import ReleasedWeightError
 from harness.fsdp.vocabulary import Strategy
 from tests.support.spawn import run_ranks
 
@@ -98,9 +97,8 @@ def test_bad_values_are_refused() -> None:
 def test_recurrent_layers_leave_the_meta_device() -> None:
     """They look weakly at their parameters, which torch does not swap then."""
     module = nn.LSTM(3, 4, device="meta")
-    params = list(module.parameters())
     model = fully_shard_model(module, init_model_with_meta_device=True, device=torch.device("cpu"))
-    assert all(mine is one for mine, one in zip(module._flat_weights, params, strict=True))
+    assert all(mine is one for mine, one in zip(module._flat_weights, module.parameters(), strict=True))
     assert not module._weights_have_changed()
     assert bool(model(torch.ones(2, 3))[0].isfinite().all())
 
@@ -132,68 +130,20 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="LBFGS"):
         fully_shard(model, torch.optim.LBFGS(model.parameters()))
 
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    model = make()
-    with pytest.raises(TypeError, match=r"Own .*elementwise = True"):
-        fully_shard(model, Own(model.parameters(), lr=0.1))
-
-
-def test_an_optimizer_over_other_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="no parameter of the sharded module"):
-        fully_shard(make(), sgd(make()))
-
-
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 6)).sum().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="holds state already"):
-        fully_shard(model, optimizer)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parts_of_a_sharded_model_hand_out_no_pieces(strategy: str) -> None:
-    model = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    assert list(model.state_dict()) == [name for name, _ in model.full_weights()]
-    with pytest.raises(NotImplementedError, match="full_weights"):
-        model.module.state_dict()
-
 
 # -- what a plain loop may rely on -------------------------------------------------------------------------------------
 
 
-def test_parameter_groups_keep_their_settings_and_schedulers_reach_them() -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_in_no_group_are_not_updated(strategy: str) -> None:
     model = make()
-    optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters(), "lr": 0.5, "weight_decay": 0.3}, {"params": model[2].parameters()}], lr=0.25
-    )
-    wrapped, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.3), (0.25, 0.01)]
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()])
+    wrapped, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     before = dict(wrapped.full_weights())
     wrapped(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    scheduler.step()
-    after = dict(wrapped.full_weights())
-    assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.125]
-    assert torch.equal(before["1.linear.weight"], after["1.linear.weight"]), "in no group: not updated"
-    assert not torch.equal(before["0.linear.weight"], after["0.linear.weight"])
-
-
-def test_released_weights_have_their_shape_and_no_values() -> None:
-    """Nothing of torch reads them; `test_barred.py` has what gets past that."""
-    model = make()
-    fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-    weight = model[0].linear.weight
-    assert weight.shape == (6, 6)
-    with pytest.raises(
-        ReleasedWeightError, match=r"0\.linear\.weight of unit 0 .* torch\.Tensor\.isnan .*gathered\(\)"
-    ):
-        weight.isnan()
+    moved = {name for name, value in wrapped.full_weights() if not torch.equal(before[name], value)}
+    assert moved == {name for name in before if not name.startswith("1.")}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -224,23 +174,20 @@ def test_a_forward_that_raises_does_not_spoil_the_next() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_without_no_sync_is_right_or_refused(strategy: str) -> None:
-    model = make()
+def test_gradients_add_up_without_no_sync_and_after_a_step(strategy: str) -> None:
+    model, plain = make(), make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    wrapped(torch.ones(2, 6)).sum().backward()
-    if strategy in ("no_shard", "optim"):
-        with pytest.raises(RuntimeError, match="no_sync"):
-            wrapped(torch.ones(2, 6)).sum().backward()
-    else:
-        wrapped(torch.ones(2, 6)).sum().backward()
-        plain = make()
+    other = sgd(plain)
+    for each, own in ((wrapped, optimizer), (plain, other)):
         for _ in range(2):
-            plain(torch.ones(2, 6)).sum().backward()
-        gradients = dict(wrapped.full_gradients())
-        assert all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
-    optimizer.zero_grad()
-    wrapped(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
+            each(torch.ones(2, 6)).sum().backward()
+        own.step()
+        each(torch.full((2, 6), 0.5)).sum().backward()
+        own.step()
+    gradients = dict(wrapped.full_gradients())
+    assert all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
+    weights = dict(wrapped.full_weights())
+    assert all(torch.allclose(weights[name], p) for name, p in plain.named_parameters())
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
@@ -251,22 +198,6 @@ def test_a_step_without_reduction_is_refused(strategy: str) -> None:
         wrapped(torch.ones(2, 6)).sum().backward()
     with pytest.raises(RuntimeError, match="never reduced"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_backward_after_the_step_needs_zero_grad(strategy: str) -> None:
-    model = make()
-    wrapped, optimizer = fully_shard(model, sgd(model), zero_dp_strategy=strategy)
-    wrapped(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    before = dict(wrapped.full_weights())
-    wrapped(torch.ones(2, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in wrapped.full_weights())
-    optimizer.zero_grad()
-    wrapped(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -392,27 +323,6 @@ def test_local_state_resumes_bit_for_bit_and_refuses_what_does_not_fit(strategy:
             assert found == [True] * 5
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def failing_fold(rank: int) -> str:
-    model = make()
-    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise ArithmeticError("broken fold")
-
-    for reduction in (each.inner for each in wrapped._parts.reduce.reductions.values()):
-        reduction.fold = broken  # type: ignore[method-assign]
-    try:
-        wrapped(torch.ones(1, 6)).sum().backward()
-        optimizer.step()
-    except ArithmeticError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_an_error_beside_the_backward_reaches_the_step() -> None:
-    assert failing_fold(0) == "broken fold"
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Strategy, fully_shard, fully_shard_model
+from tests.fsdp.at_rest.programs import whole
 from tests.fsdp.test_api import Block, make, sgd
 from tests.fsdp.test_strange_programs import same_gradients
 from tests.support.spawn import run_ranks
@@ -210,11 +211,23 @@ def test_gradients_of_inputs_alone(strategy: str) -> None:
 
 
 @every_strategy
-def test_a_backward_to_some_parameters_only(strategy: str) -> None:
+def test_a_backward_to_some_of_the_root_s_parameters(strategy: str) -> None:
+    """Units' are sharded between the forward and the backward, and no part of its graph."""
     model, plain = make(), make()
     wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     for each, owner in ((wrapped, model), (plain, plain)):
-        each(x_of(3, 6)).square().sum().backward(inputs=[owner[1].linear.weight])
+        each(x_of(3, 6)).square().sum().backward(inputs=[owner[2].weight])
+    same_gradients(wrapped, plain)
+
+
+@every_strategy
+def test_a_penalty_of_sharded_weights_adds_to_their_gradients(strategy: str) -> None:
+    """Its gradients come to the sharded parameters themselves, in one backward with the others'."""
+    model, plain = make(), make()
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    for each, owner in ((wrapped, model), (plain, plain)):
+        penalty = torch.stack([whole(param.square().sum()) for param in owner.parameters()]).sum()
+        (each(x_of(3, 6)).square().sum() + penalty).backward()
     same_gradients(wrapped, plain)
 
 

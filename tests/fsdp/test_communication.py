@@ -162,8 +162,10 @@ def test_counts_and_bytes_equal_the_formulas(case: Case) -> None:
             assert len({row.bytes for row in rows}) == 1, "every rank sends the same"
     splits = case.strategy != "no_shard" or (case.outer > 1 and case.outer_strategy == "optim")
     wanted |= {("norm", "all_reduce"): (1, 0)} if splits else {}
+    wanted |= {("used parameters", "all_reduce"): (1, 0)}
     for rank in ranks:
-        assert set(table(rank.rows)) == set(wanted), "nothing else travels but the norm"
+        assert set(table(rank.rows)) == set(wanted), "nothing else travels but the norm and counts"
+        assert table(rank.rows)["used parameters", "all_reduce"].count == 1
 
 
 @pytest.mark.parametrize("case", CASES.params(name_of))

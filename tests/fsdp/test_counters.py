@@ -50,9 +50,11 @@ def two_steps(rank: int, eager_limit_bytes: int | None, prefetch: int) -> list[t
 
 
 def test_what_is_read_of_other_ranks_is_what_they_sent() -> None:
-    """Seven gathers (the last unit's weights stay for its backward) and four reductions of half a unit each."""
+    """Seven gathers (the last unit's weights stay for its backward) and four reductions of half a unit each; and a
+    count of 8 bytes for each of four parameters, which backends sum."""
+    read = 11 * UNIT_BYTES // 2
     for steps in run_ranks(two_steps, 2, 0, 1):
-        assert [(counters["peer_read_bytes"], sent) for counters, sent in steps] == [(11 * UNIT_BYTES // 2,) * 2] * 2
+        assert [(counters["peer_read_bytes"], sent) for counters, sent in steps] == [(read, read + 32)] * 2
     for steps in run_ranks(two_steps, 2, None, 1):
         assert [counters["peer_read_bytes"] for counters, _ in steps] == [0, 0]
 

@@ -116,19 +116,19 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
             each.wait()
         target = bucket.main_storage if case.main else bucket.compute
         assert target is not None
-        if update == 2 and rank in case.ranks:
+        if number == 3 and rank in case.ranks:
             target[bucket.layout.bucket_range(slot)[0]] += case.value
         return pending
 
     message = ""
     with mock.patch.object(installation, "install_weights", install_and_drift):
-        for update in range(1, 5):
-            wrapped(torch.full((2, 6), 0.1 * (rank + update), dtype=case.compute)).sum().backward()
+        for number in range(1, 5):  # a forward installs the update before it
             try:
-                optimizer.step()
+                wrapped(torch.full((2, 6), 0.1 * (rank + number), dtype=case.compute)).sum().backward()
             except ReplicaDrift as error:
                 message = str(error)
                 break
+            optimizer.step()
             optimizer.zero_grad()
     wrapped.close()
     return message, slot.spec.name
@@ -177,7 +177,7 @@ def test_named_tensors_over_any_communicator() -> None:
 
 
 def traffic(rank: int) -> list[int]:
-    """Numbers of `replica hashes` exchanged in each of four updates."""
+    """Numbers of `replica hashes` exchanged when each of four updates is installed."""
     model = make()
     wrapped, optimizer = fully_shard(
         model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy="optim", check_replicas_every=2
@@ -188,6 +188,8 @@ def traffic(rank: int) -> list[int]:
         wrapped(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(torch.ones(2, 6))
         counts.append(sum(row.count for row in meter.take() if row.bucket == "replica hashes"))
     meter.close()
     wrapped.close()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import ShardedModel, binding, fully_shard, preconditions
+from harness.fsdp import ShardedModel, fully_shard, preconditions
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime import backward_hooks, forward_hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
@@ -197,35 +197,7 @@ def editing_in_a_forward(rank: int, strategy: str) -> list[str]:
     return said(run, "second.out.weight was changed after sharding")
 
 
-# -- what an optimizer holds -------------------------------------------------------------------------------------------
-
-
-def using_param_groups(rank: int, strategy: str) -> list[str]:
-    model, optimizer = sharded(Net(), strategy)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    begun = [] if held[0].grad is None else ["there is a gradient before any backward"]
-    mean_square(model, data([rank], 0)).backward()
-    words = "optimizer.param_groups.*model.clip_grad_norm_.*gathered"
-    clipped = said(lambda: nn.utils.clip_grad_norm_(held, 0.1), words)
-    optimizer.step()
-    edited = said(lambda: held[0].data.mul_(0.5), words)
-    read = said(lambda: held[0].norm(), words)
-    copied = copy.deepcopy(held[0])
-    optimizer.zero_grad()
-    kept = [] if type(copied) is Tensor and held[0].grad is None else ["a copy, or what is left, is no tensor"]
-    return begun + clipped + edited + read + kept
-
-
-def asking_for_state_of_a_parameter(rank: int, strategy: str) -> list[str]:
-    model, optimizer = sharded(Net(), strategy)
-    train(model, optimizer, [rank], mean_square, 1)
-    param, words = model.module.head.weight, "optimizer.state has nothing of parameter head.weight.*sharded_state"
-    asked: list[Callable[[], Any]] = [
-        lambda: optimizer.state[param],
-        lambda: optimizer.state.get(param),
-        lambda: param in optimizer.state,
-    ]
-    return [each for ask in asked for each in said(ask, words)]
+# -- what programs keep -----------------------------------------------------------------------------------------------
 
 
 def keeping_the_best(rank: int, strategy: str) -> list[str]:
@@ -245,17 +217,21 @@ def keeping_the_best(rank: int, strategy: str) -> list[str]:
 
 
 def attacking(rank: int, strategy: str) -> list[str]:
-    """Gradients of inputs while all parameters are frozen, several in a step."""
+    """Gradients of inputs while all parameters are frozen, several in a step, are no backwards of it."""
+
+    counted: list[bool] = []
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
+        before = getattr(model, "has_gradients", None)
         model.requires_grad_(False)
         for _ in range(2):
             (change,) = torch.autograd.grad(mean_square(model, x.requires_grad_()), x)
             x = (x + 0.1 * change.sign()).detach()
         model.requires_grad_(True)
+        counted.append(getattr(model, "has_gradients", None) is not before)
         return mean_square(model, x)
 
-    return trained_alike(Net, rank, strategy, loss)
+    return trained_alike(Net, rank, strategy, loss) + ["they are counted"] * any(counted)
 
 
 class Interrupted(Net):
@@ -340,8 +316,6 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         returning_leaves,
         recursing,
         editing_in_a_forward,
-        using_param_groups,
-        asking_for_state_of_a_parameter,
         keeping_the_best,
         attacking,
         interrupting,
@@ -374,17 +348,6 @@ MUTANTS = {
         "What a forward assigns to `weight.data` is dropped with the gathered weights",
         lambda: mock.patch.object(ParameterViews, "check_untouched"),
         "editing_in_a_forward",
-    ),
-    "flat pieces": Mutant(
-        "What the optimizer steps looks like parameters without gradients",
-        lambda: mock.patch.object(binding, "guard"),
-        "using_param_groups",
-        "no_shard",
-    ),
-    "state by parameter": Mutant(
-        "The optimizer's state of a parameter is empty",
-        lambda: mock.patch.object(binding, "_refuse_parameter"),
-        "asking_for_state_of_a_parameter",
     ),
     "copies of shards": Mutant(
         "A copy of a state dictionary follows every update",

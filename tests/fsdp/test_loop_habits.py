@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from harness.fsdp import LossScale, binding, fully_shard, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import fully_shard
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.readiness import Readiness
-from harness.fsdp.state import by_parameter
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_habits import Block, Net, data, differing, mean_square, said, sharded, train, trained_alike
@@ -43,11 +42,15 @@ class Stopping(Net):
 def attacking_past_a_stop(rank: int, strategy: str) -> list[str]:
     """A gradient of an input is no backward of the step, whatever part of the model ran without gradients."""
 
+    counted: list[bool] = []
+
     def loss(model: nn.Module, x: Tensor) -> Tensor:
+        before = getattr(model, "has_gradients", None)
         (change,) = torch.autograd.grad(mean_square(model, x.requires_grad_()), x)
+        counted.append(getattr(model, "has_gradients", None) is not before)
         return mean_square(model, (x + 0.1 * change.sign()).detach())
 
-    return trained_alike(Stopping, rank, strategy, loss)
+    return trained_alike(Stopping, rank, strategy, loss) + ["it is counted"] * any(counted)
 
 
 class Box:
@@ -163,26 +166,6 @@ def looking_before_a_step(rank: int, strategy: str) -> list[str]:
 # -- several optimizers, and what hangs on one -------------------------------------------------------------------------
 
 
-def scaling_for_two_optimizers(rank: int, strategy: str) -> list[str]:
-    """Gradients are scaled back once, however many optimizers have them."""
-    module = Net()
-    model = fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=module.units)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.2) for part in (module.first, module.second)]
-    for one in optimizers:
-        fully_shard_optimizer(model, one)
-    scale = LossScale(model, init=256.0)
-    scale.scale(mean_square(model, data([rank], 0))).backward()
-    scale.step(optimizers[0])
-    told = said(lambda: scale.step(optimizers[1]), r"scaled back already.*unscale_\(\) once")
-    model.zero_grad()
-    scale.scale(mean_square(model, data([rank], 1))).backward()
-    if scale.unscale_():
-        for one in optimizers:
-            one.step()
-    scale.update()
-    return told
-
-
 def naming_what_is_added(rank: int, strategy: str) -> list[str]:
     """Groups with names of parameters, and hooks on the optimizer's state."""
 
@@ -253,7 +236,6 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         training_by_a_method,
         stepping_on_zeros,
         looking_before_a_step,
-        scaling_for_two_optimizers,
         naming_what_is_added,
         counting_by_an_int,
     )
@@ -274,36 +256,11 @@ def _does_not_follow(self: ForwardHooks, method: Any, *args: Any) -> Any:
         return _run_as_forward(self, method, *args)
 
 
-_state_dict = binding._state_dict
-
-
-def _deaf(model: Any, sharded: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    with mock.patch.object(optimizer, "_optimizer_state_dict_post_hooks", {}):
-        return _state_dict(model, sharded, optimizer)
-
-
-_load_by_parameter = by_parameter.load_state_dict
-
-
-def _tensors_alone(optimizer: Any, owner: Any, held: Any, given: Any) -> None:
-    state = {
-        number: {key: value for key, value in of.items() if isinstance(value, Tensor)}
-        for number, of in given["state"].items()
-    }
-    _load_by_parameter(optimizer, owner, held, given | {"state": state})
+def _forgets_zeros(self: GradientSync) -> None:
+    self.forget()
 
 
 MUTANTS = {
-    "deaf": Mutant(
-        "Hooks on an optimizer's state are not called",
-        lambda: mock.patch.object(binding, "_state_dict", _deaf),
-        "naming_what_is_added",
-    ),
-    "counts": Mutant(
-        "Of an optimizer's state only tensors are loaded",
-        lambda: mock.patch.object(by_parameter, "load_state_dict", _tensors_alone),
-        "counting_by_an_int",
-    ),
     "stops": Mutant(
         "A part that ran without gradients makes a backward of a gradient of an input",
         lambda: mock.patch.object(
@@ -323,8 +280,8 @@ MUTANTS = {
         "training_by_a_method",
     ),
     "zeros": Mutant(
-        "A step without a backward does nothing, whatever zero_grad has left",
-        lambda: mock.patch.object(GradientSync, "are_zeros", new=False),
+        "Gradients of zeros that zero_grad has left are forgotten",
+        lambda: mock.patch.object(GradientSync, "let_go", _forgets_zeros),
         "stepping_on_zeros",
         "optim_grads",
     ),
@@ -332,12 +289,6 @@ MUTANTS = {
         "An update does not wait for ranks that are in a forward",
         lambda: mock.patch.object(WeightInstaller, "before_update"),
         "looking_before_a_step",
-    ),
-    "scaled twice": Mutant(
-        "The second optimizer of a model steps with gradients that were scaled back twice",
-        lambda: mock.patch.object(LossScale, "_refuse_twice"),
-        "scaling_for_two_optimizers",
-        "no_shard",
     ),
 }
 

@@ -16,16 +16,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.fsdp import MixedPrecisionPolicy, construction, fully_shard
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.parts import Cut
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability
-from harness.fsdp.storage import marks
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
@@ -50,9 +50,15 @@ def believing_in(ranks: int) -> Iterator[None]:
         for module in (construction, trainability):
             patches.enter_context(mock.patch.object(module, "check_agreed"))
         patches.enter_context(mock.patch.object(construction, "watch_groups", return_value=Watches([])))
+        patches.enter_context(mock.patch.object(Communicator, "sum_scalars", _as_if_alike))
         yield
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def _as_if_alike(self: Communicator, values: Tensor, _: str) -> Tensor:
+    """Every rank says the same."""
+    return values.mul_(self.size)
 
 
 class Lines:
@@ -148,22 +154,11 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "Rows of all ranks are found for each tensor that is handed out",
         lambda: mock.patch.object(RaggedShard, "__init__", _rows_at_once),
     ),
-    "every bound": (
-        "Where a parameter is cut is looked for among the bounds of all ranks",
-        lambda: mock.patch.object(marks, "_places", _among_all_bounds),
-    ),
     "outer slices": (
         "What an inner shard holds is put together of one slice for each outer rank",
         lambda: mock.patch.object(BucketLayout, "inner_slice", _of_outer_slices),
     ),
 }
-
-
-def _among_all_bounds(layout: BucketLayout, slot: Slot) -> list[int]:
-    segment = layout.segments[slot.segment]
-    bounds = [segment.shard(rank)[0] for rank in range(segment.num_ranks)]
-    begins = {slot.offset, *(bound for bound in bounds if slot.offset < bound < slot.end)}
-    return [segment.bucket_offset + begin for begin in sorted(begins)]
 
 
 def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSlice:

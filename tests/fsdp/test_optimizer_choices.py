@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, create_state, fully_shard
-from harness.fsdp.state import by_parameter
-from harness.fsdp.update import optimizer
+from harness.fsdp.state import of_parameters
+from harness.fsdp.storage.layout import Segment
+from harness.fsdp.update import blank
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, arguments_of, data, loss_of
 from tests.support.mutants import each
@@ -84,43 +85,39 @@ def fusing(rank: int, strategy: str) -> list[str]:
 # -- dampening ---------------------------------------------------------------------------------------------------------
 
 
-class Late(Model):
-    """Its last block is used from step 2 on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks if self.all else self.blocks[:-1]:  # type: ignore[union-attr] # a ModuleList
-            x = block(x)
-        out: Tensor = self.exit(x)
-        return out
-
-
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
 
 
 def dampening(rank: int, strategy: str) -> list[str]:
-    """The first update is undampened, also after loading a state from before it; and a state that could not say which
-    parameters had theirs is refused, both ways."""
+    """The first update is undampened, also after loading a state from before it; and one of other shapes is refused."""
     plain = Model()
     theirs = sgd(plain)
     model, updates = sharded(strategy, sgd)
     updates.load_state_dict(sharded(strategy, sgd)[1].state_dict())
-    misfit = sgd(Model()).state_dict() | {"state": {0: {"momentum_buffer": torch.zeros(1)}}}
-    told = refused(lambda: updates.load_state_dict(misfit), ValueError, "nothing was loaded")
-    told += refused(lambda: create_state(updates), NotImplementedError, "step once before")
+    told = refused(lambda: create_state(updates), NotImplementedError, "step once before")
     for number in range(2):
         step(plain, theirs, number, list(range(RANKS)))
         step(model, updates, number, [rank])
     told += off(model, plain, "after a blank state")
-    module = Late()
-    late, updates = fully_shard(module, sgd(module), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    step(late, updates, 0, [rank])
-    told += refused(updates.state_dict, NotImplementedError, "has never been updated")
+    wrong = sgd(Model()).state_dict() | {"state": {0: {"momentum_buffer": torch.zeros(1)}}}
+    return told + refused(lambda: updates.load_state_dict(wrong), ValueError, "momentum_buffer of parameter")
+
+
+def beginning(rank: int, strategy: str) -> list[str]:
+    """State that is made before the first step is what torch would begin with."""
+    told = []
+    for kind in (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.NAdam, torch.optim.Rprop):
+        more = {"initial_accumulator_value": 0.5} if kind is torch.optim.Adagrad else {}
+        plain, made = Model(), adam(kind, **more)
+        theirs, (model, updates) = made(plain), sharded(strategy, made)
+        updates.state.clear()  # Adagrad's constructor has made some
+        create_state(updates)
+        for number in range(2):
+            step(plain, theirs, number, list(range(RANKS)))
+            step(model, updates, number, [rank])
+        told += off(model, plain, kind.__name__)
+        model.close()
     return told
 
 
@@ -139,13 +136,17 @@ class Hollow(Model):
 
 
 def counting(rank: int, strategy: str) -> list[str]:
-    """Updates of a parameter without rows are counted as torch counts them, also after loading."""
-    plain, module = Hollow(), Hollow()
+    """Updates of a parameter without rows, here or anywhere, are counted as torch counts them, also after loading."""
+    plain, told = Hollow(), list[str]()
     theirs = adam()(plain)
-    arguments = arguments_of(Pair(strategy, ""))
-    model, updates = fully_shard(module, adam()(module), fsdp_unit_modules=[Block], **arguments)
-    told = []
-    for number in range(3):
+    (model, updates), (other, resumed) = (
+        fully_shard(module, adam()(module), fsdp_unit_modules=[Block], **arguments_of(Pair(strategy, "")))
+        for module in (Hollow(), Hollow())
+    )
+    for number in range(4):
+        if number == 3:
+            other.load_local_state(model.local_state())
+            model, updates = other, resumed
         step(plain, theirs, number, list(range(RANKS)))
         step(model, updates, number, [rank])
         right, found = (each.state_dict()["state"] for each in (theirs, updates))
@@ -164,7 +165,7 @@ def refused(action: Callable[[], Any], kind: type[Exception], words: str) -> lis
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (choosing, fusing, dampening, counting)
+    check.__name__: check for check in (choosing, fusing, dampening, beginning, counting)
 }
 
 
@@ -177,18 +178,28 @@ def test_an_optimizer_is_stepped_as_was_promised(strategy: str, check: str) -> N
 MUTANTS = {
     "bits may change": Mutant(
         "Under numerics=ordered the fused kernel is chosen for segments that it cannot step bit by bit",
-        lambda: mock.patch.object(optimizer, "_all_fusable", return_value=True),
+        lambda: mock.patch.object(Segment, "fusable", True),
         "choosing",
     ),
     "momentum begins with zeros": Mutant(
         "A state of SGD's momentum with dampening is made before the first gradient",
-        lambda: mock.patch.object(by_parameter, "begins_with_gradient", return_value=False),
+        lambda: mock.patch.object(blank, "begins_with_gradient", return_value=False),
         "dampening",
         "no_shard",
     ),
+    "state begins at zero": Mutant(
+        "Adagrad's sums and Rprop's steps begin with zero whatever their settings",
+        lambda: mock.patch.dict(blank.FIRST_OF_GROUP, clear=True),
+        "beginning",
+    ),
+    "products begin at zero": Mutant(
+        "NAdam's product begins with zero",
+        lambda: mock.patch.dict(blank.FIRST, clear=True),
+        "beginning",
+    ),
     "nobody's count": Mutant(
-        "A parameter of which no rank has a row is counted as the quotient of nothing",
-        lambda: mock.patch.object(by_parameter, "_largest", lambda _, like: like),
+        "Parameters without a row on a rank are counted from one after a load",
+        lambda: mock.patch.object(of_parameters, "_count_elsewhere"),
         "counting",
     ),
 }

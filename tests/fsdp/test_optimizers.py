@@ -5,10 +5,9 @@ Ranks have data of their own; one process sees all of it. Programs are written o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,15 +16,11 @@ from torch import Tensor, nn
 from harness.fsdp import (
     MixedPrecisionPolicy,
     ShardedModel,
-    binding,
     fully_shard_model,
     fully_shard_optimizer,
 )
-from harness.fsdp.update import optimizer as update
-from harness.fsdp.update.groups import Groups
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, WIDTH, STEPS = 2, 6, 4
@@ -267,164 +262,31 @@ def difference(found: dict[str, Tensor], program: str) -> str:
     return "" if off[worst] < 1e-12 else f"{worst} is off by {off[worst]:.1e}"
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is told ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(tmp_path: Any) -> Iterator[None]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def world_of(strategy: str = "optim_grads_params") -> World:
-    module = Game().double()
-    return World(
-        fully_shard_model(module, fsdp_unit_modules=[Part], zero_dp_strategy=strategy, mixed_precision_policy=WIDE),
-        module,
-        0,
-    )
-
-
-@pytest.mark.usefixtures("alone")
-class TestRefusals:
-    def test_gradients_that_another_optimizer_forgot(self) -> None:
-        world = world_of()
-        makes, judges = _two(world)
-        world.backward(0)
-        makes.step()
-        makes.zero_grad()
-        with pytest.raises(RuntimeError, match="forgotten by the zero_grad"):
-            judges.step()
-        judges.zero_grad()
-        world.backward(1)
-        judges.step()
-
-    def test_what_the_model_forgets_is_forgotten_for_all(self) -> None:
-        world = world_of()
-        makes, judges = _two(world)
-        world.backward(0)
-        makes.zero_grad()
-        world.model.zero_grad()
-        world.backward(1)
-        judges.step()
-
-    def test_one_parameter_in_two_optimizers(self) -> None:
-        world = world_of()
-        world.bind(adamw(world.module.make.parameters()))
-        with pytest.raises(ValueError, match=r"make\.0\.linear\.weight has an optimizer already"):
-            world.bind(adamw(world.module.parameters()))
-        optimizer = world.bind(adamw(world.module.judge.parameters()))
-        with pytest.raises(ValueError, match="an optimizer already"):
-            optimizer.add_param_group({"params": list(world.module.make.parameters())})
-
-    def test_an_optimizer_that_cannot_be_bound_says_so_at_its_first_step(self) -> None:
-        world = world_of()
-        world.backward(0)
-        with pytest.raises(TypeError, match="LBFGS is not known to update each element on its own"):
-            torch.optim.LBFGS(world.module.parameters()).step(lambda: 0.0)
-
-    def test_an_optimizer_over_two_models(self) -> None:
-        first, second = world_of(), world_of()
-        optimizer = adamw([*first.module.parameters(), *second.module.parameters()])
-        first.backward(0)
-        with pytest.raises(ValueError, match="2 sharded models"):
-            optimizer.step()
-
-    def test_an_optimizer_over_a_model_and_something_else(self) -> None:
-        world = world_of()
-        optimizer = adamw([*world.module.parameters(), nn.Parameter(torch.zeros(2))])
-        world.backward(0)
-        with pytest.raises(ValueError, match="no parameter of the sharded module"):
-            optimizer.step()
-
-    def test_other_optimizers_are_none_of_our_business(self) -> None:
-        world_of()
-        other = nn.Linear(2, 2)
-        before = other.weight.detach().clone()
-        other(torch.ones(1, 2)).sum().backward()
-        adamw(other.parameters()).step()
-        assert not torch.equal(before, other.weight)
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_grad_scaler(self, fused: bool) -> None:
-        world = world_of()
-        optimizer = world.bind(adamw(world.module.parameters(), fused=fused))
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(world.model(data(0, 0)).square().mean()).backward()
-        with pytest.raises(NotImplementedError, match=r"harness\.fsdp\.LossScale"):
-            scaler.step(optimizer)
-        before = dict(_sharded(world.model).full_weights())
-        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-        after = dict(_sharded(world.model).full_weights())
-        assert not any(torch.equal(before[name], after[name]) for name in before)
-
-
-# -- mutants -----------------------------------------------------------------------------------------------------------
-
-
-MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "nobody binds": (
-        "An optimizer built after sharding steps parameters that nobody computes with",
-        lambda: mock.patch.object(binding, "_bind_at_first_step"),
-        "zero_grad_first",
-    ),
-    "closures come late": (
-        "Gradients are handed over before the closure has made them",
-        lambda: mock.patch.object(binding, "_run", return_value=1.0),
-        "closure",
-    ),
-    "all step": (
-        "An optimizer's step hands gradients to another one's parameters and forgets none of them",
-        lambda: mock.patch.object(Groups, "places_of", _all_of_the_first),
-        "game",
-    ),
-    "state begins at zero": (
-        "Adagrad's sums begin with zero whatever its setting",
-        lambda: mock.patch.dict("harness.fsdp.update.blank.FIRST_OF_GROUP", clear=True),
-        "adagrad",
-    ),
-    "groups are taken as they come": (
-        "A group added later is not turned into shards",
-        lambda: mock.patch.object(update.ShardedOptimizer, "_take", _first_group_only),
-        "groups_added",
-    ),
-}
-
-_take = update.ShardedOptimizer._take
-
-
-def _all_of_the_first(self: Groups, optimizer: Optimizer | None) -> set[int]:
-    return set(self.places.values()) if optimizer in (None, self.optimizers[0]) else set()
-
-
-def _first_group_only(self: Any, optimizer: Optimizer, index: int, names: Any) -> None:
-    if index == 0:
-        _take(self, optimizer, index, names)
-
-
-def visit(rank: int) -> dict[str, Any]:
-    """Each mutant's weights, or what it raised."""
-    found: dict[str, Any] = {}
-    for name, (_, patch, program) in MUTANTS.items():
-        with patch():
-            try:
-                found[name] = run_sharded(rank, program, "optim_grads")
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
+def told(rank: int) -> list[str]:
+    """Where no one model is an optimizer's; and an optimizer of something else is left alone."""
+    module, other = Game().double(), nn.Linear(2, 2)
+    model = fully_shard_model(module, fsdp_unit_modules=[Part], mixed_precision_policy=WIDE)
+    second = fully_shard_model(Game().double(), fsdp_unit_modules=[Part], mixed_precision_policy=WIDE)
+    found = []
+    for params in (other.parameters(), [*module.parameters(), *second.module.parameters()]):
+        try:
+            fully_shard_optimizer(adamw(params))
+        except ValueError as error:
+            found.append(str(error))
+    before = other.weight.detach().clone()
+    other(torch.ones(1, 2)).sum().backward()
+    adamw(other.parameters()).step()
+    found.append(str(torch.equal(before, other.weight)))
+    model.close()
+    second.close()
     return found
 
 
-@once
-def mutated() -> dict[str, Any]:
-    return run_ranks(visit, WORLD)[0]
-
-
-@pytest.mark.parametrize(
-    "name", each("The engine, by how optimizers are used", ((n, m[0]) for n, m in MUTANTS.items()))
-)
-def test_a_mutant_is_found(name: str) -> None:
-    found = mutated()[name]
-    assert isinstance(found, str) or difference(found, MUTANTS[name][2]) != ""
+def test_an_optimizer_of_no_one_model_is_told() -> None:
+    for none, two, same in run_ranks(told, WORLD):
+        assert "no parameter of AdamW belongs to a sharded model" in none
+        assert "2 sharded models: call fully_shard_optimizer(model, optimizer) once with each" in two
+        assert same == "False"

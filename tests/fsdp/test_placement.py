@@ -153,14 +153,6 @@ def test_a_row_that_sums_over_the_outer_axis_in_every_microbatch_is_refused(monk
         Placements.of(Strategy.optim_grads, OuterStrategy.optim)
 
 
-def test_a_frozen_bucket_is_stored_once() -> None:
-    for strategy in Strategy:
-        placed = Placements.of_frozen(strategy)
-        assert placed.main_weights == placed.resting_weights
-        assert placed.unshard == Placements.of(strategy, None).unshard
-        assert placed.install == placed.reduction(last=True) == ()
-
-
 # -- strategies that nobody wrote code for -----------------------------------------------------------------------------
 
 WEIGHTS_ALONE = (GATHERED, SHARD, PARTIAL, PARTIAL, SHARD, SHARD)

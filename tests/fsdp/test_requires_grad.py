@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.fsdp import ShardedModel, ShardedOptimizer, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import ShardedModel, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.runtime import backward_hooks, trainability
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.trainability import Trainability
@@ -118,7 +118,7 @@ def refused(rank: int, strategy: str) -> dict[str, str]:
     model(data(0, rank).float())
     found["an earlier graph"] = told_by(out.sum().backward)
     model.zero_grad()
-    with model.gathered():
+    with model.unsharded():
         module.parts[1].requires_grad_(True)
         found["gathered"] = told_by(lambda: model(data(0, rank).float()))
     model.close()
@@ -135,7 +135,7 @@ def test_what_cannot_get_storage_any_more_is_named(strategy: str) -> None:
         assert "Unfreeze before the model's forward" in found["inside"]
         assert "given other storage" in found["an earlier graph"]
         assert "parameter parts.1.linear.weight" in found["gathered"]
-        assert "inside gathered()" in found["gathered"]
+        assert "inside unsharded()" in found["gathered"]
 
 
 def parted(rank: int, strategy: str) -> dict[str, str]:
@@ -245,11 +245,6 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
         lambda: mock.patch.object(backward_hooks.BackwardHooks, "_gradient_arrived", _takes_all),
         Trial(ZERO2, "freezing after the forward"),
     ),
-    "unfrozen ones are never stepped": (
-        "What is unfrozen gets gradients, and no optimizer knows",
-        lambda: mock.patch.object(ShardedOptimizer, "_step_late", _only_once),
-        Trial(ZERO3, "unfreezing"),
-    ),
     "unfreezing is not seen": (
         "What was frozen when it was sharded stays so",
         lambda: _together(
@@ -268,11 +263,6 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
         lambda: mock.patch.object(Gradients, "begin_late", _fills),
         Trial(ZERO2, "unfreezing between microbatches", 2),
     ),
-    "what is frozen for good moves on": (
-        "Momentum and decay move what is frozen",
-        lambda: mock.patch.object(ShardedOptimizer, "_left_alone", return_value=frozenset()),
-        Trial(Pair("optim", ""), "frozen for good"),
-    ),
     "late ones are not reduced": (
         "What is unfrozen is trained on each rank's own gradient",
         lambda: mock.patch.object(ReducePipeline, "take_in"),
@@ -288,12 +278,6 @@ def _takes_all(self: Any, unit: Any, gradients: Any, index: int, name: str, para
         param.grad = torch.zeros_like(param)
     _arrived(self, unit, gradients, index, name, param)
     param.requires_grad_(not frozen)
-
-
-def _only_once(self: ShardedOptimizer) -> None:
-    if not self._stepped:
-        self._stepped = {id(bucket) for bucket in self.buckets}
-        self._add_runs([bucket for bucket in self.buckets if bucket.trainable], self.groups.places)
 
 
 def _fills(self: Gradients) -> None:

@@ -24,13 +24,14 @@ from harness.fsdp import RanksDisagree, ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.state import access, hooks
+from harness.fsdp.state import access
+from harness.fsdp.state.access import StateAccess
 from harness.fsdp.stateful import StatefulModule
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
 from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
-from tests.support.mutants import each
+from tests.support.mutants import Slip, each
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -206,13 +207,10 @@ def having_ones_own_ways(rank: int, strategy: str) -> list[str]:
         told.append("an unexpected name is loaded")
     except RuntimeError as error:
         told += [] if "old.who" in str(error) else [str(error)]
-    (piecewise, _) = shard(Pair(strategy, ""), Piecewise())
-    try:
-        piecewise.load_state_dict({n.removeprefix("module.old."): v for n, v in given.items() if ".old." in n})
-        told.append("parts are loaded one by one")
-    except NotImplementedError as error:
-        told += [] if "one dictionary for the whole model" in str(error) else [str(error)]
-    return told
+    (piecewise, _), alone = shard(Pair(strategy, ""), Piecewise()), Piecewise()
+    for held in (piecewise, alone):
+        held.load_state_dict({n.removeprefix("module.old."): v for n, v in given.items() if ".old." in n})
+    return told + same(dict(piecewise.full_weights()), {n: p.detach() for n, p in alone.named_parameters()}, "by parts")
 
 
 def saving_beside(rank: int, strategy: str) -> list[str]:
@@ -302,27 +300,12 @@ def test_state_is_saved_and_loaded_or_refused(strategy: str, check: str) -> None
     holds(__name__, strategy, check)
 
 
-_saved = hooks.saved
-
-
-def _without_hooks(module: nn.Module, *args: Any) -> dict[str, Any]:
-    for part in module.modules():
-        part._state_dict_hooks.clear()
-    return _saved(module, *args)
-
-
+NO_TIES = Slip(StateAccess, "_load", "{**given, **tied}", "given")
 MUTANTS = {
     "own buffers": Mutant(
         "Buffers are saved as each rank has them",
         lambda: mock.patch.object(Communicator, "from_first", lambda self, value, purpose: value),
         "buffering",
-    ),
-    "names once": Mutant(
-        "A tied weight is saved under its first name alone",
-        lambda: mock.patch.object(
-            hooks, "saved", lambda *args: dict({id(v): (n, v) for n, v in reversed(_saved(*args).items())}.values())
-        ),
-        "naming",
     ),
     "pieces in a file": Mutant(
         "safetensors is given the memory of the rows that a rank has",
@@ -347,15 +330,15 @@ MUTANTS = {
         "no_shard",
     ),
     "own names": Mutant(
-        "Modules' own _load_from_state_dict is not called",
-        lambda: mock.patch.object(hooks, "_own_loading", return_value=set[str]()),
+        "A module that loads in a way of its own is held to the names that it saves",
+        lambda: mock.patch.object(access, "_loads_otherwise", return_value=False),
         "having_ones_own_ways",
         "no_shard",
     ),
-    "own dictionaries": Mutant(
-        "A model's own load_state_dict is not called",
-        lambda: mock.patch.object(hooks, "through_own", lambda module, given, strict, take: take(given)),
-        "having_ones_own_ways",
+    "all names": Mutant(
+        "A tied weight is missing where one of its names is",
+        lambda: mock.patch.object(StateAccess, "_load", NO_TIES.made()),
+        "strictness",
         "no_shard",
     ),
     "hooks on the wrapper": Mutant(
@@ -364,12 +347,6 @@ MUTANTS = {
             ModuleWrapper, "register_state_dict_post_hook", nn.Module.register_state_dict_post_hook
         ),
         "having_ones_own_ways",
-        "no_shard",
-    ),
-    "hooks of the program": Mutant(
-        "Hooks on saving are not called",
-        lambda: mock.patch.object(hooks, "saved", _without_hooks),
-        "telling",
         "no_shard",
     ),
     "one's own rows": Mutant(

@@ -12,14 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import (
-    MixedPrecisionPolicy,
-    ShardedModel,
-    Strategy,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
 
@@ -98,7 +91,7 @@ def test_a_backward_that_raises_is_forgotten_whole(strategy: str) -> None:
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     x = torch.ones(2, 6)
     hidden = Boom.apply(wrapped.module[0](x))  # the upper units' backward is done when it raises
-    with wrapped.gathered("2"), pytest.raises(ArithmeticError):
+    with wrapped.unsharded("2"), pytest.raises(ArithmeticError):
         wrapped.module[2](wrapped.module[1](hidden)).sum().backward()
     with pytest.raises(RuntimeError, match="last backward raised"):
         optimizer.step()
@@ -210,19 +203,9 @@ def test_an_evaluation_with_gradients_on_costs_no_memory_later() -> None:
 def test_what_would_be_ignored_is_refused() -> None:
     model = make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-    refused = [
-        lambda: optimizer.step(grad_scaler=1),
-        lambda: model[0].state_dict(),
-        lambda: model.load_state_dict({}),
-        wrapped.double,
-    ]
-    for call in refused:
+    for call in (lambda: optimizer.step(grad_scaler=1), wrapped.double):
         with pytest.raises(NotImplementedError):
             call()
-    with pytest.raises(ValueError, match="no parameter of the sharded module"):
-        optimizer.add_param_group({"params": [torch.zeros(1)]})
-    with pytest.raises(ValueError, match="an optimizer already"):
-        fully_shard_optimizer(wrapped, sgd(model))
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard_model(model)
     with pytest.raises(ValueError, match="cannot hold the module"):
@@ -233,8 +216,11 @@ def test_what_would_be_ignored_is_refused() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_changed_after_sharding_are_noticed(strategy: str) -> None:
     for change, says in (
-        (lambda m: m.double(), "keeps these: change them before sharding|Tensor.double while its weights"),
-        (lambda m: torch.utils.swap_tensors(m[0].linear.bias, nn.Parameter(torch.ones(6))), "no longer the engine's"),
+        (lambda m: m.double(), "no longer the engine's"),
+        (
+            lambda m: torch.utils.swap_tensors(m[0].linear.bias, nn.Parameter(torch.ones(6))),
+            "no longer the engine's" if strategy == "no_shard" else "Cannot swap",  # torch's own words
+        ),
     ):
         model = make()
         wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)

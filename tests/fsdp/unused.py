@@ -197,13 +197,4 @@ def train_sharded(rank: int, trial: Trial, world: int) -> Record:
 
 def stateless(model: ShardedModel, optimizer: torch.optim.Optimizer) -> set[str]:
     """Parameters with rows here of which the optimizer keeps nothing."""
-    if model._flat_steps:
-        return {name for name, param in model.module.named_parameters() if not optimizer.state.get(param)}
-    sharded = model._sharded_optimizer
-    assert sharded is not None
-    return {
-        slot.spec.name
-        for flat in sharded.stretches
-        for _, slot, _ in flat.members
-        if not optimizer.state.get(flat.weight)
-    }
+    return {name for name, param in model.module.named_parameters() if not optimizer.state.get(param)}

@@ -129,7 +129,6 @@ MORE: dict[str, dict[str, Any]] = {
     "two optimizers": {},
     "evaluated": {},
     "experts": {},
-    "borrowed": {},
     "read": {},
     "loaded": {},
     **{recipe: {} for recipe in EIGHT_BITS},
@@ -141,8 +140,6 @@ EXPERTS = "experts"
 """The last block has communicators of its own, over the same ranks."""
 APART = "two optimizers"
 """Every other weight has an optimizer of its own, which steps after the other one."""
-BORROWING = "borrowed"
-"""The root's forward uses a weight of the last unit before that runs."""
 LOADING = "loaded"
 """What the engine has is put back where it is, from copies, after an update."""
 READING = "read"
@@ -170,8 +167,6 @@ OTHERS = (
     Case("optim_grads", "optim", more=EVALUATING, buffers="double"),
     Case("optim_grads_params", "no_shard", more=EXPERTS, k=2),
     Case("optim", more=EXPERTS, policy="bf16_comm"),
-    Case("optim", more=BORROWING),
-    Case("optim_grads", "optim", more=BORROWING),
     Case("optim_grads", more=READING, policy="bf16"),
     Case("optim", more=LOADING, offload=True, policy="bf16"),
     Case("optim_grads_params", more="8 bits, current", k=2, clip=True),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard_optimizer
-from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cases import (
     APART,
-    BORROWING,
     EIGHT_BITS,
     EVALUATING,
     EXPERTS,
@@ -34,7 +31,7 @@ from tests.streams.group import RecordedGroup, new_group
 from tests.streams.log import Log
 from tests.streams.recorder import Recorder, believing_in, recording
 
-STEPS = 2
+STEPS = 3
 TILE = 128
 """What both sizes of a weight are multiples of, under every recipe."""
 MAX_NORM = 0.05
@@ -50,12 +47,11 @@ class Wide(pairs.Block):
 
 
 class Program(pairs.Model):
-    """Four units, of which the root is used first and last; blocks may be recomputed, and a weight borrowed."""
+    """Four units, of which the root is used first and last; blocks may be recomputed."""
 
-    def __init__(self, recompute: str, *, borrows: bool = False, late: bool = False) -> None:
+    def __init__(self, recompute: str, *, late: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
-        self.borrows = borrows
         self.late = late
 
     def widen(self) -> None:
@@ -66,8 +62,6 @@ class Program(pairs.Model):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
-        if self.borrows:
-            x = x + nn.functional.linear(x, self.blocks[-1].up.weight).mean(-1, keepdim=True)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
         y: Tensor = self.exit(x)
@@ -77,7 +71,7 @@ class Program(pairs.Model):
 
 def program_of(case: Case) -> Program:
     """What a case trains."""
-    program = Program(case.recompute, borrows=case.more == BORROWING, late=case.more == LATE)
+    program = Program(case.recompute, late=case.more == LATE)
     for param in program.blocks[-1].parameters() if case.more == EXPERTS else ():
         param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
     if case.more in EIGHT_BITS:
@@ -118,11 +112,13 @@ class Several:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
+        self.between: Callable[[], None] = lambda: None
 
     def step(self) -> None:
         """All of them."""
         for each in self.optimizers:
             each.step()
+            self.between()
 
     def zero_grad(self) -> None:
         """All of them."""
@@ -208,9 +204,8 @@ def data(case: Case, rank: int, step: int, index: int) -> Tensor:
 
 
 def run(rank: int, case: Case, records: bool = True) -> Run:
-    """Two steps under a case on this rank. A rank that does not record believes in streams all the same."""
+    """Three steps under a case on this rank. A rank that does not record believes in streams all the same."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(usage, "PROBED_ELEMENTS", (16,)))
         silent = Recorder()
         stack.enter_context(believing_in(silent.cuda))
         model, optimizer = shard(rank, case, program_of(case))
@@ -264,10 +259,13 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, record
             model.clip_grad_norm_(MAX_NORM)
         if reader is not None:
             recorder.cuda.current.wait_stream(reader)
+        if isinstance(optimizer, Several):
+            optimizer.between = partial(evaluate, model, x, recorder)
         step_of(optimizer, recorder)
         if case.more == READING:
             reader = read(model, recorder)
         if case.more == LOADING:
+            evaluate(model, x, recorder)
             load(model, recorder)
         recorder.phase("end")
         optimizer.zero_grad()

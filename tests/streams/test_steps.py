@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from harness.fsdp.comm.order_free_norm import square_counters
-from harness.fsdp.state.flat import where_numbers_lie
 from tests.streams.cost import Machine
 from tests.streams.recorder import recording
 from tests.streams.steps import Arm, Found, measured
@@ -49,10 +48,3 @@ def test_an_exact_norm_takes_as_many_kernels_for_a_long_tensor_as_for_a_short_on
         launched.append(len(recorder.log.kernels))
     assert launched[0] == launched[1] < 60
     assert torch.equal(counters, on_host)
-
-
-@pytest.mark.parametrize(
-    ("group", "kind"), [({"fused": True}, "meta"), ({"fused": None, "capturable": True}, "meta"), ({}, "cpu")]
-)
-def test_a_loaded_step_lies_where_what_reads_it_looks(group: dict[str, object], kind: str) -> None:
-    assert where_numbers_lie(group, torch.empty(4, device="meta")).type == kind

@@ -47,14 +47,21 @@ def configured(**changes: Any) -> Config:
 def overflows(engine: Any) -> Any:
     """Have the engine leave an update out whose gradients did not overflow."""
     engine.steps = 0
-    ask, step = engine.loss_scale._overflowed, engine.step
+    scaler, step = engine.loss_scale.scaler, engine.step
+    unscale = scaler.unscale_
+
+    def found(optimizer: Any) -> None:
+        unscale(optimizer)
+        if engine.steps + 1 == AT:
+            for each in scaler._found_inf_per_device(optimizer).values():
+                each.fill_(1.0)
 
     def counted(lr: float) -> float:
         norm: float = step(lr)
         engine.steps += 1
         return norm
 
-    engine.loss_scale._overflowed = lambda shards: ask(shards) or engine.steps + 1 == AT
+    scaler.unscale_ = found
     engine.step = counted
     return engine
 

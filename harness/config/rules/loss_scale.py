@@ -67,9 +67,23 @@ def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule()
+def overflows_are_skipped_or_reported(request: Request) -> Iterator[Violation]:
+    """A dynamic scale leaves out updates that overflow; the check for NaN ends the run at the first."""
+    config = request.config
+    if config.dtype.loss_scale == "dynamic" and config.engine.report_nan_in_param_grad:
+        yield Violation(
+            request.show("engine.report_nan_in_param_grad", "dtype.loss_scale"),
+            "ends the run at the first overflow, which a dynamic loss scale provokes and skips",
+            "false, where dtype.loss_scale=dynamic",
+            "engine.report_nan_in_param_grad=false, or dtype.loss_scale=none",
+        )
+
+
 RULES: tuple[Rule, ...] = (
     loss_scale_is_one,
     loss_scale_is_honoured,
     half_gradients_do_not_vanish,
     scaled_gradients_are_stored_wide,
+    overflows_are_skipped_or_reported,
 )

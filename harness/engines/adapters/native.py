@@ -15,9 +15,10 @@ from harness.config.derived import engine_options, global_microbatches, loss_sca
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
 from harness.engines.base.sharded import data_parallel_mesh, grid_mesh
+from harness.engines.loss_scale import LossScale
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import LossScale, MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
 
 LOSS_SCALE = "loss_scale/"
 """Prefix of the loss scale's state."""
@@ -49,11 +50,6 @@ class NativeEngine(Engine):
             exact_terms=global_microbatches(config),
             **engine_options(config),
         )
-        scale = loss_scale(config)
-        self.loss_scale: LossScale | None = None
-        if scale is not None:
-            self.loss_scale = LossScale(self.model, **_scaling(scale, dtype.loss_scale_growth_steps))
-        self._scaled: Scaled | None = None
         by_decay: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
             by_decay[workload.decays(name, param.shape)].append(param)
@@ -63,6 +59,11 @@ class NativeEngine(Engine):
         # what no microbatch used is updated like all else under every engine here: peers cannot tell the difference
         self.optimizer = fully_shard_optimizer(self.model, optimizer, steps_unused=True)
         create_state(self.optimizer)
+        scale = loss_scale(config)
+        self.loss_scale: LossScale | None = None
+        if scale is not None:
+            self.loss_scale = LossScale(self.model, self.optimizer, scale, dtype.loss_scale_growth_steps)
+        self._scaled: Scaled | None = None
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Run one microbatch; only the last one lets `no_shard` and `optim` communicate."""
@@ -84,7 +85,7 @@ class NativeEngine(Engine):
 
     def _scaled_step(self, scale: LossScale, lr: float, clip: float | None) -> float:
         optim.set_lr(self.optimizer, lr)
-        outcome = scale.step(self.optimizer, clip)
+        outcome = scale.step(clip)
         self._scaled = Scaled(outcome.scale, outcome.skipped)
         self.optimizer.zero_grad()
         return outcome.norm
@@ -204,9 +205,3 @@ def _sharp_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
     inner, outer = ranks.sharp.axis_groups(config.mesh.dp_outer, owner)
     grid = torch.arange(ranks.world_size).view(config.mesh.dp_outer, -1)
     return DeviceMesh.from_group([outer, inner], ranks.device.type, grid, mesh_dim_names=("dp_outer", "dp_shard"))
-
-
-def _scaling(fixed: float, growth_steps: int) -> dict[str, Any]:
-    """Arguments of `LossScale`: a fixed factor on the loss, or for 0 one that grows after so many steps without
-    overflow."""
-    return {"growth_interval": growth_steps} | ({"init": fixed, "dynamic": False} if fixed else {})

@@ -90,6 +90,6 @@ def _refuse_edited(bucket: Bucket, before: Tensor) -> None:
     if edited:
         raise RuntimeError(
             f"parameter {edited[0]} was edited inside a forward (through .data, say), and weights are made anew for"
-            " each: the edit would be lost with this one. Edit it between steps, inside `with model.gathered():`, on"
+            " each: the edit would be lost with this one. Edit it between steps, inside `with model.unsharded():`, on"
             " all ranks; or compute with an edited copy, as F.linear(x, self.weight.clamp(min=0))"
         )

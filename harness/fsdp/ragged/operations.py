@@ -27,6 +27,7 @@ from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_o
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
 
 aten = torch.ops.aten
+CHECK_AND_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 KEEPS = frozenset(
     {
@@ -295,14 +296,12 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not extremes([differs], torch.amax)[0].item()
 
 
-def _non_finite_check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's: unscale the rows; all ranks learn of an infinity on one. Collective over each mesh."""
+def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's: unscale what is here; all ranks learn of an infinity on one. Collective over each mesh."""
     grads, found_inf, inv_scale = args
     found_inf = _whole(found_inf)
-    func(
-        [each._local_tensor if isinstance(each, RaggedTensor) else each for each in grads], found_inf, _whole(inv_scale)
-    )
-    for mesh in dict.fromkeys(each._spec.mesh for each in grads if isinstance(each, RaggedTensor)):
+    func([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, _whole(inv_scale))
+    for mesh in dict.fromkeys(each._spec.mesh for each in grads if isinstance(each, DTensor)):
         for axis in range(mesh.ndim):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
@@ -335,7 +334,7 @@ def _name(like: RaggedTensor) -> str:
 
 
 SPECIAL: dict[Any, Rule] = {
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _non_finite_check_and_unscale,
+    CHECK_AND_UNSCALE: check_and_unscale,
     aten._foreach_max.default: largest,
     aten._foreach_norm.Scalar: norms,
     aten._unsafe_view.default: _view,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.fsdp.ragged.tensor import RaggedTensor, replicated, wrap_rows
+from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated, wrap_rows
 
 aten = torch.ops.aten
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -148,7 +148,8 @@ def _over_ranks(
 
 
 def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> DTensor:
-    return replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)
+    found = replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)
+    return cast(DTensor, Replicated.of(found)) if like.requires_grad and torch.is_grad_enabled() else found
 
 
 def _scalars(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:

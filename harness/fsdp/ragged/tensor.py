@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -137,11 +138,7 @@ class RaggedTensor(DTensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape:
-            raise RuntimeError(
-                f"{self.cut.name or 'a sharded parameter'} has shape {[*self.shape]}, `.data` was given"
-                f" {[*value.shape]}: shard the model again to change shapes"
-            )
+        check_data(value, self, self.cut.name or "a sharded parameter")
         with torch.no_grad():
             self.copy_(value)
 
@@ -217,6 +214,21 @@ class RaggedTensor(DTensor):
         return cls.rules(func, args, dict(kwargs or {}))
 
 
+def check_data(value: Tensor, held: Tensor, name: str) -> None:
+    """Raise RuntimeError where `.data` is given another shape, dtype or device, which it would change."""
+    was, now = ((each.shape, each.dtype, each.device.type) for each in (held, value))
+    if was != now:
+        raise RuntimeError(
+            f"{name} was changed after sharding: it is {_told(held)}, its `.data` was given {_told(value)}, and is no"
+            " longer the engine's. Cast, move and reshape before sharding; values of another dtype are taken by"
+            " parameter.copy_(values)"
+        )
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{[*tensor.shape]} {tensor.dtype} on {tensor.device.type}"
+
+
 class GatheredView(DTensor):
     """A replicated view of a sharded tensor's gathered copy: an edit of it would be lost, and is refused."""
 
@@ -255,6 +267,40 @@ class GatheredView(DTensor):
         return cls.of(found, name) if isinstance(found, Tensor) else [cls.of(each, name) for each in found]
 
 
+class Replicated(DTensor):
+    """A result over all rows that autograd knows. A loss, which is plain and another one on each rank, may be added to
+    it: torch adds them to other DTensors too, and raises in the backward."""
+
+    @staticmethod
+    def of(value: Tensor) -> Tensor:
+        """A DTensor as this class, if all ranks have it whole."""
+        if type(value) is not DTensor or not all(isinstance(each, Replicate) for each in value._spec.placements):
+            return value
+        made: Any = DTensor.__new__(Replicated, value._local_tensor, value._spec, requires_grad=False)
+        return cast(Tensor, made)
+
+    def _plain(self) -> DTensor:
+        make: Any = DTensor
+        made: DTensor = make(self._local_tensor, self._spec, requires_grad=False)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(type(each) is Tensor and each.requires_grad for each in tree_leaves((args, kwargs))):
+                args, kwargs = tree_map_only(Replicated, _IntoLoss.apply, (args, dict(kwargs or {})))
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args_, kwargs_ = tree_map_only(Replicated, Replicated._plain, (args, dict(kwargs or {})))
+        return tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))
+
+
 def meets_plain(plain: Tensor, name: str) -> str:
     """An error's text: a plain tensor, another one on each rank maybe, is combined with a sharded one."""
     return (
@@ -276,6 +322,23 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
         like = ctx.sharded
         return RaggedTensor.of(like.rows_of(grads[0]).contiguous(), like._spec)
+
+
+class _IntoLoss(torch.autograd.Function):
+    """A `Replicated` as this rank's loss takes it; the gradient is the mean over ranks. *Collective* in
+    the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Replicated) -> Tensor:
+        ctx.mesh = total._spec.mesh
+        return total._local_tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> DTensor:
+        grad = grads[0].clone()
+        for axis in range(ctx.mesh.ndim):
+            dist.all_reduce(grad, group=ctx.mesh.get_group(axis))
+        return replicated(grad / ctx.mesh.size(), ctx.mesh)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -329,3 +392,17 @@ def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) ->
     make: Any = DTensor
     made: DTensor = make(value, spec, requires_grad=False)
     return made
+
+
+def local_of(param: Tensor) -> Tensor:
+    """This rank's rows, plain."""
+    held: Any = param
+    return held._local_tensor if isinstance(param, RaggedTensor) else param
+
+
+def set_apart(param: Any) -> None:
+    """Let a tensor, sharded or not, have a copy of its values on this rank."""
+    if isinstance(param, DTensor):
+        param._local_tensor = param._local_tensor.clone()
+    else:
+        param.data = param.detach().clone()

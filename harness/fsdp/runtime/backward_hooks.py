@@ -36,6 +36,7 @@ from harness.fsdp.runtime.graph import ABOVE_ALL, BackwardEnd, could_reach, numb
 from harness.fsdp.runtime.readiness import Call, begin_backward
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.refusals import (
+    refuse_added,
     refuse_backward,
     refuse_late_gradient,
     refuse_layout,
@@ -46,6 +47,7 @@ from harness.fsdp.runtime.refusals import (
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.at_rest import finished_grad
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
@@ -162,9 +164,7 @@ class BackwardHooks:
         self.recover()
         if self.step.in_backward:
             return
-        for bucket in buckets_of(self.units):
-            if bucket.views.sharded is not None:
-                bucket.views.sharded.sync_flags()
+        self._show_own()
         self._refuse_unsupported()
         self._number = ABOVE_ALL
         begin_backward([unit.readiness for unit in self.units], forward)
@@ -189,6 +189,16 @@ class BackwardHooks:
             if unit.readiness.is_unused:
                 self._post_backward(unit)
         self._unshard_next()
+
+    def _show_own(self) -> None:
+        """Let unsharded parameters be trained or frozen as the program has set it, and those that are shown, the
+        root's, be of their own class, having counted edits since the forward."""
+        for bucket in buckets_of(self.units):
+            sharded = bucket.views.sharded()
+            if sharded is not None and sharded.shows_unsharded:
+                sharded.show(unsharded=True)
+            elif sharded is not None:
+                sharded.sync_flags()
 
     @property
     def _is_of_inputs(self) -> bool:
@@ -231,7 +241,7 @@ class BackwardHooks:
             newest: highest number of the nodes that made the outputs.
             num_updates: of the weights, when these were computed.
         """
-        self.step.check_forward(num_updates)
+        self.step.check_forward(num_updates, is_stale=self._is_stale)
         self._root_pre_backward(forward)
         self._pass_to(newest)
         self.reached = unit.name
@@ -242,6 +252,12 @@ class BackwardHooks:
         self.gather.unshard(unit, BACKWARD)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
+
+    @property
+    def _is_stale(self) -> bool:
+        """Main weights were written to since the forwards that a backward goes through, which begins now."""
+        begins = torch._C._current_graph_task_id() != self._task
+        return begins and any(bucket.is_stale for bucket in buckets_of(self.units))
 
     def _pass_to(self, number: int) -> None:
         """Autograd has come to a node of this number: end the units which that passes."""
@@ -285,7 +301,10 @@ class BackwardHooks:
         self._call_passed(unit)
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
-        self._root_pre_backward()
+        if torch._C._current_graph_task_id() == self._task:
+            self._root_pre_backward()
+        else:  # nothing else told that a backward has begun, and the gradient has come before what begins one
+            self._begin_with(name, param)
         if not param.requires_grad:  # frozen since the forward: torch calls, and has brought nothing
             return
         if self.reduce.is_done_with(unit):
@@ -294,15 +313,24 @@ class BackwardHooks:
             refuse_sharded(f"a gradient of {name}", unit.name)
         with torch._C.DisableTorchFunctionSubclass():  # as `by_engine`, for one parameter after the other
             refuse_layout(name, grad_of(param))
-            if self.step.plan.drops:
-                put_grad(param, None)
-            else:
-                if not gradients.is_prepared:  # the first of this backward
-                    self.reduce.prepare(unit)
-                gradients.adopt(index)
+            if not gradients.is_prepared:  # the first of this backward
+                self.reduce.prepare(unit)
+            gradients.adopt(index)
         if unit.readiness.note_gradient(param, self._number):
             self._entered.add(unit)
         self._end_if_over(unit)
+
+    @by_engine
+    def _begin_with(self, name: str, param: nn.Parameter) -> None:
+        """A backward begins with a gradient that has come already."""
+        early = grad_of(param)
+        if early is not None and early is finished_grad(param):
+            self.step.fail()
+            refuse_added(name)
+        put_grad(param, None)
+        self._root_pre_backward()
+        param.grad_dtype = None  # it is in that of the weight
+        put_grad(param, early)
 
     def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
         """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.

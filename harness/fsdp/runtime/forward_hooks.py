@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
-from harness.fsdp.runtime.handed_on import watch_kept, without_weights
-from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_forward_mode, refuse_transforms
-from harness.fsdp.runtime.stale_views import explain_stale_view
+from harness.fsdp.runtime.handed_on import without_weights
+from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_forward_mode, refuse_generator, refuse_transforms
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.parameter_access import by_engine
 from harness.fsdp.storage.sides import FORWARD
+from harness.fsdp.storage.whereabouts import Whereabouts
 
 
 class ForwardHooks:
@@ -55,6 +56,7 @@ class ForwardHooks:
         """Called before every forward of the model with gradients."""
         self.before_forward: Callable[[], None] = lambda: None
         """Called before weights are used in a forward of the model."""
+        self.whereabouts = Whereabouts(units[0].modules[0])
         self.lost_edits = LostEdits(next(buckets_of(units)).memory.device)
         self.handles: list[RemovableHandle] = []
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
@@ -96,6 +98,7 @@ class ForwardHooks:
         self.step.check_installed()
         if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
             self.gather.reshard_all()
+        rest(self.units[:1])  # unsharded since a forward that no backward followed
         if with_gradients:
             refuse_transforms()
             refuse_ddp_around(self.units[0].modules[0])
@@ -106,6 +109,7 @@ class ForwardHooks:
             self._num_updates = self.step.num_updates
             for unit in self.units:
                 unit.readiness.forget_unseen()
+        self.check_module()
         self.before_forward()
         for bucket in self.units[0].buckets:
             bucket.receive()
@@ -120,10 +124,16 @@ class ForwardHooks:
         for bucket in buckets_of(self.units):
             bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
-                if bucket.views.sharded is None:
-                    edits.adopt(bucket)
                 edits.refuse_lost(bucket)
             bucket.use()
+
+    def check_module(self) -> None:
+        """Raise RuntimeError where a parameter that the engine does not know came into the module, or one was moved or
+        cast."""
+        for bucket in buckets_of(self.units):
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.check()
+        self.whereabouts.check()
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
@@ -193,8 +203,6 @@ class ForwardHooks:
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
-        if sys.exc_info()[1] is not None:
-            explain_stale_view(buckets_of(self.units), unit.name)
         if not self.step.in_backward:
             if self._passed[unit.name]:
                 self._passed[unit.name].pop()
@@ -206,9 +214,11 @@ class ForwardHooks:
 
     def _rest(self, *, raised: bool) -> None:
         """The root's parameters stay unsharded for a loss, until the backward ends."""
-        root = self.units[0]
-        stays = self.forward.with_gradients and not raised and any(b.views.sharded is not None for b in root.buckets)
+        stays = self.forward.with_gradients and not raised
         rest(self.units[1:] if stays else self.units)
+        for bucket in self.units[0].buckets if stays else ():
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.count_edits()
 
     def break_off(self) -> None:
         """The model's forward was interrupted in the middle, and no hook was told."""
@@ -234,7 +244,6 @@ class ForwardHooks:
         is_over = module is unit.modules[-1] and len(calls) == 1  # it may be called in its own forward
         if is_over and self.lost_edits.looks:
             self.lost_edits.check(unit.buckets)
-            watch_kept(module, [bucket for bucket in unit.buckets if not bucket.is_resident])
         if is_over and (unit is not self.gather.last or not leaves):
             self.gather.reshard_after_forward(unit)
         return output
@@ -245,6 +254,8 @@ class ForwardHooks:
         Raises:
             RuntimeError: the call has given a parameter other `data`, which is lost then.
         """
+        if isinstance(output, GeneratorType) and any(bucket.views.is_sharded for bucket in unit.buckets):
+            refuse_generator(unit.name)
         released = [bucket for bucket in unit.buckets if not bucket.is_resident]
         for bucket in released:
             bucket.views.check_untouched()

@@ -2,23 +2,20 @@
 
 [Note: Handed on] What a module returns may be a weight, or a view of one. Where weights are released after a forward,
 its storage would be gone before the caller uses it. A copy takes its place, through which its gradient comes as before.
-What it keeps in an attribute stays its own, for calls to come: it is refused where it is used in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from types import GeneratorType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from harness.fsdp.runtime.refusals import refuse_generator, refuse_handed_on
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_access import by_engine, watch_view
+from harness.fsdp.runtime.refusals import refuse_handed_on
+from harness.fsdp.storage.parameter_access import by_engine
 
 
 @by_engine
@@ -26,7 +23,7 @@ def without_weights(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
     """An output with a copy of each tensor in it that lies in the storage of one of `weights`; itself if none does.
 
     Raises:
-        RuntimeError: one is in a dataclass, which nobody can rebuild; or it is a generator, which has not run yet.
+        RuntimeError: one is in a dataclass, which nobody can rebuild.
     """
     places = {weight.untyped_storage().data_ptr() for weight in weights if weight.numel()}
     if isinstance(output, Tensor):  # as almost always
@@ -36,38 +33,9 @@ def without_weights(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
     for leaf in leaves:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             _refuse_within(leaf, places, unit)
-        if isinstance(leaf, GeneratorType):
-            refuse_generator(unit)
     for place in found:
         leaves[place] = leaves[place].clone()
     return tree_unflatten(leaves, shape) if found else output
-
-
-@by_engine
-def watch_kept(module: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Refuse the use of views of weights that a call has left in attributes, while these weights are released."""
-    found = [
-        each
-        for part in module.modules()
-        for each in tree_leaves({n: value for n, value in vars(part).items() if n not in _OF_MODULES})
-        if type(each) is Tensor
-    ]
-    for bucket in buckets if found else ():
-        places = {bucket.compute.untyped_storage().data_ptr()}
-        for each in found:
-            if _lies_in(each, places):
-                watch_view(each, _source_of(each, bucket))
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes of every module, which hold parts, parameters, buffers and hooks."""
-
-
-def _source_of(view: Tensor, bucket: Bucket) -> nn.Parameter:
-    """The parameter that a view begins in."""
-    begins = [whole.data_ptr() for _, whole in bucket.named_slices(bucket.compute)]
-    place = max((p for p, begin in enumerate(begins) if begin <= view.data_ptr()), key=lambda p: begins[p])
-    return bucket.params[place][1]
 
 
 def _lies_in(value: Any, places: set[int]) -> bool:

@@ -14,7 +14,7 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.weight_scales import WeightScales
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_access import BEING_TAKEN, by_engine
+from harness.fsdp.storage.parameter_access import by_engine
 
 
 def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
@@ -64,7 +64,7 @@ class WeightInstaller:
         """Install main weights that were written to since the last time, by an optimizer, a load or an edit.
         *Collective* if there are any: all ranks write to the same parameters."""
         if any(bucket.is_stale for bucket in self.buckets):
-            self.install(step_ended=True)
+            self.install(step_ended=self.step.has_ended)
 
     @by_engine
     def install(self, *, step_ended: bool = False) -> None:
@@ -79,8 +79,7 @@ class WeightInstaller:
             ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
         """
         self.refuse_held()
-        for bucket in self.buckets:
-            edits.refuse_lost(bucket)
+        self.adopt_edits()
         self.gather.reshard_all()
         self.wait()
         self.step.weights_installed()
@@ -90,8 +89,6 @@ class WeightInstaller:
         self.pending = install_weights(self.buckets)
         for bucket in self.buckets:
             bucket.installed_version = bucket.main_version
-        if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
-            BEING_TAKEN.add(self)
         if self.user_buffers.due or self.replicas.is_due:
             self.wait()
         if self.user_buffers.due:
@@ -116,9 +113,18 @@ class WeightInstaller:
         """Raise RuntimeError where weights are held whole, which an update would not reach."""
         if self.gather.holds:
             raise RuntimeError(
-                "weights cannot be updated or loaded while model.gathered() or a method such as generate() holds them"
+                "weights cannot be updated or loaded while model.unsharded() or a method such as generate() holds them"
                 " whole: call optimizer.step() and load_state_dict() outside"
             )
+
+    @by_engine
+    def adopt_edits(self) -> None:
+        """Let main weights, which are used next, know edits of unsharded ones; RuntimeError where they cannot."""
+        if not self.gather.holds:
+            for bucket in self.buckets:
+                if not bucket.computes_with_main_weights and bucket.views.edited():
+                    edits.adopt(bucket)
+                    edits.refuse_lost(bucket)
 
     def wait_for_readers(self) -> None:
         """Wait until main weights are read neither by other ranks nor by a device, and may be written."""
@@ -150,13 +156,11 @@ class WeightInstaller:
 
     @by_engine
     def wait(self, *, writes: bool = False) -> None:
-        """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
-        from now on.
+        """Wait until other ranks have taken this rank's weights, so that these may change.
 
         Args:
             writes: main weights are written next, outside a step.
         """
-        BEING_TAKEN.discard(self)
         if writes:
             self.wait_for_readers()
         for bucket in self.buckets:
@@ -165,6 +169,3 @@ class WeightInstaller:
             for each in self.pending:
                 each.wait()
         self.pending = []
-        for bucket in self.buckets if not self.gather.holds else ():
-            if bucket.views.sharded is None:
-                edits.adopt(bucket)

@@ -162,8 +162,6 @@ def _reset(
     device: torch.device,
 ) -> None:
     own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
-    for bucket, _ in (homes[each] for each in own):
-        bucket.hand_over()
     kept = {key: homes[key][0].key.dtype for key in own}
     with _whole(parts, own, kept, device) as whole:
         for reset in resets:
@@ -176,7 +174,6 @@ def _reset(
             bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
     for bucket, _ in (homes[each] for each in own):
         bucket.point_at_weights()
-        bucket.rest()
         bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
 
 

@@ -3,13 +3,12 @@
 [Note: Stepping in a hook] "Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a
 sharded model that gradient is of this rank alone, and on its way to the others: ranks would part, or the update would
 be lost with gathered weights. `optimizer.step()` inside a backward is refused by the step's state; an update by hand is
-seen here. While such a hook runs, its parameter is *resting* (see [Note: The class of a parameter]): edits through
-`data` are counted, and what is assigned to `.grad` is answered. Programs without such hooks pay nothing.
+seen here: while such a hook runs, edits through `data` are counted as the parameter's own are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import nn
 
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.parameter_access import Access, class_for, is_guarded
+from harness.fsdp.storage.at_rest import counting
+from harness.fsdp.storage.parameter_access import WATCH
 from harness.fsdp.tensor_parallel.parameters import handling_of
 
 Hook = Callable[[Any], Any]
@@ -44,15 +44,12 @@ class ProgramHook:
         if not self.step.in_backward:
             self.hook(param)
             return
-        own = type(param)
-        counting = own if is_guarded(param) else class_for(own, Access.resting)
-        before = _edits(param)
-        param.__class__ = counting
+        own, before = type(param), _edits(param)
+        param.__class__ = counting(own)
         try:
             self.hook(param)
         finally:
-            if type(param) is counting:
-                param.__class__ = own
+            param.__class__ = own
             if _edits(param) != before:
                 self._refuse()
 
@@ -65,16 +62,17 @@ class ProgramHook:
         )
 
 
-def watched(hook: Hook, name: str, step: Step) -> Hook:
-    """What is hung on a parameter in place of a hook of the program; of one of the engine, itself."""
-    return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step)
+def watch(params: Iterable[tuple[str, nn.Parameter]], step: Step) -> None:
+    """Watch hooks of the program on unsharded parameters: those that are there, and those to come."""
+    for name, param in params:
 
+        def watched(hook: Hook, name: str = name) -> Hook:
+            return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step)
 
-def watch_present(param: nn.Parameter, name: str, step: Step) -> None:
-    """Watch what the program hung on a parameter before it was sharded."""
-    hooks: dict[int, Hook] = param._post_accumulate_grad_hooks or {}
-    for key, hook in hooks.items():
-        hooks[key] = watched(hook, name, step)
+        setattr(param, WATCH, watched)
+        hooks: dict[int, Hook] = param._post_accumulate_grad_hooks or {}
+        for key, hook in hooks.items():
+            hooks[key] = watched(hook)
 
 
 def _edits(param: nn.Parameter) -> int:

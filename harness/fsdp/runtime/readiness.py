@@ -35,8 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 
-from harness.fsdp.runtime.gradient_answer import refuse_grad_of
-from harness.fsdp.storage.parameter_access import by_engine
+from harness.fsdp.storage.parameter_access import HOME, by_engine
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
     number of the model's, where that hook stands on its outputs.
 
     Raises:
-        GradientAccessError: see `due_among`.
+        RuntimeError: see `due_among`.
     """
     trained = [[param for param in unit.params if param.requires_grad] for unit in units]
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
@@ -268,7 +267,7 @@ def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient.
 
     Raises:
-        GradientAccessError: torch.autograd.grad() was asked for one of them.
+        RuntimeError: torch.autograd.grad() was asked for one of them.
     """
     if not params:
         return []
@@ -283,12 +282,16 @@ def _will_come(param: nn.Parameter, node: Any) -> bool:
     """Whether the backward that runs will bring a parameter a gradient, by this node.
 
     Raises:
-        GradientAccessError: it would go to whoever called autograd.grad, as it is on this rank.
+        RuntimeError: it would go to whoever called autograd.grad, as it is on this rank.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
-        refuse_grad_of(param)
+    except RuntimeError as error:  # what torch says of a leaf that autograd.grad was asked for
+        raise RuntimeError(
+            f"torch.autograd.grad() was asked for the gradient of {getattr(param, HOME, ('a parameter',))[0]}, and"
+            " would give what comes of this rank's data alone, past the reduction. Call loss.backward() and read"
+            " parameter.grad; torch.autograd.grad() of inputs is right as it is"
+        ) from error
 
 
 def _will_run(node: Any) -> bool:

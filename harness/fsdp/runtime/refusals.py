@@ -118,6 +118,15 @@ def refuse_sharded(what: str, unit: str) -> NoReturn:
     )
 
 
+def refuse_added(name: str) -> NoReturn:
+    """Raise RuntimeError: autograd added a gradient to a finished one before any hook told of the backward."""
+    raise RuntimeError(
+        f"a gradient of {name} was added to the finished one of an earlier backward, by a backward that no hook could"
+        " see (its outputs are in attributes, closures, objects of other kinds): call zero_grad() before it, or return"
+        " tensors from the model's forward in tuples, lists, dicts or dataclasses"
+    )
+
+
 def refuse_layout(name: str, gradient: torch.Tensor | None) -> None:
     """Raise RuntimeError where a gradient is not strided, as sparse ones."""
     if gradient is not None and gradient.layout is not torch.strided:

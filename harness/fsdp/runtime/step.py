@@ -9,7 +9,6 @@ nowhere is told: why, and which call is missing. `StateMachine.move` is the one 
                                                           SUMMED        complete, and may be added to
                                                           REDUCED       complete
     SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──update──> FINISHED ──zero_grad──> IDLE
-    any but IDLE, BACKWARD ──drop──> DROPPED ──zero_grad──> IDLE
     any ──fail──> FAILED ──zero_grad──> IDLE
 
 A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, is no part of the step: it has
@@ -18,11 +17,6 @@ calls of its own, and leads back to where it began.
 Two more states are not of gradients: whether updated weights are installed, of which a forward asks (`InstallState`),
 and where the model's forward is (`forward.ForwardState`). A forward changes no gradient: it may run in every state of
 the step.
-
-[Note: Stale gradients] After an update a program may differentiate through the model once more for the sake of others'
-gradients, as a generator's loss goes through the critic, and call zero_grad() of it afterwards: what comes to the
-model's own parameters then is dropped as it arrives and travels nowhere. Plain torch would add it to the finished ones;
-who reads or steps before zero_grad() is told, for sums that are reduced and scaled can take no more.
 """
 
 from __future__ import annotations
@@ -42,15 +36,13 @@ class StepState(Enum):
     SUMMED = "every backward so far is reduced into a shard, to which more may be added"
     REDUCED = "the reduction that comes once a step is made or on its way"
     FINISHED = "gradients are reduced and scaled: ready for the optimizer"
-    STALE = "a backward ran after gradients were finished, and what it brought was dropped"
-    DROPPED = "the program set .grad of some parameters to None, and of others not"
     FAILED = "a backward or a reduction raised, so that gradients are incomplete"
 
 
 class Call(Enum):
     """What happens to a step; named as users and hooks call it."""
 
-    pre_forward = "a forward, or model.gathered()"
+    pre_forward = "a forward, or model.unsharded()"
     post_forward = "the end of a forward"
     pre_backward = "backward()"
     post_backward = "the end of a backward"
@@ -59,7 +51,6 @@ class Call(Enum):
     finish_grad_sync = "finish_grad_sync()"
     update = "optimizer.step()"
     install_weights = "install_weights()"
-    drop = "setting .grad to None"
     zero_grad = "zero_grad()"
     fail = "an exception"
 
@@ -70,8 +61,6 @@ _ALWAYS: Row = {Call.fail: (StepState.FAILED,)}
 """Calls that every state allows."""
 _RESTING: Row = _ALWAYS | {Call.pre_backward_of_inputs: (StepState.BACKWARD,), Call.zero_grad: (StepState.IDLE,)}
 """Calls that every state allows in which no backward runs."""
-_HOLDING: Row = _RESTING | {Call.drop: (StepState.DROPPED,)}
-"""Calls that every state allows in which there are gradients and no backward runs."""
 
 TRANSITIONS: dict[StepState, Row] = {
     StepState.IDLE: _RESTING
@@ -82,22 +71,20 @@ TRANSITIONS: dict[StepState, Row] = {
     },
     StepState.BACKWARD: _ALWAYS
     | {
-        Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED, StepState.STALE),
+        Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED),
         Call.post_backward_of_inputs: _AT_REST,
     },
-    StepState.ACCUMULATED: _HOLDING | {Call.pre_backward: (StepState.BACKWARD,)},
-    StepState.SUMMED: _HOLDING
+    StepState.ACCUMULATED: _RESTING | {Call.pre_backward: (StepState.BACKWARD,)},
+    StepState.SUMMED: _RESTING
     | {Call.pre_backward: (StepState.BACKWARD,), Call.finish_grad_sync: (StepState.FINISHED,)},
-    StepState.REDUCED: _HOLDING | {Call.finish_grad_sync: (StepState.FINISHED,)},
-    StepState.FINISHED: _HOLDING
+    StepState.REDUCED: _RESTING | {Call.finish_grad_sync: (StepState.FINISHED,)},
+    StepState.FINISHED: _RESTING
     | {
-        Call.pre_backward: (StepState.BACKWARD,),
+        Call.pre_backward: (StepState.BACKWARD,),  # whose gradients are added to what `.grad` has
         Call.finish_grad_sync: (StepState.FINISHED,),
         Call.update: (StepState.FINISHED,),
     },
-    StepState.STALE: _HOLDING | {Call.pre_backward: (StepState.BACKWARD,)},
-    StepState.DROPPED: _HOLDING,
-    StepState.FAILED: _HOLDING,
+    StepState.FAILED: _RESTING,
 }
 """Which states a call may lead to. A plan chooses where `post_backward` goes (`BackwardPlan.leads_to`)."""
 
@@ -109,15 +96,6 @@ _NEVER_REDUCED = "gradients were never reduced: the step's last backward ran ins
 _UNFINISHED = (
     "step(sync_grad_before_optimizer_step=False) before the gradients were finished: call model.finish_grad_sync()"
     " before it, or leave sync_grad_before_optimizer_step=True"
-)
-_CAME_LATE = (
-    "a backward ran after this step's gradients were finished (by optimizer.step(), clip_grad_norm_(), grad_norm()"
-    " or full_gradients()) and before zero_grad(); plain torch would add its gradients to the old ones, which are"
-    " reduced and scaled, so they were dropped: call zero_grad() before the backward whose gradients are wanted"
-)
-_IN_PART = (
-    ".grad of {names} was set to None, and of other parameters it was not: gradients of a sharded model are forgotten"
-    " together; set all of them to None, or call zero_grad()"
 )
 _INCOMPLETE = (
     "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
@@ -137,11 +115,6 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
         " the last in no_sync(), or call zero_grad() between them"
     ),
     (StepState.REDUCED, Call.update): _UNFINISHED,
-    (StepState.STALE, Call.finish_grad_sync): _CAME_LATE,
-    (StepState.STALE, Call.update): _CAME_LATE,
-    (StepState.DROPPED, Call.pre_backward): _IN_PART,
-    (StepState.DROPPED, Call.finish_grad_sync): _IN_PART,
-    (StepState.DROPPED, Call.update): _IN_PART,
     (StepState.FAILED, Call.pre_backward): (
         "the last backward raised, or a reduction of it; its gradients are incomplete, and another backward would add"
         " to them: call zero_grad() before it"
@@ -149,10 +122,7 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
     (StepState.FAILED, Call.finish_grad_sync): _INCOMPLETE,
     (StepState.FAILED, Call.update): _INCOMPLETE,
 }
-"""What the user is told of a call that `TRANSITIONS` does not have: why it is wrong, and which call is missing.
-
-{names}: some of the parameters whose `.grad` was set to None.
-"""
+"""What the user is told of a call that `TRANSITIONS` does not have: why it is wrong, and which call is missing."""
 
 
 class StepError(RuntimeError):
@@ -167,7 +137,6 @@ class BackwardPlan:
     last: this backward ends the step's accumulation, so that what is reduced once a step is reduced in it.
     adds: an earlier backward of the step was reduced, so that sums are there to be added to; else they are copied.
     leads_to: the state of the step after it.
-    drops: what it brings to parameters is dropped as it arrives; see [Note: Stale gradients].
     ends_by: the call that its end is.
     """
 
@@ -175,11 +144,7 @@ class BackwardPlan:
     last: bool
     adds: bool
     leads_to: StepState
-    drops: bool = False
     ends_by: Call = Call.post_backward
-
-
-STALE_PLAN = BackwardPlan(reduce_units=False, last=False, adds=False, leads_to=StepState.STALE, drops=True)
 
 
 @dataclass(frozen=True)
@@ -276,10 +241,8 @@ class Step(StateMachine[StepState, Call]):
         self.installed = Installed()
         self.num_updates = 0
         """How often weights were installed, after an update or a load."""
-        self.dropped: set[str] = set()
-        """Parameters whose `.grad` the program has set to None since gradients were last forgotten."""
-        self.frozen: frozenset[str] = frozenset()
-        """Parameters that have storage for gradients and were frozen in the last forward with gradients."""
+        self.has_ended = False
+        """Whether gradients were finished since weights were installed last."""
         self.has_sums = False
         """Whether a backward of this step is reduced, so that a further one adds to it. It forbids no call."""
 
@@ -292,10 +255,6 @@ class Step(StateMachine[StepState, Call]):
     def has_gradients(self) -> bool:
         """Whether a backward ran since gradients were last forgotten."""
         return self.state is not StepState.IDLE
-
-    def refusal(self, call: Call) -> str:
-        """Why a call is wrong now, and which one is missing."""
-        return super().refusal(call).replace("{names}", ", ".join(sorted(self.dropped)[:3]))
 
     def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
         """A backward begins. One that is refused fails the step: it may have left a gradient where sums are.
@@ -328,21 +287,21 @@ class Step(StateMachine[StepState, Call]):
 
     def _next_plan(self) -> BackwardPlan:
         """What a backward that the state allows does with its gradients."""
-        if self.state in (StepState.FINISHED, StepState.STALE):
-            return STALE_PLAN
+        if self.state is StepState.FINISHED:
+            self.num_backwards, self.has_sums = 0, False
         self.shape.check_terms(self.num_backwards + 1)
         plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
         self.has_sums |= plan.reduce_units
         self.num_backwards += 1
         return plan
 
-    def check_forward(self, num_updates: int) -> None:
+    def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
         """Refuse a backward through a forward that ran when there had been `num_updates` updates, and fail the step.
 
         Raises:
-            StepError: weights were installed since.
+            StepError: weights were installed since; or main weights were written to (`is_stale`).
         """
-        if num_updates == self.num_updates:
+        if num_updates == self.num_updates and not is_stale:
             return
         if not self.in_backward:  # one that runs is settled when it has raised
             self.fail()
@@ -363,18 +322,13 @@ class Step(StateMachine[StepState, Call]):
     def finished(self) -> None:
         """Gradients are reduced and scaled."""
         self.move(Call.finish_grad_sync)
-
-    def drop(self, name: str) -> None:
-        """The program has set `.grad` of a parameter to None: it must do so of all, or call `zero_grad`."""
-        self.move(Call.drop)
-        self.dropped.add(name)
+        self.has_ended = True
 
     def zero_grad(self) -> None:
         """Gradients are forgotten: the next step begins."""
         self.move(Call.zero_grad)
         self.number += 1
         self.num_backwards = 0
-        self.dropped = set()
         self.has_sums = False
 
     def update(self, *, installs: bool) -> None:
@@ -382,14 +336,10 @@ class Step(StateMachine[StepState, Call]):
         self.move(Call.update)
         self.installed.move(Call.update, self.installed.state if installs else InstallState.UPDATED)
 
-    @property
-    def awaits_install(self) -> bool:
-        """Whether weights were updated that are still to be installed."""
-        return self.installed.state is InstallState.UPDATED
-
     def weights_installed(self) -> None:
         """The weights have changed: graphs of earlier forwards are worth nothing any more."""
         self.num_updates += 1
+        self.has_ended = False
         self.installed.move(Call.install_weights)
 
     def check_installed(self) -> None:

@@ -1,7 +1,7 @@
 """Which parameters are trained: `requires_grad`, which a program may change between forwards.
 
 [Note: Freezing] What was trained when it was sharded keeps its storage. While it is frozen, autograd brings it nothing:
-it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see [Note: Negative zero]). Its
+it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see `runtime.usage`). Its
 bucket is reduced all the same, so that no collective depends on the flags.
 
 [Note: Unfreezing] What was frozen when it was sharded has storage for weights alone. When the program lets a part of
@@ -42,7 +42,7 @@ class Trainability:
         units: whose parameters these are.
         meshes: whose ranks must agree.
         policy: dtypes of what is trained.
-        reductions_of, usage_of: make what a bucket, and all trained ones, need besides storage.
+        reductions_of: makes what a bucket needs besides storage.
         hooks: ask before every forward with gradients. weights, reduce, gradients, guard: told of further buckets.
         laid_out_once: why no bucket can get further storage; "" where it can.
     """
@@ -53,7 +53,6 @@ class Trainability:
         meshes: Meshes,
         policy: MixedPrecisionPolicy,
         reductions_of: Callable[[Bucket], Reductions],
-        usage_of: Callable[[list[Bucket], dict[str, Reductions]], Usage],
         hooks: Hooks,
         weights: WeightInstaller,
         reduce: ReducePipeline,
@@ -65,7 +64,6 @@ class Trainability:
         self.meshes = meshes
         self.policy = policy
         self.reductions_of = reductions_of
-        self.usage_of = usage_of
         self.hooks = hooks
         self.weights = weights
         self.reduce = reduce
@@ -92,9 +90,6 @@ class Trainability:
         if late:
             self._train(late)
         self._agreed = now
-        named = self._named(now, [bucket for bucket in self._buckets if bucket.trainable])
-        self.hooks.step.frozen = frozenset(name for name, trained in named if not trained)
-        self.gradients.usage.wanted |= bool(self.hooks.step.frozen)  # what is frozen nobody updates
 
     @by_engine
     def _flags(self) -> list[list[bool]]:
@@ -142,7 +137,7 @@ class Trainability:
         self.hooks.step.weights_installed()
         trained = [bucket for bucket in self._buckets if bucket.trainable]
         self.reduce.take_in(self.units, {bucket.name: self.reductions_of(bucket) for bucket in buckets})
-        self.gradients.take_in(self.usage_of(trained, self.reduce.reductions), late=buckets)
+        self.gradients.take_in(Usage.of(self.meshes, trained), late=buckets)
         if self.guard is not None:
             self.guard.watch(trained)
         self.hooks.of_backward.take_in(buckets)
@@ -152,7 +147,7 @@ class Trainability:
         if bucket.key.expert:
             why = "and experts (allreduce=False) are others on every rank, so that ranks cannot agree on it"
         elif self.weights.gather.holds:
-            why = "inside gathered(), which holds its weights: run the first forward that trains it outside"
+            why = "inside unsharded(), which holds its weights: run the first forward that trains it outside"
         if why:
             name = next(name for (name, _), flag in zip(bucket.params, bucket.views.flags(), strict=True) if flag)
             raise RuntimeError(

@@ -59,6 +59,8 @@ class Unit:
     buckets: list[Bucket]
     readiness: Readiness = field(init=False)
     kept_by_engine = True
+    is_held: bool = False
+    """The program has its weights whole, outside of passes."""
 
     def __post_init__(self, given: list[nn.Module]) -> None:
         self.is_root = self.name == ROOT
@@ -109,10 +111,9 @@ def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
 
 
 def rest(units: Iterable[Unit]) -> None:
-    """No forward and no backward runs any more; see `Bucket.rest`."""
-    for bucket in buckets_of(units):
-        if bucket.views.sharded is not None:
-            edits.adopt(bucket)
+    """No forward and no backward runs any more: show sharded parameters."""
+    for bucket in buckets_of(unit for unit in units if not unit.is_held):
+        edits.adopt(bucket)
         bucket.rest()
 
 

@@ -55,6 +55,8 @@ class WeakHook:
                 " that was sharded, as long as its parts and outputs are used"
             )
         weak = self._weak
+        if not weak:
+            return self._function(owner, *self._args, *args, **kwargs)
         if len(weak) == 1:  # of a module: a unit
             return self._function(owner, weak[0](), *self._args, *args, **kwargs)
         if len(weak) == 2:  # of a parameter: a unit and its gradients

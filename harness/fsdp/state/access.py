@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.fp8.linear import Fp8Linear
-from harness.fsdp.state import flat, hooks
-from harness.fsdp.state.named import ShardedState, ShardMap, check_fit, fill
+from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.state import flat
+from harness.fsdp.state.named import WEIGHTS, ShardedState, check_fit
 from harness.fsdp.state.of_parameters import add_optimizers, load_local_state, local_state
+from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.dtensors import DTensorFactory, refuse_split_experts
 from harness.fsdp.storage.whereabouts import check_names
-from harness.fsdp.update.optimizer import ShardedOptimizer
 
 FP8 = "fp8/"
 """Prefix of what delayed scaling knows."""
@@ -31,6 +33,15 @@ class Weights(Protocol):
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
         from now on. writes: main weights are written next."""
 
+    def refuse_held(self) -> None:
+        """Raise RuntimeError where weights are held whole, which a load would not reach."""
+
+    def adopt_edits(self) -> None:
+        """Let main weights know edits of unsharded ones; RuntimeError where they cannot."""
+
+    def bring_up_to_date(self) -> None:
+        """Make main weights that were written count now, if any were. *Collective*."""
+
     def install(self) -> None:
         """Make main weights that were written count in the very next forward. *Collective.*"""
 
@@ -41,17 +52,11 @@ class StepGradients(Protocol):
     def finish(self) -> None:
         """Wait for the step's reductions and scale the gradients, once. *Collective.*"""
 
-    def forget(self, *, set_to_none: bool | None = True) -> None:
-        """Forget all gradients of the step. set_to_none=None: what is zero and not none stays so."""
+    def collect(self) -> None:
+        """Let main gradients be what parameters have as `.grad`, zeros for None."""
 
-
-class _Plan(NamedTuple):
-    """What is loaded: names, tensors of the model and what is given for them; modules and what they are told; and names
-    that one side lacks."""
-
-    tensors: list[tuple[str, Tensor, Tensor]]
-    more: list[tuple[nn.Module, Any]]
-    names: _IncompatibleKeys
+    def forget(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients of the step."""
 
 
 class StateAccess:
@@ -78,16 +83,17 @@ class StateAccess:
         self.weights = weights
         self.gradients = gradients
         self.everyone = everyone
-        self._shards = ShardMap(buckets)
+        self._shards = DTensorFactory(buckets)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        self._settle()
+        self.settle()
         return self._in_model_order(flat.full_weights(self.buckets), self.buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
         self.gradients.finish()
+        self.gradients.collect()
         check_names(self.module)
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         return self._in_model_order(flat.full_gradients(self.buckets), trainable)
@@ -95,14 +101,16 @@ class StateAccess:
     def local_gradients(self) -> dict[str, Tensor]:
         """This rank's rows of every finished gradient, by parameter name; not copied."""
         self.gradients.finish()
+        self.gradients.collect()
         return dict(flat.local_gradients([bucket for bucket in self.buckets if bucket.trainable]))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let weights, and their names, be what they are everywhere.
 
         Raises:
-            RuntimeError: the module's parameters have other names by now.
+            RuntimeError: the module's parameters have other names by now; or unsharded ones were edited.
         """
+        self.weights.adopt_edits()
         self.weights.wait(writes=True)  # by whoever is given them
         check_names(self.module)
 
@@ -121,37 +129,32 @@ class StateAccess:
                 place += 1
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """What the module's own `state_dict` gives, with main weights as DTensors over the engine's own memory and
-        saved buffers as they are on the first rank; what modules say besides is this rank's. *Collective* where there
-        are buffers.
+        """What the module's own `state_dict` gives: main weights as DTensors over the engine's own memory, and saved
+        buffers as they are on the first rank. *Collective* where there are buffers.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
             RuntimeError: on all ranks: a buffer has another shape or dtype on one of them.
         """
-        self._settle()
-        held = self._shards.weights(self.buckets)
-        first = {id(param): name for name, param in self.module.named_parameters()}
+        self.settle()
+        refuse_split_experts(self.buckets)
+        to: dict[str, Any] = {"destination": destination, "prefix": prefix} if destination is not None or prefix else {}
+        found: dict[str, Any] = self.module.state_dict(keep_vars=True, **to)
         buffers = {id(each) for each in self.module.buffers()}
+        self._refuse_uneven([(name, each) for name, each in found.items() if id(each) in buffers])
         of_rank_0: dict[int, Tensor] = {}
-        self._refuse_uneven(first)
+        for name, entry in found.items():
+            if id(entry) in buffers:
+                if id(entry) not in of_rank_0:
+                    of_rank_0[id(entry)] = self.everyone.from_first(entry, f"saved {name}").clone()
+                found[name] = of_rank_0[id(entry)]
+            elif isinstance(entry, Tensor):
+                found[name] = sharded_of(entry).detach()
+        return found
 
-        def value_of(name: str, entry: Any) -> Any:
-            if id(entry) in first:
-                return held[first[id(entry)]]
-            if id(entry) not in buffers:
-                return entry.detach() if isinstance(entry, Tensor) else entry
-            if id(entry) not in of_rank_0:
-                of_rank_0[id(entry)] = self.everyone.from_first(entry, f"saved {name}").clone()
-            return of_rank_0[id(entry)]
-
-        return hooks.saved(self.module, value_of, destination, prefix)
-
-    def _refuse_uneven(self, params: Container[int]) -> None:
+    def _refuse_uneven(self, buffers: Sequence[tuple[str, Tensor]]) -> None:
         """Raise RuntimeError where ranks have buffers of other kinds, of which no rank could take the first one's.
         *Collective* where there are any."""
-        entries = saved_entries(self.module)
-        buffers = [(n, each) for n, each in entries if isinstance(each, Tensor) and id(each) not in params]
         kinds = [f"{name} {each.dtype} {each.layout} {list(each.shape)}" for name, each in buffers]
         if not kinds or self.everyone.size == 1:
             return
@@ -175,82 +178,49 @@ class StateAccess:
         return self.everyone.sum_scalars(table, "kinds of buffers")
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-        """Take weights and buffers by the names of `state_dict`; returns names that one side lacks. Gradients wait for
-        their step, as in torch. *Collective.*
-
-        Of a tensor with several names one is enough; given more, the last counts, as in torch.
+        """Take weights and buffers by the names of `state_dict`, by the module's own `load_state_dict`; returns names
+        that one side lacks. Gradients wait for their step, as in torch. *Collective.*
 
         Raises:
             StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
+            RuntimeError: the same, found by a module that loads in a way of its own.
         """
-        self._settle()
-        plans = list[_Plan]()
+        self.weights.refuse_held()
+        self.settle()
+        unsharded = [bucket for bucket in self.buckets if bucket.views.shows_unsharded]
+        for bucket in self.buckets:
+            bucket.rest()
+        try:
+            return self._load(given, strict=strict)
+        finally:
+            for bucket in unsharded:
+                bucket.use()
 
-        def take(state: Mapping[str, Any], strict: bool = False) -> _IncompatibleKeys:
-            plans.append(self._plan(state, strict=strict))
-            return plans[-1].names
-
-        if type(self.module).load_state_dict is nn.Module.load_state_dict:
-            names: Any = take(given, strict)
-        else:
-            names = hooks.through_own(self.module, given, strict, take)
-        for plan in plans:
-            self._fill(plan)
-        self.weights.install()
-        hooks.after_loading(self.module, plans[-1].names)
-        return plans[-1].names if names is None else names
-
-    def _plan(self, given: Mapping[str, Any], *, strict: bool) -> _Plan:
-        """What of a dictionary goes where; nothing is loaded.
-
-        Raises:
-            StateMismatch: as `load_state_dict`.
-        """
-        given, spared = hooks.before_loading(self.module, given)
-        own = dict(saved_entries(self.module))
-        told = {id(own[name]) for name in (*given, *spared) if name in own}
-        missing = [name for name, saved in own.items() if id(saved) not in told]
-        unexpected = [name for name in given if name not in own]
-        # torch's helpers hand back the model's own tensors for what they lack
-        taken = [(n, own[n], value) for n, value in given.items() if n in own and value is not own[n]]
-        pairs = [(name, saved, value) for name, saved, value in taken if isinstance(saved, Tensor)]
-        check_fit(pairs, missing if strict else [], unexpected if strict else [])
-        return _Plan(
-            pairs, [(p, v) for _, p, v in taken if isinstance(p, nn.Module)], _IncompatibleKeys(missing, unexpected)
+    def _load(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+        """As `load_state_dict`, into the sharded parameters."""
+        own = self.module.state_dict(keep_vars=True)
+        if not any(_loads_otherwise(part) for part in self.module.modules()):
+            _check(own, given, strict=strict)
+        told = {id(own[name]): value for name, value in given.items() if name in own}
+        tied = {name: told[id(entry)] for name, entry in own.items() if name not in given and id(entry) in told}
+        found: _IncompatibleKeys = self.module.load_state_dict(
+            {name: _as_target(value, own.get(name)) for name, value in {**given, **tied}.items()},
+            **({} if strict else {"strict": False}),
         )
+        return found
 
-    def _fill(self, plan: _Plan) -> None:
-        """Copy what was given to where it belongs."""
-        first = {id(param): name for name, param in self.module.named_parameters()}
-        shards = self._shards.weights(self.buckets)
-        for _, tensor, value in plan.tensors:
-            if id(tensor) in first:
-                fill(shards[first[id(tensor)]], value)
-            else:
-                tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-        for part, value in plan.more:
-            part.set_extra_state(value)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return any(bucket.views.sharded is not None for bucket in self.buckets)
-
-    def sharded_state(
-        self, optimizer: ShardedOptimizer | None, stepped: Sequence[torch.optim.Optimizer] = ()
-    ) -> ShardedState:
-        """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory.
-
-        stepped: optimizers over sharded parameters.
-        """
-        self._settle()
-        found = self._shards.state(self.buckets, optimizer)
-        if self._is_sharded:
-            add_optimizers(found, self.buckets, stepped)
+    def sharded_state(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
+        """Weights, and the state of optimizers over them, by the module's own names, over the engine's own memory."""
+        self.settle()
+        found = ShardedState({WEIGHTS + name: shard for name, shard in self._shards.weights(self.buckets).items()})
+        add_optimizers(found, self.buckets, stepped)
         found.tensors |= self._fp8_state()
         return found
 
     def _fp8_state(self) -> dict[str, Tensor]:
-        """What delayed scaling knows, the same on all ranks between steps; in place."""
+        """What delayed scaling knows, the same on all ranks between steps; in place. *Collective* after a step."""
+        if Fp8Linear.delayed_state(self.module):
+            self.weights.bring_up_to_date()
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.module).items()}
 
     def adopt_state(self, state: ShardedState) -> None:
@@ -258,25 +228,17 @@ class StateAccess:
         state.adopt()
         self._written()
 
-    def local_state(
-        self, optimizer: ShardedOptimizer | None, stepped: Sequence[torch.optim.Optimizer] = ()
-    ) -> dict[str, Tensor]:
+    def local_state(self, stepped: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
         """This rank's flat weights and optimizer state, for resuming on the same layout.
 
         Raises:
             RuntimeError: there is no optimizer.
         """
+        self.weights.adopt_edits()
         self.weights.wait()
-        if self._is_sharded:
-            return local_state(self.buckets, _some(stepped)) | self._fp8_state()
-        return flat.local_state(self.buckets, _required(optimizer)) | self._fp8_state()
+        return local_state(self.buckets, _some(stepped)) | self._fp8_state()
 
-    def load_local_state(
-        self,
-        optimizer: ShardedOptimizer | None,
-        values: Mapping[str, Tensor],
-        stepped: Sequence[torch.optim.Optimizer] = (),
-    ) -> None:
+    def load_local_state(self, values: Mapping[str, Tensor], stepped: Sequence[torch.optim.Optimizer]) -> None:
         """Take `local_state` back, and forget gradients. *Collective.*
 
         Raises:
@@ -291,17 +253,14 @@ class StateAccess:
             [name for name in values if name.startswith(FP8) and name not in scales],
         )
         rest = {name: value for name, value in values.items() if not name.startswith(FP8)}
-        if self._is_sharded:
-            load_local_state(self.buckets, _some(stepped), rest)
-        else:
-            flat.load_local_state(self.buckets, _required(optimizer), rest)
+        load_local_state(self.buckets, _some(stepped), rest)
         for name, buffer in scales.items():
             buffer.copy_(values[name])
         self._written()
 
     def _written(self) -> None:
         self.weights.install()
-        self.gradients.forget(set_to_none=None)
+        self.gradients.forget()
 
 
 def _hash(text: str) -> int:
@@ -314,29 +273,36 @@ def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Opti
     return stepped
 
 
-def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:
-    if optimizer is None:
-        raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
-    return optimizer
+def _loads_otherwise(part: nn.Module) -> bool:
+    """The program's own code decides which names and shapes are right."""
+    loads: Any = type(part)._load_from_state_dict
+    whole = type(part).load_state_dict is not nn.Module.load_state_dict
+    return whole or not loads.__module__.startswith("torch.nn.") or bool(part._load_state_dict_pre_hooks)
 
 
-EXTRA = "_extra_state"
-"""What torch calls an entry that a module makes by `get_extra_state`."""
+COUNT = "num_batches_tracked"
+"""What torch's batch norms did not save once, and do without."""
 
 
-def saved_entries(module: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """Parameters and buffers that a module's own `state_dict` would have, and modules that have an entry of their own
-    making, under every name, in its order."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name, entry in entries_of(part):
-            yield f"{path}.{name}" if path else name, entry
+def _check(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise StateMismatch where a state does not fit; of a tensor with several names one is enough."""
+    told = {id(own[name]) for name in given if name in own}
+    missing = [name for name, entry in own.items() if id(entry) not in told and not name.endswith(COUNT)]
+    unexpected = [name for name in given if name not in own]
+    pairs = [(n, own[n], value) for n, value in given.items() if isinstance(own.get(n), Tensor)]
+    check_fit(pairs, missing if strict else [], unexpected if strict else [])
 
 
-def entries_of(part: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """As `saved_entries`, without those of its parts."""
-    saved = (item for item in part._buffers.items() if item[0] not in part._non_persistent_buffers_set)
-    for name, tensor in (*part._parameters.items(), *saved):
-        if tensor is not None:
-            yield name, tensor
-    if type(part).get_extra_state is not nn.Module.get_extra_state:
-        yield EXTRA, part
+def _as_target(value: Any, target: Any) -> Any:
+    """A value as torch copies it into a target: cut as a DTensor of torch's own placements is, or whole.
+
+    *Collective* where it is a DTensor.
+    """
+    target = sharded_of(target) if isinstance(target, Tensor) else target
+    if isinstance(target, RaggedTensor) or not (isinstance(target, DTensor) or isinstance(value, DTensor)):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(target, DTensor):
+        return whole
+    mesh = target.device_mesh
+    return distribute_tensor(whole.to(mesh.device_type), mesh, target.placements, src_data_rank=None)

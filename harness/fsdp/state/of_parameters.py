@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.fsdp.state.flat import NOTHING, OPTIMIZER, STEP_DTYPE, SavedStretch, saved_stretches
-from harness.fsdp.state.named import COUNTER_DTYPE, ShardedState
-from harness.fsdp.storage.at_rest import ShardedParameters, local_of
+from harness.fsdp.ragged.tensor import local_of
+from harness.fsdp.state.named import COUNTER_DTYPE, OPTIMIZER, ShardedState
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
 
+NOTHING = "nothing"
+"""In place of the entries of a parameter that no step has updated yet."""
+STEP_DTYPE = torch.float64
+"""Plain numbers of an optimizer's state (torch keeps `step` as a tensor or a number) are saved as this."""
 Opt = torch.optim.Optimizer
 Held = tuple[Bucket, Slot, Tensor, Opt]
 """A parameter's bucket and slot, the parameter, and the optimizer that updates it."""
@@ -23,7 +30,7 @@ def held_by(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> Iterator[He
     """Every parameter that an optimizer has, in the order of the model."""
     owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
     for bucket in buckets:
-        sharded = bucket.views.sharded
+        sharded = bucket.views.sharded()
         assert isinstance(sharded, ShardedParameters)
         for slot, param in zip(bucket.layout.slots, sharded.params, strict=True):
             if id(param) in owner:
@@ -99,14 +106,17 @@ def load_local_state(buckets: Sequence[Bucket], optimizers: Sequence[Opt], state
             given = state[key]
             problems.append(f"{key} is {tuple(given.shape)} {given.dtype}, not {tuple(shard.shape)} {shard.dtype}")
     saved = saved_stretches(state)
+    places = _by_place(saved)
     plan = []
-    for bucket, local, param, optimizer, _ in _own(buckets, optimizers):
-        within = _containing(saved, f"{bucket.name}:{local.segment}", local)
+    for bucket, local, param, optimizer, held in _own(buckets, optimizers):
+        within = _containing(places.get(f"{bucket.name}:{local.segment}", ()), local)
         if within is None and saved:
             problems.append(f"missing {OPTIMIZER}{bucket.name}:{local.segment}:{local.offset}")
+        elif within is not None:
+            problems += _of_another_dtype(within, held, bucket.dtypes.main)
         plan.append((local, param, optimizer, within))
-    places = {f"{bucket.name}:{local.segment}" for bucket, local, *_ in _own(buckets, optimizers)}
-    problems += [f"unexpected {OPTIMIZER}{each.name}" for each in saved if each.where not in places]
+    wanted = {f"{bucket.name}:{local.segment}" for bucket, local, *_ in _own(buckets, optimizers)}
+    problems += [f"unexpected {OPTIMIZER}{each.name}" for each in saved if each.where not in wanted]
     problems += _incomplete(saved)
     if problems:
         raise ValueError("state does not fit this layout, nothing was loaded: " + "; ".join(problems[:8]))
@@ -115,6 +125,32 @@ def load_local_state(buckets: Sequence[Bucket], optimizers: Sequence[Opt], state
     for local, param, optimizer, within in plan:
         _load(local, param, optimizer, within)
     _count_elsewhere(buckets, optimizers)
+
+
+@dataclass(frozen=True)
+class SavedStretch:
+    """What was saved of neighbours. where: bucket and segment. begin, end: their place in the segment's shard."""
+
+    name: str
+    where: str
+    begin: int
+    end: int
+    values: dict[str, Tensor]
+
+
+def saved_stretches(state: Mapping[str, Tensor]) -> list[SavedStretch]:
+    """The stretches of a saved state, and those of its keys that name none, with no place."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith(OPTIMIZER):
+            name, entry = key.removeprefix(OPTIMIZER).rsplit("/", 1)
+            by_name.setdefault(name, {})[entry] = value
+    return [_saved_stretch(name, values) for name, values in by_name.items()]
+
+
+def _saved_stretch(name: str, values: dict[str, Tensor]) -> SavedStretch:
+    found = re.fullmatch(r"(.*:\d+):(\d+)-(\d+)", name)
+    return SavedStretch(name, *(found[1], int(found[2]), int(found[3])) if found else (name, 0, 0), values)
 
 
 def _weights(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
@@ -131,9 +167,17 @@ def _own(
             yield bucket, local, param, optimizer, optimizer.state.get(param) or {}
 
 
-def _containing(saved: Sequence[SavedStretch], where: str, local: LocalSlice) -> SavedStretch | None:
-    end = local.offset + local.numel
-    return next((s for s in saved if s.where == where and s.begin <= local.offset and end <= s.end), None)
+def _by_place(saved: Sequence[SavedStretch]) -> dict[str, list[SavedStretch]]:
+    """What was saved of each segment, in order; there may be thousands."""
+    found: dict[str, list[SavedStretch]] = {}
+    for each in sorted(saved, key=lambda each: each.begin):
+        found.setdefault(each.where, []).append(each)
+    return found
+
+
+def _containing(saved: Sequence[SavedStretch], local: LocalSlice) -> SavedStretch | None:
+    place = bisect_right(saved, local.offset, key=lambda each: each.begin) - 1
+    return saved[place] if place >= 0 and local.offset + local.numel <= saved[place].end else None
 
 
 def _incomplete(saved: Sequence[SavedStretch]) -> list[str]:
@@ -145,6 +189,16 @@ def _incomplete(saved: Sequence[SavedStretch]) -> list[str]:
         for key, value in each.values.items():
             if value.dim() and key != NOTHING and value.shape != (each.end - each.begin,):
                 found.append(f"{OPTIMIZER}{each.name}/{key} has shape {tuple(value.shape)}")
+    return found
+
+
+def _of_another_dtype(saved: SavedStretch, held: Mapping[str, Any], main: torch.dtype) -> list[str]:
+    found = []
+    for key, value in saved.values.items():
+        own = held.get(key)
+        wanted = own.dtype if isinstance(own, Tensor) else main if value.dim() else value.dtype
+        if key != NOTHING and value.dtype != wanted:
+            found.append(f"{OPTIMIZER}{saved.name}/{key} is {value.dtype}, not {wanted}")
     return found
 
 
@@ -171,13 +225,22 @@ def _load(local: LocalSlice, param: Tensor, optimizer: Opt, within: SavedStretch
 
 
 def _count_elsewhere(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> None:
-    """Parameters without a row on this rank have the counters of those with some."""
-    some: dict[int, dict[str, Any]] = {}
-    for _, _, param, optimizer, held in _own(buckets, optimizers):
-        if held:
-            some[id(optimizer)] = {key: value for key, value in held.items() if not is_moment(value, param)}
+    """Parameters without a row on this rank have entries as those with some, and their counters; all in the order of
+    the groups, which is one on all ranks."""
+    some = {id(optimizer): (param, held) for _, _, param, optimizer, held in _own(buckets, optimizers) if held}
     for bucket, slot, param, optimizer in held_by(buckets, optimizers):
-        if bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel == 0:
-            for key, value in some.get(id(optimizer), {}).items():
-                if optimizer.state.get(param):
-                    optimizer.state[param][key] = value.clone() if isinstance(value, Tensor) else value
+        here = bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel
+        if here or id(optimizer) not in some or not (bucket.trainable and param.requires_grad):
+            continue
+        other, held = some[id(optimizer)]
+        own = optimizer.state[param]
+        for key, value in held.items():
+            if not is_moment(value, other):
+                own[key] = value.clone() if isinstance(value, Tensor) else value
+            elif key not in own:
+                own[key] = torch.zeros_like(param, dtype=value.dtype, requires_grad=False)
+    for optimizer in optimizers:
+        found = dict(optimizer.state)
+        optimizer.state.clear()
+        params = [param for group in optimizer.param_groups for param in group["params"] if param in found]
+        optimizer.state.update({param: found.pop(param) for param in params} | found)

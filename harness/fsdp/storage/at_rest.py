@@ -8,14 +8,15 @@ rank keeps all main weights and computes with them (`no_shard`), both are one ob
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from typing import Any, cast
+from sys import getrefcount
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _storage_Use_Count
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as optimizers_types
 from torch.overrides import resolve_name
@@ -23,57 +24,74 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_types
 from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.ragged.tensor import BEFORE_WRITE
+from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.dtensors import DTensorFactory
+from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.metadata import METADATA
-from harness.fsdp.storage.parameter_access import GRADIENT, HOME, by_engine, grad_of, put_grad
+from harness.fsdp.storage.module_slots import ModuleSlot
+from harness.fsdp.storage.parameter_access import HOME, WATCH, by_engine, grad_of, put_grad
+from harness.fsdp.storage.whereabouts import refuse_unknown
 from harness.fsdp.tensor_parallel.parameters import put_data
 
-ENABLED = os.environ.get("HARNESS_FSDP_SHARDED_PARAMETERS") == "1"
-"""Private, until this is the only way."""
 SHARDED = "_fsdp_sharded"
 """Attribute of an unsharded parameter: the sharded one."""
 LOCATION = "_fsdp_location"
-"""Attribute of a sharded parameter: its `ShardedParameters` and its index in the bucket."""
+"""Attribute of a sharded parameter: a weak reference to its `ShardedParameters`, and its index in the bucket."""
+(_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
+"""Reference count of what only a list has that is looked through."""
 _ENGINES = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
 
 
-class _Slot:
-    """A place in a module that holds a parameter."""
+class Unfinished(Protocol):
+    """Gradients that no `.grad` shows yet."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.held = module._parameters
-        self.name = name
-        plain = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
-        self.module = None if plain else weakref.ref(module)
-        """A module with its own `__setattr__`: recurrent layers hold their parameters twice. None for any other."""
-
-    def put(self, param: nn.Parameter) -> None:
-        if self.module is None:
-            self.held[self.name] = param
-        elif (module := self.module()) is not None:
-            setattr(module, self.name, param)
+    def forget_one(self, bucket: Bucket, index: int) -> None:
+        """Forget what backwards have brought of a parameter. *Collective* before gradients are finished."""
 
 
-class ShardedParameter(RaggedTensor):
-    """Rows of a parameter. Hooks are hung on the unsharded one, whose gradient autograd brings."""
+class _Hooked:
+    """A parameter at rest. Hooks are hung on the unsharded one, whose gradient autograd brings."""
+
+    def _unsharded(self) -> Any:
+        place = location_of(cast(Tensor, self))
+        return self if place is None else place[0].unsharded[place[1]]
 
     @property
-    def _unsharded(self) -> nn.Parameter:
-        sharded, index = getattr(self, LOCATION)
-        found: nn.Parameter = sharded.unsharded[index]
-        return found
+    def grad(self) -> Tensor | None:
+        """The main gradient's rows, once a step's gradients are finished."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return grad_of(cast(Tensor, self))
 
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        place: Any = getattr(self, LOCATION, None) if value is None else None
+        sharded = None if place is None else place[0]()
+        if sharded is not None and (sync := sharded.sync()) is not None:
+            sync.forget_one(sharded.bucket, place[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            put_grad(cast(Tensor, self), value)
+
+    @by_engine
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Called once a backward with this rank's own gradient, unreduced."""
-        return self._unsharded.register_hook(hook)
+        return Tensor.register_hook(self._unsharded(), hook)  # type: ignore[no-untyped-call] # torch's
 
+    @by_engine
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Called with the unsharded parameter, once its gradient of a backward has come."""
-        answer: Any = getattr(self._unsharded, GRADIENT, None)
-        hung = hook if answer is None else answer.watched(hook)
-        return self._unsharded.register_post_accumulate_grad_hook(hung)
+        """Called with the unsharded parameter, once its gradient of a backward has come; it must not write to it."""
+        param = self._unsharded()
+        watch: Callable[[Any], Any] | None = getattr(param, WATCH, None)
+        hung = hook if watch is None else watch(hook)
+        return Tensor.register_post_accumulate_grad_hook(param, hung)  # type: ignore[no-untyped-call] # torch's
+
+
+class ShardedParameter(_Hooked, RaggedTensor):
+    """Rows of a parameter."""
+
+
+class PortionAtRest(_Hooked, DTensor):
+    """This rank's portion of a parameter under tensor parallelism, which no data-parallel axis cuts."""
 
 
 class _Superseded:
@@ -114,7 +132,7 @@ def _superseding(own: type) -> type:
     return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
 
 
-class MainWeight(nn.Parameter):
+class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has whole: all edits are counted, and `data` is copied."""
 
     @property
@@ -124,6 +142,7 @@ class MainWeight(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        check_data(values, self, getattr(self, HOME, ("a parameter",))[0])
         with torch.no_grad():
             self.copy_(values)
 
@@ -139,15 +158,19 @@ class MainWeight(nn.Parameter):
 
 
 @cache
-def _whole_at_rest(own: type) -> type:
-    """The class of a parameter that every rank has whole and computes with."""
+def counting(own: type) -> type:
+    """The class of a plain parameter of which all edits are counted; a DTensor's are anyway."""
     if own is nn.Parameter:
         return MainWeight
-    return type(own)(own.__name__, (MainWeight, own), {"__module__": own.__module__})
+    if issubclass(own, DTensor | MainWeight):
+        return own
+    meta: Any = type(own)
+    made: type = meta(own.__name__, (MainWeight, own), {"__module__": own.__module__})
+    return made
 
 
 for types in (optimizers_types, utils_types):
-    types += [MainWeight, ShardedParameter]
+    types += [MainWeight, ShardedParameter, PortionAtRest, PortionGradient]
 
 
 class ShardedParameters:
@@ -159,43 +182,53 @@ class ShardedParameters:
     """
 
     def __init__(
-        self, bucket: Bucket, shards: DTensorFactory, slots: dict[int, list[_Slot]], before_write: Callable[[], None]
+        self,
+        bucket: Bucket,
+        shards: DTensorFactory,
+        slots: dict[int, list[ModuleSlot]],
+        before_write: Callable[[], None],
     ) -> None:
         self.bucket = bucket
         self.before_write = before_write
         self.shards = shards
         self.unsharded = [param for _, param in bucket.params]
+        self.types = [type(param) for param in self.unsharded]
+        """Classes of unsharded parameters while they are computed with."""
         self.params: list[nn.Parameter] = []
         for index, param in enumerate(self.unsharded):
             sharded = self._sharded(index, param)
             self.params.append(sharded)
-            setattr(sharded, LOCATION, (self, index))
+            setattr(sharded, LOCATION, (weakref.ref(self), index))
             if sharded is not param:
                 vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith(_ENGINES)})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
         apart = [(p, s) for p, s in zip(self.unsharded, self.params, strict=True) if p is not s]
-        self._pairs = [(slots[id(param)], param, sharded, type(param)) for param, sharded in apart]
+        self._pairs = [(param, sharded, type(param)) for param, sharded in apart]
+        held = [(slot, param, sharded) for param, sharded in apart for slot in slots[id(param)]]
+        self._held = [(slot.held, slot.name, param, sharded) for slot, param, sharded in held if slot.is_plain]
+        self._put = [each for each in held if not each[0].is_plain]
+        self._slots = [(slots[id(p)], p, s) for p, s in zip(self.unsharded, self.params, strict=True)]
         self._same = [(param, type(param)) for param in self.params if not hasattr(param, SHARDED)]
         self._same = [(p, own) for p, own in self._same if any(p is each for each in self.unsharded)]
         """Parameters that are sharded and unsharded in one."""
-        self._locals = [local_of(param) for param in self.params]
-        self.grads: list[Tensor | None] = [None] * len(self.params)
-        """What `.grad` of each parameter is once a step's gradients are finished: views of main gradients."""
+        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
+        self._forget_views()
         self.shows_unsharded = True
+        self.sync: Callable[[], Unfinished | None] = lambda: None
+        """A weak reference to what has unfinished gradients."""
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         rows = self.view(index, self.bucket.main_shards)
         computes_with_it = self.bucket.trainable and self.bucket.computes_with_main_weights
-        if not isinstance(rows, RaggedTensor) and computes_with_it:
+        if not isinstance(rows, DTensor) and computes_with_it:
             return param
         made = nn.Parameter(rows, requires_grad=param.requires_grad)
-        if not isinstance(rows, DTensor):
-            made.__class__ = MainWeight
         made.grad_dtype = None  # main gradients may have another dtype than main weights
+        kind = PortionAtRest if isinstance(rows, DTensor) else MainWeight
+        held: Any = made
+        held.__class__ = ShardedParameter if isinstance(rows, RaggedTensor) else kind
         if isinstance(rows, RaggedTensor):
-            held: Any = made
-            held.__class__ = ShardedParameter
             held._local_tensor, held.base = rows._local_tensor, rows._local_tensor
             setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
         return made
@@ -211,33 +244,39 @@ class ShardedParameters:
         return self.shards.rows(self.bucket, self.bucket.layout.slots[index], flat, begins_at)
 
     def show(self, *, unsharded: bool) -> None:
-        """Put parameters into the modules' slots."""
-        if unsharded is self.shows_unsharded:
-            return
-        self.shows_unsharded = unsharded
+        """Put parameters into the modules' slots, in classes of their own."""
+        turns, self.shows_unsharded = unsharded is not self.shows_unsharded, unsharded
         for param, own in self._same:
-            param.__class__ = own if unsharded else _whole_at_rest(own)
-        for slots, param, sharded, own in self._pairs:
-            if unsharded:
-                param.__class__ = own
+            param.__class__ = own if unsharded else counting(own)
+        for param, sharded, own in self._pairs:
+            param.__class__ = own
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
-            if coming.requires_grad is not leaving.requires_grad:
+            if turns and coming.requires_grad is not leaving.requires_grad:
                 coming.requires_grad_(leaving.requires_grad)
-            for slot in slots:
-                slot.put(coming)
-            if not unsharded:
-                param.__class__ = _superseding(own)
+        for held, name, param, sharded in self._held:
+            coming, leaving = (param, sharded) if unsharded else (sharded, param)
+            if held.get(name) is leaving:  # else the program has taken it out
+                held[name] = coming
+        for slot, param, sharded in self._put:
+            slot.put(*((param, sharded) if unsharded else (sharded, param)))
+        for param, _, own in self._pairs if not unsharded else ():
+            param.__class__ = _superseding(own)
+
+    def count_edits(self) -> None:
+        """Let unsharded parameters that are shown count edits through `data`, and copy what is assigned to it."""
+        for param, own in (*self._same, *((param, own) for param, _, own in self._pairs)):
+            param.__class__ = counting(own)
 
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
         return [param.requires_grad for param in (self.unsharded if self.shows_unsharded else self.params)]
 
-    @by_engine
     def sync_flags(self) -> None:
-        """Let unsharded parameters be trained or frozen as the program has set it."""
-        for param, flag in zip(self.unsharded, self.flags(), strict=True):
-            if param.requires_grad is not flag:
-                param.requires_grad_(flag)
+        """Let unsharded parameters that are not shown be trained or frozen as the program has set it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, sharded in zip(self.unsharded, self.params, strict=True):
+                if param.requires_grad is not sharded.requires_grad:
+                    param.requires_grad_(sharded.requires_grad)
 
     def moved(self) -> None:
         """Main weights lie elsewhere now, maybe in another dtype: sharded parameters follow."""
@@ -251,13 +290,18 @@ class ShardedParameters:
             if isinstance(rows, RaggedTensor):
                 held._local_tensor, held._spec, held.base = rows._local_tensor, rows._spec, rows._local_tensor
                 setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
-        self._locals = [local_of(param) for param in self.params]
-        self.grads = [None] * len(self.params)
+        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
+        self._forget_views()
 
     def check(self) -> None:
-        """Raise RuntimeError where a sharded parameter was cast or moved after it was made."""
+        """Raise RuntimeError where modules hold other parameters, or a parameter was cast or moved."""
+        for slots, param, sharded in self._slots:
+            for slot in slots:
+                held = slot.param
+                if held is not sharded and held is not param and held is not None and not hasattr(held, HOME):
+                    refuse_unknown(getattr(param, HOME)[0], "replaced")
         for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
-            if local_of(param) is not local and param is not self.unsharded[0]:
+            if local is not None and local_of(param) is not local:
                 raise RuntimeError(
                     f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
                     " swapped); change it before sharding"
@@ -268,8 +312,42 @@ class ShardedParameters:
     def _grad(self, index: int) -> Tensor:
         held = self.grads[index]
         if held is None:
+            gradients = cast(Gradients, self.bucket.gradients)
+            before = _storage_Use_Count(gradients.main_storage)
             held = self.grads[index] = self.view(index, self.bucket.grad_shards)
+            if isinstance(held, DTensor) and not isinstance(held, RaggedTensor):
+                held.__class__ = PortionGradient
+            self._references[index] = _storage_Use_Count(gradients.main_storage) - before
         return held
+
+    def _forget_views(self) -> None:
+        self.grads: list[Tensor | None] = [None] * len(self.params)
+        """What `.grad` of each parameter is once a step's gradients are finished: views of main gradients."""
+        self._references = [0] * len(self.params)
+        """How many tensors each of these views adds to those in the memory of main gradients."""
+
+    def leave_kept_grads(self, shown: Collection[int] = ()) -> None:
+        """Main gradients are written anew: what the program keeps that is no `.grad` any more stays as it was.
+
+        shown: parameters whose main gradients are their `.grad`.
+
+        Raises:
+            RuntimeError: see `Gradients.renew`.
+        """
+        gradients = self.bucket.gradients
+        if gradients is None or not any(self._references):
+            return
+        for index, held in enumerate(self.grads):
+            if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
+                self.grads[index], self._references[index] = None, 0
+                set_apart(held)
+        known = gradients.own_references + sum(self._references)
+        if not shown and _storage_Use_Count(gradients.main_storage) > known:
+            gradients.renew()
+            self._forget_views()
+
+    def _leave_replaced(self) -> None:
+        self.leave_kept_grads([index for index, param in enumerate(self.params) if grad_of(param) is self.grads[index]])
 
     def install_grads(self, kept: set[int], *, only_kept: bool = False) -> None:
         """Let `.grad` be the main gradient; None where no rank had one, unless it was kept from before."""
@@ -278,16 +356,23 @@ class ShardedParameters:
             return
         for index, param in enumerate(self.params):
             none = (only_kept or index in gradients.unused) and index not in kept
+            if self.unsharded[index] is not param:
+                put_grad(self.unsharded[index], None)  # the next one comes apart from the finished ones
             put_grad(param, None if none else self._grad(index))
 
     @property
     def with_grads(self) -> set[int]:
         """Parameters whose `.grad` is not None."""
-        return {index for index, param in enumerate(self.params) if grad_of(param) is not None}
+        found = set[int]()
+        for index, param in enumerate(self.params):
+            if grad_of(param) is not None:
+                found.add(index)
+        return found
 
     def collect_grads(self) -> set[int]:
         """Bring gradients that the program has replaced into the main gradients, zeros for those it has set to None.
         Returns the parameters that have one."""
+        self._leave_replaced()
         found = set[int]()
         for index, param in enumerate(self.params if self.bucket.gradients is not None else ()):
             given, own = grad_of(param), self._grad(index)
@@ -306,38 +391,51 @@ class ShardedParameters:
         given = grad_of(param)
         if self.bucket.gradients is None or (given is None and not (zeros and param.requires_grad)):
             return
-        own = self._grad(index)
-        if given is own:
+        if given is not None and given is self.grads[index]:
             return
+        self._leave_replaced()
+        own = self._grad(index)
         if given is None:
             local_of(own).zero_()
         else:
             own.copy_(given)
         put_grad(param, own)
 
+    def add_own_grads(self) -> set[int]:
+        """Add what came to sharded parameters themselves, of a penalty say, to the main gradients. Returns which."""
+        found = set[int]()
+        for index, param in enumerate(self.params if self.bucket.gradients is not None else ()):
+            given = grad_of(param) if param is not self.unsharded[index] else None
+            if given is not None:
+                self._grad(index).add_(given)
+                found.add(index)
+        return found
+
     def drop_grads(self) -> None:
         """Set `.grad` of every parameter to None."""
         for param in self.params:
             put_grad(param, None)
 
+    def hide_grads(self) -> None:
+        """Set `.grad` to None of parameters that are sharded and unsharded in one."""
+        for param, _ in self._same:
+            put_grad(param, None)
 
-def local_of(param: Tensor) -> Tensor:
-    """This rank's rows, plain."""
-    held: Any = param
-    return held._local_tensor if isinstance(param, RaggedTensor) else param
+
+def finished_grad(param: Tensor) -> Tensor | None:
+    """What `.grad` of a parameter is once gradients are finished, if every rank has it whole and computes with it."""
+    place = location_of(param)
+    return None if place is None else place[0].grads[place[1]]
+
+
+def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:
+    """Where a sharded parameter is, by its index in a bucket; None for any other tensor, or where the model is gone."""
+    found: Any = getattr(param, LOCATION, None)
+    sharded = None if found is None else found[0]()
+    return None if sharded is None else (sharded, found[1])
 
 
 def sharded_of(param: Tensor) -> Tensor:
     """The sharded parameter that an unsharded one belongs to; any other tensor itself."""
     found: Tensor = getattr(param, SHARDED, param)
-    return found
-
-
-def slots_of(module: nn.Module) -> dict[int, list[_Slot]]:
-    """Every place that holds a parameter, by its identity."""
-    found: dict[int, list[_Slot]] = {}
-    for part in module.modules():
-        for name, param in part._parameters.items():
-            if param is not None:
-                found.setdefault(id(param), []).append(_Slot(part, name))
     return found

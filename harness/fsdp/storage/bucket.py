@@ -8,10 +8,8 @@ compute dtype.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +27,8 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.eight_bit import EightBitWeights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.storage.parameter_access import SHOWN, Access
 from harness.fsdp.storage.parameter_views import ParameterViews, views_of
-from harness.fsdp.storage.placement import WHOLE, Axis, On, route
+from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, route
 from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
 from harness.fsdp.tensor_parallel.portion import Portion
 
@@ -78,7 +75,7 @@ class Bucket:
     def _build(self, initial: InitialValue | None) -> None:
         """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
         params, context = self.params, self.context
-        self.placements = context.placements(trainable=self.trainable)
+        self.placements = context.placements
         specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
         self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, self.dtypes.align_elements)
         self.layout = self.cuts.layout
@@ -94,8 +91,8 @@ class Bucket:
         if self.key.fp8:
             self._expect_gradients()
         self.views.forget_edits()
-        if self.views.sharded is not None:
-            self.views.sharded.moved()
+        if (sharded := self.views.sharded()) is not None:
+            sharded.moved()
         self.rest()
 
     def _expect_gradients(self) -> None:
@@ -154,14 +151,11 @@ class Bucket:
             side.whole = make(layout.bucket_numel, self.dtypes.compute)
         self.compute = self.sides[0].whole
         """Compute weights, whole: those of a forward, where a backward has others."""
-        self.views.build([views_of(side.whole, layout) for side in self.sides], memory.device)
+        self.views.build([views_of(side.whole, layout) for side in self.sides])
         for side in self.sides:
             side.is_here, side.resting = self.is_resident, None
             if not self.is_resident:
                 memory.empty(side.whole)
-        if not self.is_resident and memory.fixed:
-            for _, param in self.params:
-                setattr(param, SHOWN, partial(_is_whole, weakref.ref(self)))
         self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
         """Bytes that every rank gives to a gather of one side."""
         for side in self.sides if placed.resting_weights_are_kept else ():
@@ -174,7 +168,8 @@ class Bucket:
         offload = self.context.plan.offload if self.trainable else None
         self.main_storage: Tensor | None = None
         """Main weights in storage of their own; None where they are the compute weights that are kept."""
-        if self.sides[0].resting is not None and stored == self.dtypes.compute and offload is None:
+        may_share = not (self.memory.registers and SHARD in self.cuts.own)
+        if self.sides[0].resting is not None and stored == self.dtypes.compute and offload is None and may_share:
             self.main_shards = self.cuts.own_shards(self.resting_shards(self.sides[0]))
         else:
             numel = self.cuts.numel(self.placements.main_weights)
@@ -183,6 +178,8 @@ class Bucket:
             else:
                 self.main_storage = self.memory.on_host(numel, stored)
             self.main_shards = self.cuts.split_own(self.main_storage)
+        self.computes_with_main_weights = self.is_resident and self.main_storage is None
+        """Main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
         self.eight_bit: EightBitWeights | None = None
         """What makes compute weights of main weights, where these are kept in 8 bits."""
         if self.key.fp8:
@@ -247,7 +244,7 @@ class Bucket:
         Returns what must be received before the weights are used, and waited for before they change again; or nothing,
         where that is `awaited`.
         """
-        if self.sides[0].resting is None or not (self.trainable or self.context.sharded_parameters):
+        if self.sides[0].resting is None:
             return []
         if self.main_storage is not None:
             for side in self.sides:
@@ -273,6 +270,7 @@ class Bucket:
             awaited.receive()
         else:  # nobody but the stream of gathers reads them
             awaited.receive_here()
+        self.installed_version = self.main_version  # what others updated is in the same storage
 
     def let_host_write(self) -> bool:
         """Where main weights lie on the host, have the device read none any more, of any bucket: it copies them beside
@@ -299,26 +297,24 @@ class Bucket:
         return len(self.sides) > 1 and self.memory.is_filled(self.sides[1].whole)
 
     def point_at_weights(self) -> None:
-        """Let parameters be views of the compute weights; or released, and one NaN, while these have no storage."""
-        if self.is_resident or self.memory.is_filled(self.compute):
-            self.views.point(0)
-        else:
-            self.views.point(1 if len(self.sides) > 1 and self.memory.is_filled(self.sides[1].whole) else None)
+        """Let unsharded parameters be views of the compute weights, and show them; sharded ones without storage."""
+        others = len(self.sides) > 1 and not (self.is_resident or self.memory.is_filled(self.compute))
+        self.views.point(1 if others and self.memory.is_filled(self.sides[1].whole) else 0)
+        sharded, unsharded = self.views.sharded(), self.is_whole
+        if sharded is not None and sharded.shows_unsharded is not unsharded:
+            sharded.show(unsharded=unsharded)
 
     def use(self) -> None:
-        """A forward or a backward runs: weights that are whole are in nobody's way."""
-        if self.views.access is not Access.free and self.awaited is None and self.is_whole:
-            self.views.give(Access.free)
-
-    def hand_over(self) -> None:
-        """Let the program do with parameters what it wants, whatever they hold, until `point_at_weights`."""
-        self.views.give(Access.free)
+        """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
+        sharded = self.views.sharded()
+        if sharded is not None and not sharded.shows_unsharded and self.awaited is None and self.is_whole:
+            sharded.show(unsharded=True)
 
     def rest(self) -> None:
-        """No forward and no backward runs: edits of weights that are whole must leave a trace."""
-        wanted = Access.resting if self.is_resident or self.views.sharded is not None else Access.lent
-        if self.views.access is not wanted and self.is_whole:
-            self.views.give(wanted)
+        """No forward and no backward runs: show sharded parameters."""
+        sharded = self.views.sharded()
+        if sharded is not None and sharded.shows_unsharded:
+            sharded.show(unsharded=False)
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
@@ -385,13 +381,8 @@ class Bucket:
 
     @property
     def is_stale(self) -> bool:
-        """Whether main weights were written to since they were installed last."""
-        return self.main_version != self.installed_version
-
-    @property
-    def computes_with_main_weights(self) -> bool:
-        """Whether main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
-        return self.is_resident and self.main_storage is None
+        """Whether main weights were written to since they were installed last; not by what is on its way."""
+        return self.awaited is None and self.main_version != self.installed_version
 
     @property
     def grad_shards(self) -> list[Tensor]:
@@ -418,8 +409,3 @@ class Bucket:
                 padding += (tensor.numel() - numel) * tensor.itemsize
         gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}
-
-
-def _is_whole(bucket: weakref.ref[Bucket]) -> bool:
-    there = bucket()
-    return there is not None and there.is_whole

@@ -50,8 +50,7 @@ class BucketContext:
     """What all buckets of one mesh share.
 
     plan: how gradients wait. strategy: what the inner axis splits. outer: what the outer axis splits, if there is one.
-    tensor: the axis over which parameters were cut before; see [Note: Under tensor parallelism]. sharded_parameters:
-    parameters at rest are this rank's rows, of frozen weights, too, which may be trained later.
+    tensor: the axis over which parameters were cut before; see [Note: Under tensor parallelism].
     """
 
     plan: GradientPlan
@@ -59,12 +58,10 @@ class BucketContext:
     strategy: Strategy
     outer: OuterStrategy = OuterStrategy.no_shard
     tensor: Communicator | None = None
-    sharded_parameters: bool = False
 
-    def placements(self, *, trainable: bool) -> Placements:
-        """How the buffers of a bucket lie."""
-        if not trainable and not self.sharded_parameters:
-            return Placements.of_frozen(self.strategy)
+    @property
+    def placements(self) -> Placements:
+        """How the buffers of a bucket lie: those of a frozen one, too, which may be trained later."""
         return Placements.of(self.strategy, self.outer if self.mesh.has_outer else None)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,14 +12,40 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
+from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
 from harness.fsdp.ragged.tensor import spec_like
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import SHARD, On
+
+
+class PortionGradient(DTensor):
+    """The gradient of a portion that no data-parallel axis cuts. torch's rule for GradScaler asks
+    where the first gradient of several lies, and no other."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is CHECK_AND_UNSCALE:
+            return check_and_unscale(func, args, kwargs or {})
+        made: Any = DTensor
+        plain = tree_map_only(
+            cls, lambda held: made(held._local_tensor, held._spec, requires_grad=False), (args, kwargs)
+        )
+        found = func(*plain[0], **(plain[1] or {}))
+        return args[0] if isinstance(found, Tensor) and func._schema.is_mutable else found
+
+    def _plain(self) -> DTensor:
+        made: Any = DTensor
+        plain: DTensor = made(self._local_tensor, self._spec, requires_grad=False)
+        return plain
 
 
 class DTensorFactory:
@@ -82,9 +109,11 @@ class DTensorFactory:
             tensor: Placement = Replicate() if portion.dim is None else Shard(portion.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
             if SHARD in bucket.cuts.own:
-                layout = bucket.layout
+                # no bucket: torch keeps what keeps placements, in caches and as gradients
+                cuts, mesh = bucket.cuts, bucket.context.mesh
                 others[-1] = RaggedShard(
-                    lambda: [_rows(slot, layout.local_slice(slot, each)) for each in _positions(bucket)], slot.spec.name
+                    lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts, mesh)],
+                    slot.spec.name,
                 )
             found[slot.spec.name] = tuple(others)
         return found[slot.spec.name]
@@ -142,9 +171,8 @@ def _axes(bucket: Bucket) -> tuple[str, ...]:
     return ("inner", *of_tensor, *outer) if own.outer is SHARD and outer else (*outer, *of_tensor, "inner")
 
 
-def _positions(bucket: Bucket) -> Sequence[int]:
+def _positions(cuts: Cuts, mesh: Mesh) -> Sequence[int]:
     """The place in the layout of each rank of the last axis."""
-    cuts, mesh = bucket.cuts, bucket.context.mesh
     width = cuts.layout.outer
     if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
         where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}

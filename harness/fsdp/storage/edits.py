@@ -1,8 +1,8 @@
-"""Edits that the program makes to weights in place, and how main weights come to know of them.
+"""Edits of unsharded weights in place, and how main weights come to know of them.
 
 [Note: Edits] Where main weights are the compute weights, an edit of one is an edit of the other. Elsewhere main weights
-take over what differs from them when cast: while weights are whole between uses, before the next forward or update; of
-gathered ones, at the end of `gathered()`. An edit that neither could take is refused.
+take what differs from them when cast: of weights that stay whole at the end of a forward or backward, of gathered ones
+at the end of `unsharded()`. Any other edit of an unsharded weight is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ from harness.fsdp.storage.bucket import Bucket
 
 
 def adopt(bucket: Bucket) -> None:
-    """Let edits of weights that are whole between uses count: main weights in storage of their own take them."""
-    if bucket.is_resident and bucket.views.edited():
-        adopt_whole(bucket)
-
-
-def adopt_whole(bucket: Bucket) -> None:
-    """Let whole compute weights that were written to count, as edits do."""
-    if bucket.is_resident:
+    """Let edits of weights that stay whole count: main weights in storage of their own take them."""
+    if bucket.is_resident and not bucket.computes_with_main_weights and bucket.views.edited():
         take_over(bucket, differing(bucket))
         bucket.views.forget_edits()
 
@@ -33,9 +27,9 @@ def refuse_lost(bucket: Bucket) -> None:
     edited = [] if bucket.computes_with_main_weights else bucket.views.edited()
     if edited:
         raise RuntimeError(
-            f"parameter {edited[0]} was edited in place after sharding, between a forward and the end of its step:"
-            f" its main weights ({bucket.dtypes.main}) do not know, and would overwrite it. Edit it inside"
-            " `with model.gathered():` before the forward, or after optimizer.step()"
+            f"parameter {edited[0]} was edited in place while it was unsharded, between a forward and the end of its"
+            f" backward: its main weights ({bucket.dtypes.main}) do not know, and would overwrite it. Edit it between"
+            " steps, or inside `with model.unsharded():` before the forward"
         )
 
 

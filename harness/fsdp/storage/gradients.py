@@ -2,8 +2,8 @@
 
 [Note: First gradients] Flat gradient storage is not zeroed for autograd to add to: a parameter has no `.grad` until its
 first gradient of a bucket has arrived, which is copied over whatever its place held. Later ones are added in place.
-What never came is filled when the bucket is handed over: with zeros, whose sign says that it never came (see [Note:
-Negative zero]). That saves a pass of writing and one of reading over all gradients.
+What never came is filled with zeros when the bucket is handed over. That saves a pass of writing and one of reading
+over all gradients.
 
 [Note: Where sums wait] Three things may differ: the *unreduced* bucket that a backward fills, the *accumulated* sums
 over microbatches (and ranks), and the *main* gradients of the optimizer. How each lies is read from the bucket's
@@ -22,16 +22,16 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
+from torch._C import _storage_Use_Count
 
 from harness.fsdp.comm.together import copy_together, zero_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.arrivals import ADDED, adopt, may_wait
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.fsdp.storage.parameter_views import views_of
-from harness.fsdp.storage.placement import Placements
+from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
 
@@ -105,17 +105,11 @@ class Gradients:
         self.concat = plan.buffer is GradBuffer.concat
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
-        self.marks: Marks | None = None
-        """Where gradients themselves say which parameters got none; None: something else does."""
         self.came: set[int] = set()
         """Parameters that this rank had a gradient of since gradients were last forgotten."""
         self.unused: frozenset[int] = frozenset()
         """Parameters without a gradient on any rank, once a step's gradients are finished, as far as this rank has rows
         of them; by their place in the bucket."""
-        self.zeros: frozenset[int] = frozenset()
-        """Parameters whose last gradient was forgotten by making it zero, which is not none."""
-        self._arrived: set[int] = set()
-        """Parameters that this rank had a gradient of since the bucket was last handed over."""
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
         self._waits = False
@@ -128,26 +122,62 @@ class Gradients:
         self.drop()
 
     def _build(self) -> None:
-        cuts, lies = self.cuts, self.placements.accumulated_grads
+        lies = self.placements.accumulated_grads
         held = torch.int64 if self.plan.integers else self.dtypes.grads
-        self.sums: Tensor = self.memory.persistent(cuts.numel(lies), held)
-        self.inner_shards = cuts.inner_shards_of(self.sums, lies)
-        self.own_shards = cuts.own_shards(self.inner_shards)
+        self._use_sums(self.memory.persistent(self.cuts.numel(lies), held))
+        self._main: Tensor | None = None
+        is_cut = SHARD in self.cuts.own
+        if self.plan.integers or self.is_offloaded or (is_cut and self.memory.registers):
+            self._build_main()
+        self._count()
+
+    def _count(self) -> None:
+        held = self.sums if self._main is None else self._main
+        self.main_storage: int = held.untyped_storage()._cdata
+        """Where main gradients lie, as `_storage_Use_Count` takes it."""
+        self.own_references = _storage_Use_Count(self.main_storage)
+        """How many of the tensors in it are kept here."""
+
+    def _use_sums(self, sums: Tensor) -> None:
+        self.sums = sums
+        self.inner_shards = self.cuts.inner_shards_of(sums, self.placements.accumulated_grads)
+        self.own_shards = self.cuts.own_shards(self.inner_shards)
         """This rank's sums, once all axes are reduced."""
         self.main_shards = self.own_shards
         """What the optimizer gets; a segment each."""
-        self._main: Tensor | None = None
-        if self.plan.integers or self.plan.offload is not None:
-            numel, dtype = cuts.numel(self.placements.main_grads), self.dtypes.grads
-            if self.is_offloaded:
-                self._main = self.memory.on_host(numel, dtype)
-            else:
-                self._main = torch.zeros(numel, dtype=dtype, device=self.memory.device)
-            self.main_shards = cuts.split_own(self._main)
         if self.is_in_place:
-            self._view(self.sums)
+            self._view(sums)
         elif self.accumulation is Accumulation.reduced:
-            self.sums.untyped_storage().resize_(0)
+            sums.untyped_storage().resize_(0)
+
+    def _build_main(self) -> None:
+        numel, dtype = self.cuts.numel(self.placements.main_grads), self.dtypes.grads
+        if self.is_offloaded:
+            self._main = self.memory.on_host(numel, dtype)
+        else:
+            self._main = torch.zeros(numel, dtype=dtype, device=self.memory.device)
+        self.main_shards = self.cuts.split_own(self._main)
+
+    def renew(self) -> None:
+        """Leave the memory of main gradients, with what it holds, to whoever keeps views of it.
+
+        Raises:
+            RuntimeError: it is registered as a user buffer, which all ranks would have to register anew.
+        """
+        if self._main is not None:
+            self._build_main()
+            self._count()
+            return
+        if self.memory.registers:
+            raise RuntimeError(
+                f"views of gradients of bucket {self.name} are kept beyond zero_grad(), and user buffers (nccl_ub) must"
+                " stay where they are: keep copies, parameter.grad.clone()"
+            )
+        unwritten = self._unwritten
+        self._use_sums(self.memory.persistent(self.sums.numel(), self.sums.dtype))
+        self.claim()
+        self._unwritten = unwritten
+        self._count()
 
     # -- autograd's side -----------------------------------------------------------------------------------------
 
@@ -213,7 +243,6 @@ class Gradients:
     def adopt(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket.
         For functions that are marked `by_engine`."""
-        self._arrived.add(index)
         self.came.add(index)
         if not self._waits and not self._waiting:
             self.bring(index)
@@ -281,7 +310,6 @@ class Gradients:
         """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
         self.prepare()
         self._bring_waiting()
-        self._arrived.add(index)
         self.came.add(index)
         if index in self._unwritten:
             self._views[index].zero_()
@@ -290,14 +318,14 @@ class Gradients:
         return self._views[index]
 
     def settle(self) -> None:
-        """Fill the places of parameters that no gradient came for: with zeros, or with what says so."""
+        """Fill the places of parameters that no gradient came for with zeros."""
         self.bring_waiting()
-        self._fill_unwritten(self._absent)
+        self._fill_unwritten()
 
-    def _fill_unwritten(self, value: float) -> None:
+    def _fill_unwritten(self) -> None:
         if not self.concat:
             for index in self._unwritten:
-                self._views[index].fill_(value)
+                self._views[index].zero_()
             self._unwritten = set()
 
     @by_engine
@@ -309,9 +337,8 @@ class Gradients:
     # -- the reductions' side ------------------------------------------------------------------------------------
 
     def send_as(self, dtypes: Dtypes) -> None:
-        """See `Bucket.send_as`; what says which parameters got none is chosen anew."""
+        """See `Bucket.send_as`."""
         self.dtypes = dtypes
-        self.marks = None
 
     def take(self) -> Tensor:
         """Hand over the unreduced gradients; parameters lose `.grad` unless that lies in the sums themselves."""
@@ -321,7 +348,6 @@ class Gradients:
         if bucket is None:
             raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
         self.settle()
-        self._mark(bucket)
         if not self.is_in_place:
             self.bucket = None
             self._views = []
@@ -332,32 +358,13 @@ class Gradients:
     def _concatenated(self) -> Tensor:
         """Gradients copied together: for as long as that takes they exist twice."""
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-        bucket.fill_(self._absent)
+        bucket.zero_()
         for view, param in zip(views_of(bucket, self.layout), self.params, strict=True):
             gradient = grad_of(param)
             if gradient is not None:
                 view.copy_(gradient_here(param, gradient))
-        self._mark(bucket)
         self.drop()
         return bucket
-
-    def _mark(self, bucket: Tensor) -> None:
-        """Let what is handed over say which parameters this rank has gradients of."""
-        if self.marks is not None:
-            self.marks.stamp(bucket, self._arrived)
-        self._arrived = set()
-
-    def missing(self) -> set[int]:
-        """Parameters that this rank had no gradient of in this step."""
-        return set(range(len(self.params))) - self.came
-
-    def note_unused(self, unused: set[int]) -> None:
-        """Keep in mind which parameters got a gradient on no rank, and have none of zeros from before; what this
-        rank holds of the sums of either becomes +0."""
-        self.unused = frozenset(unused) - self.zeros
-        for index in unused:
-            local = self.layout.local_slice(self.layout.slots[index], self.cuts.layout_rank)
-            self.own_shards[local.segment][local.offset : local.offset + local.numel].zero_()
 
     def claim(self) -> None:
         """Give the sums storage for what is to be put there, unless they have it."""
@@ -370,20 +377,15 @@ class Gradients:
         """Whether the sums have storage: a shard of them has none from `forget` to the next `claim`."""
         return self.sums.untyped_storage().size() > 0
 
-    @property
-    def _absent(self) -> float:
-        """What stands for a gradient that never came."""
-        return 0.0 if self.marks is None else ABSENT
-
     def begin_late(self) -> None:
         """The step has begun without this bucket: no backward of it has brought a gradient so far."""
         if not self.is_in_place:
             self.claim()
-            self.sums.fill_(self._absent)
+            self.sums.zero_()
 
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""
-        self._fill_unwritten(0.0)
+        self._fill_unwritten()
         self._close_gaps()
         if not self.is_in_place:
             self.claim()
@@ -391,13 +393,8 @@ class Gradients:
         if self._main is not None:  # which keeps the last step's until the next one is finished
             self._main.zero_()
 
-    def keep_zeros(self, *, kept: bool) -> None:
-        """Whether gradients of the finished step become zeros when they are forgotten, as `set_to_none=False` has it: a
-        parameter that gets none in a later step is then updated as torch updates one whose gradient is zero."""
-        self.zeros = self.zeros | (frozenset(range(len(self.params))) - self.unused) if kept else frozenset()
-
     def forget(self) -> None:
-        """Forget all gradients; a shard of them gives its memory back."""
+        """Forget all gradients; a shard of them gives its memory back. For functions that are marked `by_engine`."""
         self._waiting = {}
         if self.is_in_place:
             self._unwritten = set(range(len(self.params)))
@@ -405,8 +402,21 @@ class Gradients:
             self.sums.untyped_storage().resize_(0)
         if self.bucket is not None and not self.is_in_place:
             self.discard()
-        self._arrived, self.came, self.unused = set(), set(), frozenset()
-        self.drop()  # a backward that was refused may have left one; views come back with the next backward
+        self.came, self.unused = set(), frozenset()
+        for param in self.params:  # a backward that was refused may have left one; views come back with the next one
+            put_grad(param, None)
+
+    def forget_one(self, index: int) -> None:
+        """Forget what has come of parameter `index`, before gradients are finished."""
+        self.came.discard(index)
+        put_grad(self.params[index], None)
+        self._waiting.pop(index, None)
+        if self.bucket is not None:
+            self._unwritten.add(index)
+        if not self.is_in_place and self.has_sums:
+            slot = self.layout.slots[index]
+            local = self.cuts.inner_slice(slot)
+            self.inner_shards[local.segment][local.offset : local.offset + local.numel].zero_()
 
     def discard(self) -> None:
         """Drop what a backward left unreduced in a temporary bucket."""

@@ -2,15 +2,13 @@
 
 [Note: Freed storage] A gathered bucket is one tensor whose storage is emptied on release and filled again before the
 next use. Tensors that autograd saved in the forward are views of that storage, so the backward finds the gathered
-weights in them without holding memory in between. While a unit is released its parameters point at one NaN, expanded
-to their shape, and neither that nor the emptied storage can be read; see [Note: Barred storage].
+weights in them without holding memory in between.
 
 [Note: Double buffer] With fixed buffers nothing is allocated after the first step: the gathered weights of all units
 but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. Two units alive at
 once is then a limit, not a habit. Unreduced gradients take two more. Each unit has a storage object of its own, which
-has the buffer's memory while the unit has its turn, and is barred otherwise: what autograd saved finds the memory in
-the backward, and a view that the program has kept never shows another unit's weights. The memory itself never moves.
-Where torch cannot bar storage, all units of a buffer share its object.
+has the buffer's memory while the unit has its turn, and none otherwise: what autograd saved finds the memory in the
+backward. The memory itself never moves.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.storage.barred import BAR, bar, exchange, forbid
 from harness.fsdp.storage.turns import SharedBuffer, Turn
 
 
@@ -33,6 +30,7 @@ class BucketMemory:
         device: of all buckets.
         fixed: see [Note: Double buffer].
         allocating: surrounds every allocation of what collectives move.
+        registers: whether what is allocated so is, or will be, a user buffer: no sharded parameter views it.
     """
 
     def __init__(
@@ -41,10 +39,12 @@ class BucketMemory:
         *,
         fixed: bool = False,
         allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        registers: bool = False,
     ) -> None:
         self.device = device
         self.fixed = fixed
         self.allocating = allocating
+        self.registers = registers
         self.live_bytes = 0
         self.peak_bytes = 0
         self._spare: list[Tensor] = []
@@ -86,8 +86,7 @@ class BucketMemory:
     def empty(self, bucket: Tensor) -> None:
         """Take the storage of a bucket that was just made: it never was in use."""
         if id(bucket) not in self._placed:
-            setattr(bucket, BAR, bar(self.device) if bucket.numel() else None)
-            _empty(bucket)
+            bucket.untyped_storage().resize_(0)
 
     def persistent(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that stay, shape [numel]."""
@@ -121,11 +120,8 @@ class BucketMemory:
             turn.begin()
             turn.filled.add(id(bucket))
             return
-        storage = bucket.untyped_storage()
-        if (barred := getattr(bucket, BAR, None)) is not None:
-            exchange(storage, barred)
         with self.allocating():
-            storage.resize_(bucket.numel() * bucket.itemsize)
+            bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
         self._count(bucket)
 
     def is_filled(self, bucket: Tensor) -> bool:
@@ -180,11 +176,6 @@ class BucketMemory:
         if nbytes := storage.nbytes():
             self.live_bytes -= nbytes
             storage.resize_(0)
-            barred = getattr(bucket, BAR, None)  # an empty one is false
-            if barred is None and (barred := bar(self.device)) is not None:  # a hook may have kept a view of any
-                bucket._fsdp_bar = barred  # type: ignore[attr-defined] # as `BAR`, for a later refill
-            if barred is not None:
-                storage._swap_data_ptr_(barred)  # type: ignore[attr-defined] # as `exchange`, and one call less
 
     def renew(self, bucket: Tensor) -> bool:
         """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold
@@ -214,19 +205,6 @@ def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))
 
 
-def _empty(bucket: Tensor) -> None:
-    """Take the memory of a bucket's storage."""
-    storage = bucket.untyped_storage()
-    storage.resize_(0)
-    if (barred := getattr(bucket, BAR, None)) is not None:
-        exchange(storage, barred)
-
-
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A NaN of this shape that takes one element of memory."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
-
-
-def unreadable(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of this shape that takes one element of memory, and whose values nothing may look for."""
-    return forbid(placeholder(shape, dtype, device))

@@ -13,8 +13,6 @@ def _named(names: str) -> Iterator[Any]:
     return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
 
 
-FROM_SHAPE = frozenset(_named("stride is_contiguous"))
-"""What gathered weights would say, and what stands in for them does not."""
 METADATA = frozenset(
     [
         *(

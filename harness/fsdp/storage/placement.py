@@ -208,16 +208,6 @@ class Placements:
             )
         return found
 
-    @classmethod
-    def of_frozen(cls, strategy: Strategy) -> Placements:
-        """The placements of a frozen bucket: stored once, as compute weights, without gradients or optimizer state.
-
-        The outer axis, which splits what the optimizer needs, splits nothing of it.
-        """
-        compute = On(ON_INNER[strategy][0], REPLICATE)
-        stored = On(compute.inner.at_rest, REPLICATE)
-        return cls(compute, stored, WHOLE, WHOLE, WHOLE, stored)
-
     def __getitem__(self, buffer: Buffer) -> On:
         """How one buffer lies."""
         found: On = getattr(self, buffer.name)

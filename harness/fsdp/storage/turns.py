@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.fsdp.storage.barred import bar, exchange
-
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
 
@@ -35,8 +33,7 @@ class Turn:
         self.filled: set[int] = set()
         self._buffer = buffer
         self._cursor = 0
-        barred = bar(buffer.device)
-        self._storage = buffer.storage if barred is None else barred
+        self._storage = torch.UntypedStorage(0, device=buffer.device)
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor behind those placed before, whose contents are undefined; the turn has begun."""
@@ -61,21 +58,17 @@ class Turn:
             self._buffer.user = self
 
     def end(self) -> None:
-        """Leave the memory to others; what was made of the storage raises from now on."""
+        """Leave the memory to others."""
         if self._buffer.user is self:
             self._exchange()
             self._buffer.user = None
 
     def renew(self, bucket: Tensor) -> bool:
-        """Give one of its buckets other storage, as `BucketMemory.renew`; the buffer gets other memory with it. Whether
-        that can be: not where all units share one storage."""
-        if self._storage is self._buffer.storage:
-            return False
+        """Give one of its buckets other storage, as `BucketMemory.renew`; the buffer gets other memory with it."""
         if not self._storage.resizable():
             self._storage = torch.UntypedStorage(self._buffer.nbytes, device=self._buffer.device)
         bucket.set_(self._storage, bucket.storage_offset(), bucket.shape, bucket.stride())
         return True
 
     def _exchange(self) -> None:
-        if self._storage is not self._buffer.storage:
-            exchange(self._storage, self._buffer.storage)
+        self._storage._swap_data_ptr_(self._buffer.storage)  # type: ignore[attr-defined] # newer than torch's stubs

@@ -1,4 +1,4 @@
-"""Where a module holds the parameters that were sharded, and what to say where it holds others, or under other names.
+"""Where a module holds the parameters that were sharded, and errors where it holds others, or under other names.
 
 Pruning, parametrizations and code that writes into `_parameters` change this without a word. What is taken out of a
 module altogether is no fault: it gets no gradient, and nobody asks for its name.
@@ -6,6 +6,7 @@ module altogether is no fault: it gets no gradient, and nobody asks for its name
 
 from __future__ import annotations
 
+import weakref
 from typing import NoReturn
 
 from torch import Tensor, nn
@@ -14,31 +15,37 @@ from harness.fsdp.storage.parameter_access import HOME
 
 
 class Whereabouts:
-    """The place of each parameter in its module.
+    """The parts of a module, and the parameters and modules in each.
 
     Args:
         module: that is about to be sharded.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
-            (part._parameters, key, param, f"{path}.{key}" if path else key)
-            for path, part in module.named_modules()
-            for key, param in part._parameters.items()
-            if param is not None
-        ]
+        self._parts = [(path, weakref.ref(part)) for path, part in module.named_modules()]
+        self._have = [_contents(part) for part in module.modules()]
 
     def check(self) -> None:
-        """Raise RuntimeError where a parameter that the engine does not know stands in the place of one it trains."""
-        for held, key, param, name in self._places:
-            found = held.get(key)
-            if found is not param and found is not None and not hasattr(found, HOME):
-                refuse_unknown(name, "replaced")
+        """Raise RuntimeError where a parameter came in that the engine does not know, or one has another name."""
+        for place, (path, reference) in enumerate(self._parts):
+            part = reference()
+            if part is None:
+                continue
+            if (have := _contents(part)) != self._have[place]:
+                check_names(part, path)
+                self._have[place] = have
 
 
-def check_names(module: nn.Module) -> None:
-    """Raise RuntimeError where a parameter is not called as it was when it was sharded: its state has that name."""
-    for name, param in module.named_parameters():
+def _contents(part: nn.Module) -> tuple[list[str], list[int]]:
+    return list(part._parameters.keys()), list(map(id, part._modules.values()))
+
+
+def check_names(module: nn.Module, path: str = "") -> None:
+    """Raise RuntimeError where a parameter is not called as it was when it was sharded: its state has that name.
+
+    path: of the module in the model.
+    """
+    for name, param in module.named_parameters(path):
         known_as = _first_name(param)
         if known_as is None:
             refuse_unknown(name, "added")
@@ -54,7 +61,7 @@ def refuse_unknown(name: str, how: str) -> NoReturn:
     """Raise RuntimeError: a parameter came into the module that the engine does not know. how: "added", "replaced"."""
     raise RuntimeError(
         f"{name} was {how} after sharding: the engine would neither train nor save the new parameters. Change the"
-        " module before it is sharded; or write values into the parameters it has, inside `with model.gathered():`"
+        " module before it is sharded; or write values into the parameters it has, inside `with model.unsharded():`"
     )
 
 

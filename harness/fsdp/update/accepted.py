@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from harness.fsdp.options import ELEMENTWISE, steps_elementwise
+from harness.fsdp.options import ELEMENTWISE
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.vocabulary import Numerics
-
-
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool
-) -> None:
-    """Raise where an optimizer cannot step shards, or not as was promised.
-
-    Raises:
-        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
-    """
-    _refuse_whole_tensor_updates(optimizer)
-    if decoupled:
-        _refuse_decoupled(optimizer)
-    if numerics.bitwise:
-        _refuse_updates_that_see_cuts(optimizer, buckets)
-    if any(_has_stepped(state) for state in optimizer.state.values()):
-        raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
-
 
 NEEDS_WHOLE = {
     "Muon": "it orthogonalizes whole matrices",
@@ -38,7 +20,7 @@ NEEDS_WHOLE = {
 """Optimizers that cannot step rows of a matrix, by name, and why."""
 
 
-def check_sharded(
+def check_optimizer(
     optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool
 ) -> None:
     """Raise TypeError for an optimizer that needs whole parameters where these are cut, and ValueError for one that
@@ -61,22 +43,6 @@ def _refuse_decoupled(optimizer: torch.optim.Optimizer) -> None:
             f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
             " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
         )
-
-
-def _has_stepped(state: Mapping[str, object]) -> bool:
-    """Whether state is more than what Adagrad makes when it is built."""
-    step = state.get("step")
-    return bool(state) and not (isinstance(step, torch.Tensor) and float(step) == 0)
-
-
-def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
-    if steps_elementwise(type(optimizer)) or getattr(optimizer, "elementwise", False):
-        return
-    raise TypeError(
-        f"{type(optimizer).__name__} is not known to update each element on its own; shards are flat pieces of"
-        f" parameters. Use one of {', '.join(sorted(ELEMENTWISE))}, a subclass that leaves `step` as it is, or set"
-        " `elementwise = True` on an optimizer of yours that does"
-    )
 
 
 def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:

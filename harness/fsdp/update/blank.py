@@ -51,7 +51,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Ten
     for group in optimizer.param_groups:
         create_state_of(optimizer, group)
         entries = entries_of(optimizer, group)
-        found |= {param: {entry: optimizer.state[param][entry] for entry in entries} for param in group["params"]}
+        trained = [param for param in group["params"] if param.requires_grad]
+        found |= {param: {entry: optimizer.state[param][entry] for entry in entries} for param in trained}
     return found
 
 
@@ -61,10 +62,11 @@ def begins_with_gradient(group: Mapping[str, Any]) -> bool:
 
 
 def create_state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Give every parameter of one group the state torch would create in its first step."""
-    for param in group["params"]:
+    """Give every trained parameter of one group the state torch would create in its first step."""
+    entries = entries_of(optimizer, group)
+    for param in (each for each in group["params"] if each.requires_grad and entries):
         held = optimizer.state[param]
-        for entry in entries_of(optimizer, group):
+        for entry in entries:
             if held.get(entry) is None:
                 held[entry] = blank(entry, group, param)
 

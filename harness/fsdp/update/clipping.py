@@ -18,7 +18,8 @@ def clip_gradients(buckets: Sequence[Bucket], norm: Tensor, max_norm: float) -> 
 
     norm: fp64, shape [], on the model's device. The host does not look at it, unless it has the gradients.
     """
-    coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6)  # a number / a tensor is rounded twice in torch
+    bound = torch.tensor(max_norm, dtype=norm.dtype)  # a number / a tensor is rounded twice in torch
+    coefficient = torch.div(bound, norm + 1e-6)
     coefficient.clamp_(max=1.0)  # NaN stays
     held_by_host = any(bucket.gradients is not None and bucket.gradients.is_offloaded for bucket in buckets)
     scale_gradients(buckets, float(coefficient) if held_by_host else coefficient)

@@ -1,92 +1,82 @@
-"""What an optimizer's tensors let the program do between two steps.
-
-[Note: Flat pieces] `optimizer.param_groups` of a bound optimizer holds stretches of this rank's main weights where the
-program had put parameters. While a step runs they are tensors like any other. Between steps they have no gradients,
-what they hold is this rank's alone, and the other ranks have taken it already: clipping them would clip nothing, and an
-average or an edit of them would part the ranks. So they tell what needs no values, and refuse the rest.
-"""
+"""Flat pieces that an optimizer steps in place of sharded parameters; see `harness.fsdp.update.flat_step`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import resolve_name
 
-from harness.fsdp.storage.metadata import METADATA
-from harness.fsdp.storage.parameter_access import grad_of, put_grad
-
-ASKED = "_fsdp_step_has_gradients"
-"""Attribute of a stretch that is guarded: tells whether its model has gradients that the step would bring."""
-
-DECOUPLED = "decoupled_grad"
-"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.gradients import Gradients
 
 
-class FlatPieceError(RuntimeError):
-    """An operation between steps used values of a tensor of `optimizer.param_groups`, which is a flat piece of this
-    rank's main weights and no parameter."""
+@dataclass(eq=False)
+class Span:
+    """Flat moments of neighbours in one segment of a bucket that one optimizer updates."""
+
+    bucket: Bucket
+    segment: int
+    start: int
+    end: int
+    flats: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shards = self.bucket.main_shards
+        """Others, once the bucket was laid out anew."""
+
+    def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
+        """Elements of a moment, by their place in the shard of the segment."""
+        if key not in self.flats:
+            like = self.bucket.main_shards[self.segment][self.start : self.end]
+            self.flats[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return self.flats[key][start - self.start : end - self.start]
 
 
-class FlatPiece(Tensor):
-    """A stretch between two steps; see [Note: Flat pieces]."""
+@dataclass(eq=False)
+class Piece:
+    """A run of parameters that are stepped as one flat tensor."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Tell what needs no values.
+    span: Span
+    start: int
+    end: int
+    params: list[Tensor]
+    entries: dict[str, Any] = field(default_factory=dict)
 
-        Raises:
-            FlatPieceError: for all the rest.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA:
-                return func(*args, **(kwargs or {}))
-        _refuse(resolve_name(func) or func.__name__)
+    def __post_init__(self) -> None:
+        self.flat = self.span.shards[self.span.segment][self.start : self.end].detach().requires_grad_()
 
     @property
-    def grad(self) -> Tensor | None:
-        """None where no gradient has come, or where it was handed over as `decoupled_grad`; raises where one has."""
-        if getattr(self, DECOUPLED, None) is None and getattr(self, ASKED)():
-            _refuse(".grad")
-        with torch._C.DisableTorchFunctionSubclass():
-            return grad_of(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            put_grad(self, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A tensor of its own, which no model knows."""
-        if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                memo[id(self)] = self.detach().clone().as_subclass(Tensor).requires_grad_()
-        return memo[id(self)]
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"FlatPiece({self.numel()} elements of this rank's main weights, {self.dtype})"
+    def grad(self) -> Tensor:
+        """Main gradients of the run, wherever they lie now."""
+        return cast(Gradients, self.span.bucket.gradients).main_shards[self.span.segment][self.start : self.end]
 
 
-def guard(weight: Tensor, has_gradients: Callable[[], bool]) -> None:
-    """A step is over: refuse what would be of this rank alone."""
-    setattr(weight, ASKED, has_gradients)
-    weight.__class__ = FlatPiece
+class Counter:
+    """One counter, such as `step`, of pieces and of their parameters, of one dtype and device."""
 
+    def __init__(self, key: str, pieces: Sequence[Piece], state: Any) -> None:
+        self.of_pieces = torch.stack([piece.entries[key] for piece in pieces])
+        places = [place for place, piece in enumerate(pieces) for _ in piece.params]
+        self.index = torch.tensor(places, device=self.of_pieces.device)
+        self.of_params = self.of_pieces[self.index]
+        for piece, element in zip(pieces, self.of_pieces.unbind(), strict=True):
+            piece.entries[key] = element
+        self.elements = self.of_params.unbind()
+        """What parameters have: kept, so that nothing that replaces one has its identity."""
+        params = (param for piece in pieces for param in piece.params)
+        for param, element in zip(params, self.elements, strict=True):
+            state[param][key] = element
+        self.version = self.of_params._version
 
-def free(weight: Tensor) -> None:
-    """A step begins: a tensor like any other."""
-    weight.__class__ = Tensor
+    def tell_params(self) -> None:
+        """Pieces have counted: so have their parameters."""
+        torch.index_select(self.of_pieces, 0, self.index, out=self.of_params)
+        self.version = self.of_params._version
 
-
-def _refuse(what: str) -> NoReturn:
-    raise FlatPieceError(
-        f"{what} of a tensor in optimizer.param_groups, outside optimizer.step(): those are flat pieces of this rank's"
-        " main weights, not parameters, and get gradients inside the step alone. Clip with model.clip_grad_norm_("
-        "max_norm, norm_type), scale the loss, read model.full_gradients() or model.full_weights(), and read or edit"
-        " weights over model.parameters() inside `with model.gathered():`"
-    )
+    @property
+    def is_edited(self) -> bool:
+        """The program has edited the counter of a parameter in place."""
+        return self.of_params._version != self.version

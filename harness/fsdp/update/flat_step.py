@@ -11,25 +11,28 @@ from __future__ import annotations
 import inspect
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, local_of
+from harness.fsdp.ragged import RaggedTensor, distribute_rows
+from harness.fsdp.ragged.tensor import local_of
+from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import fill
-from harness.fsdp.storage.parameter_access import grad_of, put_grad
+from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.update.blank import COUNTERS, ENTRIES
-from harness.fsdp.update.flat_pieces import DECOUPLED
+from harness.fsdp.update.flat_pieces import Counter, Piece, Span
 from harness.fsdp.update.kernels import KERNELS, named
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
 """What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
+DECOUPLED = "decoupled_grad"
+"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
 
@@ -43,53 +46,6 @@ def moments_of(optimizer: Opt) -> frozenset[str] | None:
         ):
             return frozenset(entries) - COUNTERS
     return None
-
-
-@dataclass(eq=False)
-class Span:
-    """Flat moments of neighbours in one segment of a bucket that one optimizer updates."""
-
-    bucket: Bucket
-    segment: int
-    start: int
-    end: int
-    flats: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.shards = self.bucket.main_shards
-        """Others, once the bucket was laid out anew."""
-
-    def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
-        """Elements of a moment, by their place in the shard of the segment."""
-        if key not in self.flats:
-            like = self.bucket.main_shards[self.segment][self.start : self.end]
-            self.flats[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
-        return self.flats[key][start - self.start : end - self.start]
-
-
-@dataclass(eq=False)
-class Piece:
-    """A run of parameters that are stepped as one flat tensor."""
-
-    span: Span
-    start: int
-    end: int
-    params: list[Tensor]
-    entries: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, Tensor] = field(default_factory=dict)
-    """Counters, an element a parameter."""
-    elements: dict[str, Sequence[Tensor]] = field(default_factory=dict)
-    """What parameters have of those: kept, so that nothing that replaces one has its identity."""
-    version: int = 0
-
-    def __post_init__(self) -> None:
-        bucket, segment = self.span.bucket, self.span.segment
-        self.flat = bucket.main_shards[segment][self.start : self.end].detach().requires_grad_()
-        self.grad = bucket.grad_shards[segment][self.start : self.end]
-
-    def seen(self) -> int:
-        """Grows when somebody edits a counter in place."""
-        return sum(each._version for each in self.numbers.values())
 
 
 class FlatStep:
@@ -112,6 +68,7 @@ class FlatStep:
         self._began = False
         self._signature: list[Any] | None = None
         self._plan: list[list[Any]] = []
+        self._counters: list[Counter] = []
         self._spans: dict[int, Span] = {}
         """By identity of the parameter."""
         self._views: dict[tuple[int, str], Tensor] = {}
@@ -172,12 +129,18 @@ class FlatStep:
     def _begin(self) -> None:
         self._prepare()
         self._began = True
+        self._exchange()
+
+    @by_engine
+    def _exchange(self) -> None:
+        """Put flat pieces into the groups."""
         self._take_gradients()
         if self.moments is None:
+            self.take_state()
             self._decouple(lambda param: grad_of(param))
             return
-        signature = list(self._sign())
-        if signature != self._signature or any(each.seen() != each.version for each in self._pieces()):
+        signature = self._sign()
+        if signature != self._signature or any(each.is_edited for each in self._counters):
             self._build()
             self._signature = None
         groups, held = self.optimizer.param_groups, self.optimizer.state
@@ -188,16 +151,13 @@ class FlatStep:
             group["params"] = [each.flat if isinstance(each, Piece) else each for each in entries]
             state.update({each: held[each] for each in entries if not isinstance(each, Piece) and each in held})
         for piece in self._pieces():
-            self._attach(piece)
+            put_grad(piece.flat, piece.grad.to(piece.flat.dtype))
             if piece.entries:
                 state[piece.flat] = piece.entries
 
     def _decouple(self, gradient_of: Callable[[Tensor], Tensor | None]) -> None:
         for param in (each for group in self.optimizer.param_groups for each in group["params"] if self.decoupled):
             setattr(param, DECOUPLED, gradient_of(param))
-
-    def _attach(self, piece: Piece) -> None:
-        put_grad(piece.flat, piece.grad if piece.grad.dtype == piece.flat.dtype else piece.grad.to(piece.flat.dtype))
 
     @_disable_dynamo
     def _end(self) -> None:
@@ -213,6 +173,7 @@ class FlatStep:
         found, self.optimizer.state = self.optimizer.state, state
         self._put_state(found)
 
+    @by_engine
     def _put_state(self, found: dict[Tensor, Any]) -> None:
         """Let the program have what the rule keeps of pieces, and of parameters that are not sharded."""
         state, new = self.optimizer.state, list[Piece]()
@@ -225,20 +186,25 @@ class FlatStep:
             made = any(held[key] is not piece.entries.get(key) for key in held) or not piece.entries
             piece.entries = held
             new += [piece] if made or held.keys() - state[piece.params[0]].keys() else []
-            for key, number in piece.numbers.items():
-                number.fill_(held[key])
-            piece.version = piece.seen()
-        made_for = {id(param) for piece in new for param in piece.params}
-        for group in self.optimizer.param_groups if new or found else ():  # state is in their order on every rank
+        self._put_in_order(found, {id(param) for piece in new for param in piece.params})
+        for piece in new:
+            self._bind(piece)
+        if new:
+            self._count()
+        for counter in self._counters if not new else ():
+            counter.tell_params()
+        if new or self._signature is None:
+            self._signature = self._sign()
+
+    def _put_in_order(self, found: dict[Tensor, Any], made_for: set[int]) -> None:
+        """Let parameters have entries in their own order, which is one on all ranks."""
+        state = self.optimizer.state
+        for group in self.optimizer.param_groups if made_for or found else ():
             for param in group["params"]:
                 if id(param) in made_for:
                     state[param]
                 elif param in found:
                     state[param] = found[param]
-        for piece in new:
-            self._bind(piece)
-        if new or self._signature is None:
-            self._signature = list(self._sign())
 
     def _bind(self, piece: Piece) -> None:
         """Let parameters have state that the rule made for their piece."""
@@ -253,15 +219,18 @@ class FlatStep:
                 piece.entries[key] = part
                 for param in piece.params:
                     self.optimizer.state[param][key] = self._view(param, key, part.dtype)
-            elif isinstance(value, Tensor):
-                piece.numbers[key] = torch.empty(len(piece.params), dtype=value.dtype, device=value.device).fill_(value)
-                piece.elements[key] = own = piece.numbers[key].unbind()
-                for param, element in zip(piece.params, own, strict=True):
-                    self.optimizer.state[param][key] = element
-            else:
+            else:  # of a tensor, each has an element of its own: see `_count`
                 for param in piece.params:
                     self.optimizer.state[param][key] = value
-        piece.version = piece.seen()
+
+    def _count(self) -> None:
+        """Let pieces and parameters have elements of counters."""
+        kinds: dict[Any, list[Piece]] = {}
+        for piece in self._pieces():
+            for key, value in piece.entries.items():
+                if isinstance(value, Tensor) and key not in (self.moments or ()):
+                    kinds.setdefault((key, value.dtype, value.device), []).append(piece)
+        self._counters = [Counter(key[0], pieces, self.optimizer.state) for key, pieces in kinds.items()]
 
     def _view(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         if (id(param), key) not in self._views:
@@ -276,7 +245,7 @@ class FlatStep:
         total = sum(flat.nbytes for span in spans for flat in span.flats.values())
         used = 0
         for param, held in self.optimizer.state.items():
-            moments = (held.get(key) for key in self.moments or ()) if hasattr(param, LOCATION) else ()
+            moments = (held.get(key) for key in self.moments or ()) if location_of(param) is not None else ()
             used += sum(local_of(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
         return used, max(total - used, 0)
 
@@ -290,34 +259,55 @@ class FlatStep:
 
     # -- what is stepped together --------------------------------------------------------------------------------------
 
-    def _pieces(self) -> Iterator[Piece]:
-        return (each for entries in self._plan for each in entries if isinstance(each, Piece))
+    def _pieces(self) -> list[Piece]:
+        return [each for entries in self._plan for each in entries if isinstance(each, Piece)]
 
-    def _sign(self) -> Iterator[Any]:
+    def _sign(self) -> list[Any]:
         """What a plan follows from."""
-        keys = (*(self.moments or ()), *COUNTERS)
+        found, keys = list[Any](), (*(self.moments or ()), *COUNTERS)
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 held = self.optimizer.state.get(param)
                 place = getattr(param, LOCATION, None)
-                where = None if place is None else id(place[0].bucket.main_shards)  # spans keep those from before
-                yield id(param), where, grad_of(param) is None, held and [id(held.get(key)) for key in keys]
-            yield None
+                sharded = None if place is None else place[0]()
+                where = None if sharded is None else id(sharded.bucket.main_shards)  # spans keep those from before
+                state = held and [id(held.get(key)) for key in keys]
+                found.append((id(param), where, grad_of(param) is None, state))
+            found.append(None)
+        return found
 
     def _take_gradients(self) -> None:
         """Bring gradients that the program has replaced into the main gradients."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                if (place := getattr(param, LOCATION, None)) is not None:
-                    place[0].take_grad(place[1], zeros=self.steps_unused)
+                place: Any = getattr(param, LOCATION, None)
+                sharded, given = None if place is None else place[0](), grad_of(param)
+                if sharded is not None and (given is None or given is not sharded.grads[place[1]]):
+                    sharded.take_grad(place[1], zeros=self.steps_unused)
 
-    def _build(self) -> None:
-        groups = self.optimizer.param_groups
-        placed = {id(p): p for group in groups for p in group["params"] if hasattr(p, LOCATION)}
+    def take_state(self) -> dict[int, Tensor]:
+        """Move state that the program loaded or made to flat moments; returns sharded parameters by identity."""
+        params = (param for group in self.optimizer.param_groups for param in group["params"])
+        placed = {id(param): param for param in params if location_of(param) is not None}
+        if self.moments is None:
+            self._cut_state(placed.values())
+            return placed
         self._drop_moved(placed.values())
         self._add_spans([param for param in placed.values() if id(param) not in self._spans])
         for param in placed.values():
             self._take_state(param)
+        return placed
+
+    @by_engine
+    def take_loaded(self) -> None:
+        """As `take_state`, right after a load: nothing is shared with whoever the state came from."""
+        for param in self.take_state().values():
+            held = self.optimizer.state.get(param) or {}
+            held.update({key: held[key].clone() for key in COUNTERS & held.keys() if isinstance(held[key], Tensor)})
+
+    def _build(self) -> None:
+        groups = self.optimizer.param_groups
+        placed = self.take_state()
         self._plan = [[p for p in group["params"] if id(p) not in placed] for group in groups]
         kinds: dict[Any, int] = {}
         of_bucket: dict[int, dict[str, int]] = {}
@@ -330,6 +320,7 @@ class FlatStep:
                     of_bucket.setdefault(id(bucket), {})[name] = kind
                     where.append((number, param, kind))
         self._add_pieces(where, of_bucket)
+        self._count()
 
     def _add_pieces(self, where: Sequence[tuple[int, Tensor, int]], kinds: dict[int, dict[str, int]]) -> None:
         by_name = {(id(_slot_of(param)[0]), _slot_of(param)[1]): (number, param) for number, param, _ in where}
@@ -396,20 +387,31 @@ class FlatStep:
             for param in own.values():
                 self._spans.setdefault(id(param), nothing)
 
+    def _cut_state(self, params: Iterable[Tensor]) -> None:
+        """Let state of whole parameters that was loaded be sharded as the parameters are."""
+        for param in params:
+            for key, value in self.optimizer.state.get(param, {}).items():
+                whole = isinstance(value, Tensor) and not isinstance(value, RaggedTensor) and value.dim() > 0
+                if whole and isinstance(param, RaggedTensor) and value.shape == param.shape:
+                    self.optimizer.state[param][key] = distribute_rows(value, param)
+
     def _take_state(self, param: Tensor) -> None:
-        """State that was loaded, or made by the program, moves to the flat moments."""
         held = self.optimizer.state.get(param)
         for key in self.moments or () if held else ():
             value = held.get(key) if held else None
             if isinstance(value, Tensor) and value is not self._views.get((id(param), key)):
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"{key} of parameter {getattr(param, HOME)[0]} in the optimizer's state has shape"
+                        f" {[*value.shape]}, and the parameter {[*param.shape]}: load the state of this model"
+                    )
                 view = self._view(param, key, value.dtype)
                 fill(view, value)
                 self.optimizer.state[param][key] = view
 
 
 def _place_of(param: Tensor) -> _Place:
-    place: _Place = getattr(param, LOCATION)
-    return place
+    return cast(_Place, location_of(param))
 
 
 def _slot_of(param: Tensor) -> tuple[Bucket, str]:

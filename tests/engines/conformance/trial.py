@@ -254,22 +254,23 @@ class _Trial:
         No integer is NaN: where gradients become integers, all ranks refuse the step before any weight changes.
         """
         self.workload.on = self.rank == self.config.mesh.world_size - 1
+        if self.config.numerics.mode is Numerics.exact:
+            self.refuse_step(engine)
+            return
         losses = _accumulate(engine, self.config, self.rank, 7)
         if self.workload.on:
             self.expect(all(math.isnan(loss) for loss in losses), "non-finite", f"losses {losses}, not NaN")
         self.workload.on = False
-        if self.config.numerics.mode is Numerics.exact:
-            self.refuse_step(engine)
-            return
         norm = engine.step(_lr(self.config, 1))
         self.expect(not math.isfinite(norm), "non-finite", f"norm {norm} after a loss of NaN")
         spoiled = any(not weight.isfinite().all() for weight in self.weights(engine).values())
         self.expect(spoiled, "non-finite", "no weight shows it: the step was left out")
 
     def refuse_step(self, engine: Engine) -> None:
-        """A step that cannot be taken raises and changes nothing."""
+        """A step that cannot be taken raises, in its last backward or later, and changes nothing."""
         before = self.weights(engine)
         try:
+            _accumulate(engine, self.config, self.rank, 7)
             engine.step(_lr(self.config, 1))
         except OverflowError:
             self.expect(_same(before, self.weights(engine)), "non-finite", "a refused step moved weights")

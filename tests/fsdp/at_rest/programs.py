@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -141,6 +142,26 @@ def gradients_read_and_edited(world: World) -> Seen:
         world.module.entry.bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
+    return seen
+
+
+def gradients_kept(world: World) -> Seen:
+    """Of one loss while those of another one come, and after the step; forgotten in every way there is."""
+    optimizer, seen = bound(world, adamw(world)), []
+    ways = (optimizer.zero_grad, world.model.zero_grad, lambda: [setattr(p, "grad", None) for p in world.params])
+    for place, (forget, views) in enumerate(itertools.product(ways, (False, True))):
+        world.backward()
+        kept = [p.grad.detach() if views else p.grad for p in world.params if p.grad is not None]
+        forget()
+        seen += [whole(each.norm()) for each in kept]
+        world.backward()
+        for other, one in zip((p.grad for p in world.params if p.grad is not None), kept, strict=True):
+            other.add_(one, alpha=0.5)
+        if place == 0:
+            world.module.head.weight.grad = world.module.head.weight.grad * 2  # type: ignore[operator] # it has one
+        optimizer.step()
+        forget()
+        seen += [whole(each).detach().clone() for each in kept]
     return seen
 
 
@@ -312,6 +333,27 @@ def edited_whole(world: World) -> Seen:
     return []
 
 
+def penalties(world: World) -> Seen:
+    """Of all weights, added to a rank's loss, multiplied with it, and mixed with it otherwise."""
+    optimizer, seen = bound(world, adamw(world)), []
+    forms: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda loss, total: loss + 0.01 * total,
+        lambda loss, total: loss * (1 + 0.01 * total),
+        lambda loss, total: torch.lerp(loss, total.sqrt(), 0.1),
+        lambda loss, total: torch.stack([loss, 0.01 * total]).sum(),
+        lambda loss, total: (0.01 * total).add_(loss),
+    ]
+    for number, form in enumerate(forms):
+        total: Any = sum(p.square().sum() for p in world.params)
+        total = total + torch.stack([p.norm() for p in world.params]).sum()
+        loss = form(world.loss(number), total)
+        loss.backward()
+        seen += [whole(total).detach()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 def head_in_the_loss(world: World) -> Seen:
     optimizer = bound(world, adamw(world))
     for _ in range(STEPS):
@@ -326,9 +368,9 @@ def head_in_the_loss(world: World) -> Seen:
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
-        plain_loop, bound_loop, clipped, gradients_read_and_edited, further_backward, accumulated, raised_and_went_on,
-        averaged, clamped, sharpness_aware, with_closure, saved_and_loaded, hooked, frozen_for_a_while, several_groups,
-        edited_whole, head_in_the_loss,
+        plain_loop, bound_loop, clipped, gradients_read_and_edited, gradients_kept, further_backward, accumulated,
+        raised_and_went_on, averaged, clamped, sharpness_aware, with_closure, saved_and_loaded, hooked,
+        frozen_for_a_while, several_groups, edited_whole, penalties, head_in_the_loss,
     )
 }  # fmt: skip
 

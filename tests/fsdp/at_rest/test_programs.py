@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import fully_shard_model, fully_shard_optimizer
-from harness.fsdp.ragged import operations
+from harness.fsdp import construction, fully_shard_model, fully_shard_optimizer
+from harness.fsdp.ragged import RaggedTensor, operations, tensor
 from harness.fsdp.runtime import gradient_sync, installation
-from harness.fsdp.storage import at_rest
-from harness.fsdp.update import flat_step
+from harness.fsdp.storage import at_rest, bucket
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.update import flat_pieces, flat_step
 from tests.fsdp.at_rest.programs import PROGRAMS, WORLD, Block, Net, data, run_plain, run_sharded
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
@@ -24,20 +26,59 @@ SLIPS = {
     "edits uncounted": Slip(operations, "_count_edit", "torch.autograd.graph.increment_version(", "len("),
     "never installed": Slip(installation.WeightInstaller, "bring_up_to_date", "if any(", "if not any("),
     "kept lost": Slip(gradient_sync.GradientSync, "_install", "shard.add_(flat)", "pass"),
+    "kept overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "getrefcount(held) > _UNKEPT", "False"),
+    "views overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "gradients.renew()", "pass"),
     "all have gradients": Slip(at_rest.ShardedParameters, "install_grads", "index in gradients.unused", "False"),
     "replaced lost": Slip(at_rest.ShardedParameters, "take_grad", "own.copy_(given)", "pass"),
     "edits of flat pieces uncounted": Slip(
         flat_step.FlatStep, "_put_state", "torch.autograd.graph.increment_version(piece.flat)", "pass"
     ),
-    "one counter": Slip(flat_step.FlatStep, "_put_state", "number.fill_(held[key])", "number.zero_()"),
+    "one counter": Slip(flat_pieces.Counter, "tell_params", "self.of_pieces, 0", "self.of_pieces * 0, 0"),
     "state stays": Slip(flat_step.FlatStep, "_take_state", "fill(view, value)", "pass"),
+    "own loss alone": Slip(tensor._IntoLoss, "backward", "dist.all_reduce(", "len("),
+    "torch mixes": Slip(tensor.Replicated, "__torch_function__", "each.requires_grad", "False"),
+    "loss alone": Slip(at_rest.ShardedParameters, "add_own_grads", "self._grad(index).add_(given)", "pass"),
+    "kept by reference": Slip(gradient_sync.GradientSync, "_begin_backward", "shard.clone()", "shard"),
+    "unshown": Slip(at_rest.ShardedParameters, "show", "held[name] = coming", "pass"),
+    "hooks stay": Slip(at_rest._Hooked, "register_hook", "self._unsharded()", "self"),
+    "never finished": Slip(gradient_sync.GradientSync, "_end_backward", "self.finish()", "pass"),
+    "kept and shown": Slip(gradient_sync.GradientSync, "_begin_backward", "each.drop_grads()", "pass"),
+    "pieces apart": Slip(flat_pieces.Piece, "__post_init__", ".detach().requires", ".detach().clone().requires"),
+    "replaced unseen": Slip(flat_step.FlatStep, "_take_gradients", "given is not sharded.grads[place[1]]", "False"),
+    "each rank's penalty": Slip(tensor._IntoLoss, "backward", "grad / ctx.mesh.size()", "grad"),
+    "torch's DTensors": Slip(
+        tensor.Replicated,
+        "__torch_dispatch__",
+        "tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))",
+        "func(*args_, **kwargs_)",
+    ),
+    "weights registered": Slip(bucket.Bucket, "_build_main_weights", " and may_share", ""),
+    "gradients registered": Slip(Gradients, "_build", " or (is_cut and self.memory.registers)", ""),
     "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
+}
+OF_REGISTERED = {
+    "weights registered": "Sharded parameters view a user buffer",
+    "gradients registered": "Gradients of sharded parameters view a user buffer",
 }
 OF_PROGRAMS = [
     ("edits uncounted", "An edit at rest is not counted", "clamped"),
     ("never installed", "Weights written at rest are installed where nothing was", "plain loop"),
     ("kept lost", "A further backward forgets what .grad held", "further backward"),
+    ("kept overwritten", "A gradient that the program keeps is overwritten by the next one", "gradients kept"),
+    ("views overwritten", "Views of gradients that the program keeps see the next ones", "gradients kept"),
     ("all have gradients", "An unused parameter has a gradient of zeros", "gradients read and edited"),
+    ("loss alone", "The gradient of a penalty of sharded parameters is dropped", "penalties"),
+    ("kept by reference", "What .grad held is what the next backward brings", "further backward"),
+    ("unshown", "Modules keep the parameters that they had", "plain loop"),
+    ("hooks stay", "Hooks of sharded parameters are never called", "hooked"),
+    ("never finished", "A synchronising backward does not finish gradients", "plain loop"),
+    ("kept and shown", "What .grad held counts twice in a further backward", "further backward"),
+    ("pieces apart", "Flat pieces are copies of main weights", "bound loop"),
+    ("replaced unseen", "A replaced gradient is not that of a flat piece", "gradients read and edited"),
+    ("each rank's penalty", "A penalty in a loss counts once for each rank", "penalties"),
+    ("torch's DTensors", "What is computed of a penalty is torch's own DTensor", "penalties"),
+    ("own loss alone", "A penalty that is multiplied with a loss has that rank's gradient alone", "penalties"),
+    ("torch mixes", "A penalty of sharded weights stays a DTensor in a loss", "penalties"),
     ("replaced lost", "A gradient that was replaced is not stepped", "gradients read and edited"),
     ("edits of flat pieces uncounted", "A flat step does not count as an edit", "bound loop"),
     ("one counter", "Counters of parameters stay behind those of pieces", "saved and loaded"),
@@ -49,7 +90,7 @@ OF_PROGRAMS = [
 def run_all(rank: int, names: tuple[str, ...], strategies: tuple[str, ...], slip: str = "") -> dict[str, str]:
     """Differences by strategy and program."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch, mock.patch.object(at_rest, "ENABLED", True):
+    with pytest.MonkeyPatch.context() as patch:
         if slip:
             SLIPS[slip].put(patch)
         for strategy in strategies:
@@ -90,28 +131,87 @@ def test_a_slip_is_found(slip: str) -> None:
     assert any(told for of_rank in found for told in of_rank.values())
 
 
+def moving(rank: int, strategy: str) -> tuple[int, int]:
+    """How often main gradients find other memory in loops that keep none, and in one that does."""
+    with mock.patch.object(Gradients, "renew", autospec=True, side_effect=Gradients.renew) as renew:
+        for name in ("clipped", "gradients read and edited", "accumulated", "several groups", "with closure"):
+            run_sharded(rank, name, strategy)
+        usual = renew.call_count
+        run_sharded(rank, "gradients kept", strategy)
+    return usual, renew.call_count
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_main_gradients_stay_where_they_are_unless_views_of_them_are_kept(strategy: str) -> None:
+    for usual, kept in run_ranks(moving, WORLD, strategy):
+        assert usual == 0
+        assert kept > 0
+
+
+def registering(rank: int, strategy: str, slip: str = "") -> list[str]:
+    """What views memory that collectives move, where that is registered; and programs that are not right."""
+    made: list[Tensor] = []
+
+    class Registered(BucketMemory):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more | {"registers": True})
+
+        def persistent(self, numel: int, dtype: torch.dtype) -> Tensor:
+            made.append(super().persistent(numel, dtype))
+            return made[-1]
+
+        def transient(self, numel: int, dtype: torch.dtype) -> Tensor:
+            made.append(super().transient(numel, dtype))
+            return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(construction, "BucketMemory", Registered)
+        if slip:
+            SLIPS[slip].put(patch)
+        found = [
+            name for name in ("clipped", "averaged") if differs(run_sharded(rank, name, strategy), run_plain(name))
+        ]
+        made.clear()
+        model = fully_shard_model(Net(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+        model(data(rank, 1)).sum().backward()
+        moved = {each.untyped_storage()._cdata for each in made}
+        shown = [(n, t) for n, p in model.named_parameters() for t in (p, p.grad) if isinstance(t, RaggedTensor)]
+        found += [name for name, each in shown if each.to_local().untyped_storage()._cdata in moved]
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sharded_parameter_views_a_user_buffer(strategy: str) -> None:
+    assert run_ranks(registering, WORLD, strategy) == [[], []]
+
+
+@pytest.mark.parametrize("slip", each("sharded parameters beside user buffers", OF_REGISTERED.items()))
+def test_a_slip_in_user_buffers_is_found(slip: str) -> None:
+    assert all(run_ranks(registering, WORLD, "optim", slip))
+
+
 def refused(rank: int, strategy: str) -> dict[str, str]:
     """What is told of programs that cannot be right."""
     found: dict[str, str] = {}
-    with mock.patch.object(at_rest, "ENABLED", True):
-        module = Net()
-        early, kept = torch.optim.SGD(module.parameters(), lr=0.1), list(module.parameters())
-        model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-        model(data(rank, 1)).sum().backward()
-        muon = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
-        acts = {
-            "early": early.step,
-            "kept": lambda: kept[0].sum(),
-            "elsewhere": lambda: nn.functional.linear(torch.ones(2, 7), module.blocks[0].up.weight),  # type: ignore[union-attr]
-            "muon": lambda: fully_shard_optimizer(model, muon),
-        }
-        for name, act in acts.items():
-            try:
-                act()
-                found[name] = ""
-            except Exception as error:
-                found[name] = str(error)
-        model.close()
+    module = Net()
+    early, kept = torch.optim.SGD(module.parameters(), lr=0.1), list(module.parameters())
+    model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    model(data(rank, 1)).sum().backward()
+    muon = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+    acts = {
+        "early": early.step,
+        "kept": lambda: kept[0].sum(),
+        "elsewhere": lambda: nn.functional.linear(torch.ones(2, 7), module.blocks[0].up.weight),  # type: ignore[union-attr]
+        "muon": lambda: fully_shard_optimizer(model, muon),
+    }
+    for name, act in acts.items():
+        try:
+            act()
+            found[name] = ""
+        except Exception as error:
+            found[name] = str(error)
+    model.close()
     return found
 
 

@@ -12,9 +12,8 @@ from harness.fsdp import ShardedModel, construction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.state import flat
-from harness.fsdp.storage.gradients import Gradients
-from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line
+from harness.fsdp.state import access, of_parameters
+from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line, not_installed
 from tests.fsdp.behaviours.models import Batch, Block, Net, Unused, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, sgd
 
@@ -92,8 +91,12 @@ def nan_is_named(lab: Lab) -> str:
 # -- 41, 42: state -----------------------------------------------------------------------------------------------------
 
 
+_load_local_state = of_parameters.load_local_state
+
+
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
-    flat.load_local_state(self.buckets, self._sharded_optimizer, values)
+    _load_local_state(self.buckets, self._stepped, values)
+    not_installed(self)
     self.zero_grad()
 
 
@@ -130,12 +133,9 @@ def _loss(subject: Subject, data: Batch) -> float:
         return loss_of(subject.model, data).item()
 
 
-_load_local_state = flat.load_local_state
-
-
-def _forgiving(buckets: Any, optimizer: Any, values: Any) -> None:
-    held = flat.local_state(buckets, optimizer)
-    _load_local_state(buckets, optimizer, {key: values.get(key, value) for key, value in held.items()})
+def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
+    held = of_parameters.local_state(buckets, stepped)
+    _load_local_state(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
 
 
 @behaviour(
@@ -143,7 +143,7 @@ def _forgiving(buckets: Any, optimizer: Any, values: Any) -> None:
     "Missing and unexpected keys raise.",
     Mutant(
         "what is missing is left, what is unexpected is dropped",
-        lambda: mock.patch.object(flat, "load_local_state", _forgiving),
+        lambda: mock.patch.object(access, "load_local_state", _forgiving),
     ),
 )
 def strict_keys(lab: Lab) -> str:
@@ -198,22 +198,12 @@ def _root_is_forgotten(self: GatherPipeline) -> None:
     self._ran, self._late = [], False
 
 
-def _sent_as_it_lies(self: Gradients) -> None:
-    for index in self._unwritten:
-        self._views[index].fill_(7.0)  # as memory that nobody cleared may hold
-    self._unwritten = set()
-
-
 @behaviour(
     "47",
     "Parameters the root itself uses are gathered in time; unused ones neither hang nor corrupt.",
     Mutant(
         "only units are gathered",
         lambda: mock.patch.object(GatherPipeline, "pre_forward", _root_is_forgotten),
-    ),
-    Mutant(
-        "where no gradient came, what lies in memory is sent",
-        lambda: mock.patch.object(Gradients, "settle", _sent_as_it_lies),
     ),
 )
 def outside_the_plan(lab: Lab) -> str:

@@ -14,6 +14,7 @@ from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import BackwardPlan, StepShape
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, fetching_ahead, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
@@ -150,12 +151,23 @@ def _first_come(self: ReducePipeline, unit: Any) -> None:
     _mark_ready(self, unit)
 
 
+def _sent_as_it_lies(self: Gradients) -> None:
+    self.bring_waiting()
+    for index in self._unwritten:
+        self._views[index].fill_(7.0)  # as memory that nobody cleared may hold
+    self._unwritten = set()
+
+
 @behaviour(
     "16",
     "Collectives are issued in one order on all ranks, whatever order autograd finds gradients in.",
     Mutant(
         "a unit is reduced when its gradients are ready, not when its turn comes",
         lambda: mock.patch.object(ReducePipeline, "mark_ready", _first_come),
+    ),
+    Mutant(
+        "where no gradient came, what lies in memory is sent",
+        lambda: mock.patch.object(Gradients, "settle", _sent_as_it_lies),
     ),
 )
 def one_order(lab: Lab) -> str:

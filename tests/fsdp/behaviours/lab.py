@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp import ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage.parameter_access import grad_of
@@ -233,13 +234,14 @@ class Lab:
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """Count this rank's collectives in the body."""
+        """Count this rank's collectives in the body, but for the one that tells which parameters were used."""
         meter = Counted()
         traffic = Traffic(meter)
         try:
             yield traffic
         finally:
-            traffic.order, traffic.kinds = meter.order, by_kind(meter.take())
+            traffic.order = meter.order
+            traffic.kinds = by_kind([row for row in meter.take() if row.bucket != "used parameters"])
             meter.close()
 
 
@@ -270,6 +272,12 @@ def fetching_ahead(prefetch: Callable[[GatherPipeline], None]) -> Iterator[None]
         yield
 
 
+def not_installed(model: ShardedModel) -> None:
+    """Let forwards compute with the weights from before main weights were written."""
+    for bucket in model.buckets:
+        bucket.installed_version = bucket.main_version
+
+
 def live_bytes() -> int:
     """Bytes of tensor storage that Python objects of this process hold on the CPU."""
     gc.collect()
@@ -277,7 +285,7 @@ def live_bytes() -> int:
     # A gradient that autograd put in place is no Python object until somebody asks for it.
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     tensors += [found for each in tensors if each.is_leaf and (found := grad_of(each)) is not None]
-    with torch._C.DisableTorchFunctionSubclass():  # a released parameter lets nobody look
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter that was kept lets nobody look
         for tensor in tensors:
             plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
             if plain and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":

@@ -44,8 +44,6 @@ class Native(Subject):
 
     def finish(self) -> None:
         self.model.finish_grad_sync()
-        if self.setup.options.get("use_decoupled_grad"):  # else handed over by the step
-            self.model._sharded_optimizer.attach()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -74,7 +72,7 @@ class Native(Subject):
         return float(self.model.clip_grad_norm_(max_norm))
 
     def gathered(self) -> list[str]:
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter lets nobody look
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter that was kept lets nobody look
             return [
                 name
                 for bucket in self.model.buckets

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel, ShardedState
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state.named import ShardMap
+from harness.fsdp.state import access, of_parameters
 from harness.fsdp.storage import dtensors
-from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
+from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, not_installed
 from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, adamw
 
@@ -109,20 +109,19 @@ def _adopts_nothing(self: ShardedState) -> None:
     """Counters stay as they are."""
 
 
-def _first_moments_alone(self: ShardMap, *args: Any) -> ShardedState:
-    found = _state(self, *args)
+_add_optimizers, _held_by = of_parameters.add_optimizers, of_parameters.held_by
+
+
+def _first_moments_alone(found: ShardedState, *args: Any) -> None:
+    _add_optimizers(found, *args)
     found.tensors = {key: value for key, value in found.tensors.items() if not key.endswith("exp_avg_sq")}
-    return found
-
-
-_state = ShardMap.state
 
 
 @behaviour(
     "39",
     "Saved and loaded by DCP, parameters and optimizer state have their bits and the next losses are equal.",
     Mutant("step counts are not loaded", lambda: mock.patch.object(ShardedState, "adopt", _adopts_nothing)),
-    Mutant("second moments are not saved", lambda: mock.patch.object(ShardMap, "state", _first_moments_alone)),
+    Mutant("second moments are not saved", lambda: mock.patch.object(access, "add_optimizers", _first_moments_alone)),
     ranks=4,
     shortened=True,
 )
@@ -133,6 +132,7 @@ def through_dcp(lab: Lab) -> str:
 
 def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
     state.adopt()
+    not_installed(self)
     self.zero_grad()
 
 
@@ -227,12 +227,10 @@ class Tiny(nn.Module):
         return x * self.pair.view(-1)
 
 
-_nothing = ShardMap._add_entries
-
-
-def _only_what_lies_here(self: ShardMap, found: Any, bucket: Any, slot: Any, flat: Any, *rest: Any) -> None:
-    if flat is not None:
-        _nothing(self, found, bucket, slot, flat, *rest)
+def _only_what_lies_here(*args: Any) -> Iterator[Any]:
+    for bucket, slot, *rest in _held_by(*args):
+        if bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel:
+            yield bucket, slot, *rest
 
 
 @behaviour(
@@ -240,7 +238,7 @@ def _only_what_lies_here(self: ShardMap, found: Any, bucket: Any, slot: Any, fla
     "Ranks with empty shards have the same optimizer state keys as all others.",
     Mutant(
         "parameters without a row here are left out",
-        lambda: mock.patch.object(ShardMap, "_add_entries", _only_what_lies_here),
+        lambda: mock.patch.object(of_parameters, "held_by", _only_what_lies_here),
     ),
     ranks=4,
 )

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from harness.fsdp import Dtypes, MixedPrecisionPolicy, api, construction
+from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.storage import layout
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.layout import BucketLayout
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, live_bytes
 from tests.fsdp.behaviours.models import (
     Block,
@@ -136,7 +137,11 @@ def rows_are_whole(lab: Lab) -> str:
     return f"(3, 30) and (5, 8): this rank holds {held}"
 
 
-_stretches = BucketLayout.stretches
+_add_pieces = FlatStep._add_pieces
+
+
+def _none_with_an_empty_one(self: FlatStep, where: Any, kinds: Any) -> None:
+    _add_pieces(self, where if all(local_of(param).numel() for _, param, _ in where) else [], kinds)
 
 
 @behaviour(
@@ -144,13 +149,7 @@ _stretches = BucketLayout.stretches
     "A parameter smaller than a chunk may lie on one rank; empty shards are legal and train.",
     Mutant(
         "a rank that holds nothing of one parameter leaves the rest of its bucket out of the update too",
-        lambda: mock.patch.object(
-            BucketLayout,
-            "stretches",
-            lambda self, rank, groups: (
-                [] if any(self.local_slice(s, rank).numel == 0 for s in self.slots) else _stretches(self, rank, groups)
-            ),
-        ),
+        lambda: mock.patch.object(FlatStep, "_add_pieces", _none_with_an_empty_one),
     ),
     ranks=4,
 )

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from harness.fsdp import FlatPieceError
 from tests.fsdp.behaviours.models import Make
 
 INNER, OUTER, TENSOR = "dp_shard", "dp_outer", "tp"
@@ -156,8 +155,8 @@ class Subject(ABC):
         raise NotOffered("cannot be looked at from outside")
 
     def optimizer_gradients(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Each tensor the optimizer steps, and its gradient now; None too where the engine has it, and not yet here."""
-        return [(p, _gradient(p)) for group in self.optimizer.param_groups for p in group["params"]]
+        """Each tensor the optimizer steps, and its gradient now."""
+        return [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
 
     def close(self) -> None:  # noqa: B027 (most engines start nothing)
         """End what the engine started."""
@@ -179,10 +178,3 @@ def expert_mesh(expert_parallel: int, *, tensor_axis: bool) -> DeviceMesh:
     if tensor_axis:
         shape, names = (*shape, 1), (*names, TENSOR)
     return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
-
-
-def _gradient(stepped: Tensor) -> Tensor | None:
-    try:
-        return stepped.grad
-    except FlatPieceError:
-        return None

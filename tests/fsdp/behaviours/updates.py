@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from harness.fsdp import ShardedOptimizer
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.step import TRANSITIONS, Call, StepState
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.parameter_access import put_grad
 from harness.fsdp.update import clipping as clip
+from harness.fsdp.update.flat_step import DECOUPLED, FlatStep
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
 from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
 from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, FP32, SCALED_TWICE
@@ -22,24 +24,24 @@ from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, sgd
 
 # -- 28, 29: the optimizer ---------------------------------------------------------------------------------------------
 
-_init = ShardedOptimizer.__init__
+_init = FlatStep.__init__
 
 
-def _steps_before(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, optimizer, *args, **kwargs)
+def _steps_before(self: FlatStep, optimizer: Optimizer) -> None:
+    _init(self, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
-    for flat in self.stretches:
-        flat.weight.grad = torch.zeros_like(flat.weight)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    optimizer.step()
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    type(optimizer).step(optimizer, None)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    self.detach()
+    optimizer.zero_grad()
 
 
-def _one_setting(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, optimizer, *args, **kwargs)
+def _one_setting(self: FlatStep, optimizer: Optimizer) -> None:
+    _init(self, optimizer)
     for group in optimizer.param_groups:
         group.update({name: optimizer.param_groups[0][name] for name in ("lr", "weight_decay")})
 
@@ -49,7 +51,7 @@ def _one_setting(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwa
     "The first three updates of Adam and AdamW are those of one process.",
     Mutant(
         "state is made by a step on zero gradients, whose step count stays",
-        lambda: mock.patch.object(ShardedOptimizer, "__init__", _steps_before),
+        lambda: mock.patch.object(FlatStep, "__init__", _steps_before),
     ),
 )
 def first_updates(lab: Lab) -> str:
@@ -91,7 +93,7 @@ def _two_groups(module: Any) -> torch.optim.Optimizer:
     "Learning rate and weight decay of each parameter group survive wrapping.",
     Mutant(
         "the first group's settings are taken for all",
-        lambda: mock.patch.object(ShardedOptimizer, "__init__", _one_setting),
+        lambda: mock.patch.object(FlatStep, "__init__", _one_setting),
     ),
 )
 def groups_survive(lab: Lab) -> str:
@@ -107,21 +109,20 @@ def groups_survive(lab: Lab) -> str:
 
 # -- 30 to 34: gradients of a step -------------------------------------------------------------------------------------
 
-_attach = ShardedOptimizer.attach
+_install_grads, _install = ShardedParameters.install_grads, GradientSync._install
 
 
-def _last_is_left_out(self: ShardedOptimizer, *args: Any, **named: Any) -> None:
-    _attach(self, *args, **named)
-    self.stretches[-1].weight.grad = None
-    self.stretches[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
+def _last_is_left_out(self: ShardedParameters, *args: Any, **named: Any) -> None:
+    _install_grads(self, *args, **named)
+    put_grad(self.params[-1], None)
 
 
 @behaviour(
     "30",
     "What the optimizer steps has no gradient before the reduction and one of the right dtype after it.",
     Mutant(
-        "the last piece of the model gets no gradient",
-        lambda: mock.patch.object(ShardedOptimizer, "attach", _last_is_left_out),
+        "the last parameter of each bucket gets no gradient",
+        lambda: mock.patch.object(ShardedParameters, "install_grads", _last_is_left_out),
     ),
 )
 def attached_when_reduced(lab: Lab) -> str:
@@ -148,15 +149,17 @@ def _numel_here(tensor: Tensor) -> int:
     return int(getattr(tensor, "_local_tensor", tensor).numel())
 
 
-_UNCHECKED = {StepState.REDUCED: TRANSITIONS[StepState.REDUCED] | {Call.pre_backward: (StepState.BACKWARD,)}}
+def _forgets_earlier(self: GradientSync) -> None:
+    self._kept = []
+    _install(self)
 
 
 @behaviour(
     "31",
     "no_sync on all microbatches but the last equals one big batch; without it, the sum is right or refused.",
     Mutant(
-        "a second synchronised backward is let through",
-        lambda: mock.patch.dict(TRANSITIONS, _UNCHECKED),
+        "a second synchronised backward takes the place of the first",
+        lambda: mock.patch.object(GradientSync, "_install", _forgets_earlier),
     ),
 )
 def accumulation(lab: Lab) -> str:
@@ -233,43 +236,45 @@ def _with(make: Any, weights: dict[str, Tensor]) -> Any:
 class DecoupledSGD(torch.optim.SGD):
     """Reads `decoupled_grad`, as precision-aware optimizers do."""
 
-    elementwise = True
+    seen: ClassVar[list[Tensor | None]]
+    """What the last step read of tensors with elements."""
 
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                grad = getattr(param, "decoupled_grad", None)
-                if grad is not None:
-                    param.data.add_(grad.to(param.dtype), alpha=-group["lr"])
+        params = [param for group in self.param_groups for param in group["params"] if _numel_here(param)]
+        DecoupledSGD.seen = [getattr(param, "decoupled_grad", None) for param in params]
+        for param, grad in zip(params, DecoupledSGD.seen, strict=True):
+            if grad is not None:
+                param.data.add_(grad.to(param.dtype), alpha=-self.param_groups[0]["lr"])
 
 
-def _decoupled_sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return DecoupledSGD(module.parameters(), lr=0.1)
+def _leaves_last_out(self: FlatStep, gradient_of: Any) -> None:
+    _decouple(self, gradient_of)
+    setattr(self.optimizer.param_groups[-1]["params"][-1], DECOUPLED, None)
+
+
+_decouple = FlatStep._decouple
 
 
 @behaviour(
     "33",
-    "use_decoupled_grad leaves .grad None and gives the optimizer gradients in their own dtype.",
+    "use_decoupled_grad gives the optimizer's step gradients in their own dtype.",
     Mutant(
-        "the last piece of the model gets no gradient",
-        lambda: mock.patch.object(ShardedOptimizer, "attach", _last_is_left_out),
+        "the last parameter gets no gradient",
+        lambda: mock.patch.object(FlatStep, "_decouple", _leaves_last_out),
     ),
 )
 def decoupled(lab: Lab) -> str:
     options = {"use_decoupled_grad": True}
     setup = Setup(units=(Block,), compute=torch.bfloat16, main_params=None, options=options)
-    subject = lab.build(seeded(Net), setup, _decoupled_sgd)
+    subject = lab.build(seeded(Net), setup, lambda module: DecoupledSGD(module.parameters(), lr=0.1))
     lab.accumulate(subject)
-    subject.finish()
-    params = [p for group in subject.optimizer.param_groups for p in group["params"] if _numel_here(p)]
-    coupled = sum(p.grad is not None for p in params)
-    apart = [getattr(p, "decoupled_grad", None) for p in params]
-    missing = sum(grad is None for grad in apart)
-    dtypes = {grad.dtype for grad in apart if grad is not None}
-    lab.claim(coupled == 0, f"{coupled} of {len(params)} have .grad")
-    lab.claim(missing == 0, f"{missing} of {len(params)} have no decoupled_grad")
+    subject.step()
+    seen = DecoupledSGD.seen
+    missing = sum(grad is None for grad in seen)
+    dtypes = {grad.dtype for grad in seen if grad is not None}
+    lab.claim(missing == 0, f"{missing} of {len(seen)} have no decoupled_grad")
     lab.claim(dtypes == {torch.float32}, f"decoupled gradients of {dtypes}")
-    return f"{len(params)} bf16 shards with fp32 decoupled gradients, none with .grad"
+    return f"{len(seen)} bf16 shards with fp32 decoupled gradients"
 
 
 @behaviour(
@@ -325,6 +330,13 @@ def recomputation(lab: Lab) -> str:
     return "gradients equal to the bit, no weights left gathered"
 
 
+_sum_scalars = Communicator.sum_scalars
+
+
+def _sums_no_norm(self: Communicator, values: Tensor, purpose: str) -> Tensor:
+    return values if purpose == "norm" else _sum_scalars(self, values, purpose)
+
+
 def _left_behind(subject: Subject) -> list[str]:
     try:
         return subject.gathered()
@@ -337,7 +349,7 @@ def _left_behind(subject: Subject) -> list[str]:
     "Clipping returns the norm of the whole model's gradient, and scales by it.",
     Mutant(
         "each rank clips by the norm of its own shard",
-        lambda: mock.patch.object(Communicator, "sum_scalars", lambda self, values, purpose: values),
+        lambda: mock.patch.object(Communicator, "sum_scalars", _sums_no_norm),
     ),
     Mutant(
         "the norm is right and nothing is clipped",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from harness.fsdp import binding
-from harness.fsdp.runtime import gradient_sync, usage
+from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.update import flat_step
+from harness.fsdp.update.flat_pieces import Counter
 from tests.fsdp.flat_step import world
 from tests.fsdp.flat_step.more_programs import PROGRAMS
 from tests.support.covering import once
@@ -87,21 +88,15 @@ MUTANTS = {
         3,
     ),
     "one counter": (
-        Slip(
-            Step,
-            "_bind",
-            "piece.numbers[key].unbind()",
-            "[piece.numbers[key][0]] * len(piece.params)",
-            "Parameters of a piece share a counter",
-        ),
-        "counter_edited",
+        Slip(Counter, "tell_params", "self.index, out", "self.index.flip(0), out", "Parameters have others' counters"),
+        "unused_in_turn",
         3,
     ),
     "counters unread": (
         Slip(
             Step,
-            "_begin",
-            " or any(each.seen() != each.version for each in self._pieces())",
+            "_exchange",
+            " or any(each.is_edited for each in self._counters)",
             "",
             "A counter that is edited in place is not read again",
         ),
@@ -111,9 +106,9 @@ MUTANTS = {
     "order of pieces": (
         Slip(
             Step,
-            "_put_state",
-            "            if id(param) in made_for:\n                state[param]\n            elif",
-            "            if",
+            "_put_in_order",
+            "if id(param) in made_for:\n                state[param]\n            elif",
+            "if",
             "State is in the order of pieces, another on each rank",
         ),
         "AdamW",
@@ -155,7 +150,7 @@ MUTANTS = {
         Slip(
             Step,
             "_take_gradients",
-            "place[0].take_grad(place[1], zeros=self.steps_unused)",
+            "sharded.take_grad(place[1], zeros=self.steps_unused)",
             "pass",
             "Gradients that are replaced are not taken",
         ),
@@ -182,17 +177,6 @@ MUTANTS = {
         ),
         "AdamW fused",
         1,
-    ),
-    "marks": (
-        Slip(
-            usage,
-            "_why_counts",
-            "bucket.context.sharded_parameters and ",
-            "False and ",
-            "Ranks without a row of a parameter take it for used",
-        ),
-        "late_momentum",
-        3,
     ),
     "given gradients stay": (
         Slip(
@@ -230,7 +214,7 @@ MUTANTS = {
     "unfinished gradients": (
         Slip(
             binding,
-            "_bind_sharded",
+            "bind",
             "parts.gradients.forget_unfinished()",
             "pass",
             "What came inside no_sync is not forgotten",

@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from harness.fsdp.storage import at_rest
 
 WORLD, TOLERANCE = 2, 1e-9
 WIDE = MixedPrecisionPolicy(main_params_dtype=None)
@@ -159,11 +157,10 @@ def differences(found: World, right: World) -> list[str]:
 
 def run(rank: int, stage: int, program: Program, *, binds: bool = True) -> list[str]:
     """What is wrong with a program on ranks."""
-    with mock.patch.object(at_rest, "ENABLED", True):
-        right, found = World(None), World(rank, stage, binds)
-        program(right)
-        try:
-            program(found)
-        except Exception:
-            return [traceback.format_exc()]
-        return differences(found, right)
+    right, found = World(None), World(rank, stage, binds)
+    program(right)
+    try:
+        program(found)
+    except Exception:
+        return [traceback.format_exc()]
+    return differences(found, right)

@@ -23,7 +23,7 @@ from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.sides import BACKWARD_SIDE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.fp8.sharded import Case, converted, cut, data, loss_of, shard, unlike
+from tests.fsdp.fp8.sharded import Case, converted, cut, data, loss_of, shard, unlike, whole_copy
 
 TOKENS, IN, OUT = 24, 256, 512
 """Portions of two ranks are whole tiles of every recipe."""
@@ -129,18 +129,14 @@ def _known(model: ShardedModel) -> dict[str, Tensor]:
 
 def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
     """Bring every tensor of a state into another model; what is other bits there afterwards."""
-    given = {name: _whole(value) for name, value in source.sharded_state().tensors.items() if value.dim()}
+    given = {name: whole_copy(value) for name, value in source.sharded_state().tensors.items() if value.dim()}
     state = target.sharded_state()
     for name, value in state.tensors.items():
         if value.dim():
             fill(value, given[name])
     target.adopt_state(state)
-    found = {name: _whole(value) for name, value in target.sharded_state().tensors.items() if value.dim()}
+    found = {name: whole_copy(value) for name, value in target.sharded_state().tensors.items() if value.dim()}
     return [name for name, value in found.items() if not torch.equal(value, given[name])]
-
-
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 # -- bytes, and models without memory ----------------------------------------------------------------------------------

@@ -136,14 +136,19 @@ Held = tuple[str, bool]
 
 def payloads(model: ShardedModel) -> dict[Held, Quantized]:
     """What each layer multiplies, as the weight lies; from weights gathered for the purpose. *Collective.*"""
-    with model.gathered():
-        return {
-            (name, turned): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
-            for name, layer in model.module.named_modules()
-            if isinstance(layer, Fp8Linear)
-            for turned in (False, True)
-            for held in [layer.weight_for(turned=True).t if turned else layer.weight_for(turned=False)]
-        }
+    with model.unsharded():
+        return gathered_payloads(model)
+
+
+def gathered_payloads(model: ShardedModel) -> dict[Held, Quantized]:
+    """As `payloads`, inside `unsharded()`."""
+    return {
+        (name, turned): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
+        for name, layer in model.module.named_modules()
+        if isinstance(layer, Fp8Linear)
+        for turned in (False, True)
+        for held in [layer.weight_for(turned=True).t if turned else layer.weight_for(turned=False)]
+    }
 
 
 def of_whole(layer: Fp8Linear, weight: Tensor, *, turned: bool = False) -> Quantized:
@@ -173,11 +178,12 @@ def same(found: Quantized, expected: Quantized) -> bool:
 def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
     """Layers that do not multiply their whole weight quantized, or this rank's portion of that. *Collective.*"""
     told = []
-    for (name, turned), held in payloads(model).items():
-        layer = model.module.get_submodule(name)
-        assert isinstance(layer, Fp8Linear)
-        whole = of_whole(layer, weights[f"{name}.weight"], turned=turned)
-        told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, turned: {turned}"]
+    with model.unsharded():
+        for (name, turned), held in gathered_payloads(model).items():
+            layer = model.module.get_submodule(name)
+            assert isinstance(layer, Fp8Linear)
+            whole = of_whole(layer, weights[f"{name}.weight"], turned=turned)
+            told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, turned: {turned}"]
     return told
 
 
@@ -185,6 +191,11 @@ def here_of(param: Tensor, whole: Tensor) -> Tensor:
     """This rank's portion of a whole tensor."""
     group = param.device_mesh.get_group() if isinstance(param, DTensor) else None
     return Portion.of("it", param, group).cut(whole)
+
+
+def whole_copy(value: Tensor) -> Tensor:
+    """Put together from all ranks where it is cut. *Collective* there."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def local(tensor: Tensor) -> Tensor:

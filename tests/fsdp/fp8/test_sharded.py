@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime.weight_scales import PURPOSE
@@ -30,6 +29,7 @@ from tests.fsdp.fp8.sharded import (
     same,
     shard,
     unlike,
+    whole_copy,
 )
 from tests.streams.recorder import Recorder, believing_in
 from tests.support.spawn import run_ranks
@@ -143,7 +143,7 @@ def _edit(rank: int, strategy: str) -> str:
     """What an edit in place is told."""
     model, _ = shard(Case(Fp8.current, strategy), converted(Fp8.current))
     try:
-        with model.gathered():
+        with model.unsharded():
             model.module.get_parameter("blocks.0.up.weight").view(torch.uint8).add_(1)
     except RuntimeError as error:
         return str(error)
@@ -158,14 +158,14 @@ def going_on(rank: int, one: Case, two: Case) -> list[str]:
     for step in range(2):
         _train(saved, optimizer, rank, step)
     held, tensors = payloads(saved), saved.sharded_state().tensors
-    whole = {name: _whole(value) for name, value in tensors.items() if value.dim()}  # counters count steps
+    given = {name: whole_copy(value) for name, value in tensors.items() if value.dim()}  # counters count steps
     local = {name: value.clone() for name, value in saved.local_state().items()}
     after = _train(saved, optimizer, rank, 3)
     loaded, other = shard(two, converted(two.recipe, seed=9))
     _train(loaded, other, rank, 7)
     state = loaded.sharded_state()
     for name, value in state.tensors.items():
-        _fill(value, whole[name] if value.dim() else torch.tensor(2.0))
+        fill(value, given[name] if value.dim() else torch.tensor(2.0))
     loaded.adopt_state(state)
     told = [f"{name} after adopt_state" for name, each in payloads(loaded).items() if not same(each, held[name])]
     told += [] if torch.equal(_train(loaded, other, rank, 3), after) else ["another layout takes another step"]
@@ -182,16 +182,6 @@ def going_on(rank: int, one: Case, two: Case) -> list[str]:
     saved.close()
     loaded.close()
     return told
-
-
-def _whole(value: Any) -> Tensor:
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.clone()
-
-
-def _fill(value: Any, given: Tensor) -> None:
-    if value.dim() or not isinstance(value, DTensor):
-        fill(value, given)
 
 
 def _meta(rank: int, case: Case) -> list[str]:
@@ -279,8 +269,8 @@ def various() -> list[dict[str, Any]]:
 
 
 def test_a_gather_moves_one_byte_a_parameter_and_one_collective_makes_scales(various: list[dict[str, Any]]) -> None:
-    whole, optim, params, tiled = various[0]["traffic"]
-    assert not any(PURPOSE in each for each in whole[0]), "weights that no rank cuts need no amax of others"
+    alone, optim, params, tiled = various[0]["traffic"]
+    assert not any(PURPOSE in each for each in alone[0]), "weights that no rank cuts need no amax of others"
     for (rows, moved), gathers in ((optim, 1), (params, 2), (tiled, 2)):
         for name, width in (("blocks.0/bfloat16/fp8", 1), ("blocks.0/bfloat16", 2)):
             assert rows["all_gather", name] == (gathers, gathers * moved[name] * width // 2), name

@@ -166,11 +166,11 @@ def different_units(rank: int, strategy: str) -> list[str]:
     return _follows(rank, strategy, program, 4)
 
 
-def gathered(rank: int, strategy: str) -> list[str]:
-    """Inside gathered() layers multiply, and tell their weights, in both directions."""
+def unsharded(rank: int, strategy: str) -> list[str]:
+    """Inside unsharded() layers multiply, and tell their weights, in both directions."""
     model, _ = shard(Case(Fp8.mx, strategy), converted(Fp8.mx))
     weights, told = dict(model.full_weights()), []
-    with model.gathered("blocks.1.up"):
+    with model.unsharded("blocks.1.up"):
         layer = model.module.blocks[1].up
         for turned in (False, True):
             found = layer.weight_for(turned=turned)
@@ -190,8 +190,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def traffic(rank: int, strategy: str) -> list[str]:
-    """What a step gathers, to the byte: one a parameter and direction; twice the backward's where its forward runs
-    again; in the first step, in which nobody knows, both there. The last unit does not stay."""
+    """A step gathers, to the byte, one a parameter and direction; twice the backward's where its forward runs again;
+    in the first step, in which nobody knows, both there. The last unit does not stay. Updated weights are quantized,
+    and ranks agree, when the next forward begins."""
     told = []
     for recompute, backward in (("", 1), ("within", 2), ("around", 2)):
         built = converted(Fp8.mx).bfloat16()
@@ -213,7 +214,9 @@ def traffic(rank: int, strategy: str) -> list[str]:
             again = 1 if step and backward == 1 else 2
             of_forward = again if strategy == "optim_grads_params" else 1
             side = ELEMENTS // 2
-            wanted = [(of_forward, of_forward * side), (1, side)] if strategy != "no_shard" else [(0, 0), (0, 0)]
+            updated = step > 0 and strategy != "no_shard"
+            wanted = [(of_forward, of_forward * side), (1, side)]
+            wanted = wanted if updated or strategy == "optim_grads_params" else [(0, 0), (0, 0)]
             told += [
                 f"{recompute or 'plain'}, step {step}: {name} {each} is not {wanted}"
                 for name, each in found.items()
@@ -221,9 +224,9 @@ def traffic(rank: int, strategy: str) -> list[str]:
             ]
             agreed.append(("all_reduce", PURPOSE) in rows)
             exponents = rows.get(("all_reduce", SCALES), (0, 0))
-            right = (1, BLOCKS * ELEMENTS // 16) if strategy != "no_shard" else (0, 0)
+            right = (1, BLOCKS * ELEMENTS // 16) if updated else (0, 0)
             told += [] if exponents == right else [f"exponents {exponents} are not {right}"]
-        told += [] if agreed == [strategy == "optim_grads_params", False, False] else [f"ranks agreed in {agreed}"]
+        told += [] if agreed == [False, strategy == "optim_grads_params", False] else [f"ranks agreed in {agreed}"]
         meter.close()
         model.close()
     return told
@@ -252,7 +255,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     "hidden": hidden,
     "begins to recompute": begins_to_recompute,
     "different units": different_units,
-    "gathered": gathered,
+    "unsharded": unsharded,
     "traffic": traffic,
     "kept": kept,
 }
@@ -291,7 +294,7 @@ MUTANTS = {
         "optim",
     ),
     "one payload twice": Mutant(
-        "Both sides get the payload of the forward", patched(Bucket, "cast_shards", _same_payload), "gathered"
+        "Both sides get the payload of the forward", patched(Bucket, "cast_shards", _same_payload), "unsharded"
     ),
     "always both": Mutant(
         "A backward gathers both sides for good",

@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MegatronModel, UnknownPlan, construction, fully_shard, fully_shard_optimizer
-from harness.fsdp import binding as binding_module
 from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -93,28 +91,12 @@ def refusing(rank: int, strategy: str) -> list[str]:
     """What has no meaning here says what to use; code that asks whether it is there is told that it is not."""
     model, optimizer = with_optimizer(strategy)
     told = said(lambda: model.finish_grad_sync(True), NotImplementedError, "force_all_reduce=True", "full_gradients()")
-    told += said(lambda: model.start_param_sync(force_sync=True), NotImplementedError, "force_sync=True", "gathered()")
+    told += said(lambda: model.start_param_sync(force_sync=True), NotImplementedError, "force_sync=True", "unsharded()")
     told += said(lambda: optimizer.step(clip=1), NotImplementedError, "step(clip)", "sync_grad_before_optimizer_step")
-    told += _helpers(model, optimizer)
     for name in ELSEWHERE:
         told += said(lambda name=name: getattr(model, name), AttributeError, name, "megatron-fsdp's own")
         told += [f"{name} is there"] if hasattr(model, name) else []
     return told + said(lambda: model.nothing, AttributeError, "no attribute 'nothing'")
-
-
-def _helpers(model: MegatronModel, optimizer: torch.optim.Optimizer) -> list[str]:
-    """torch's helpers for an optimizer's state, before a first step and after it."""
-    told = []
-    given = {"state": {"0.weight": {}}, "param_groups": []}
-    for stepped in (False, True):
-        if stepped:
-            optimizer.state_dict()  # makes state
-        for ask in (
-            lambda: get_optimizer_state_dict(model, optimizer),
-            lambda: set_optimizer_state_dict(model, optimizer, given),
-        ):
-            told += said(ask, NotImplementedError, "call optimizer.state_dict() and load_state_dict()")
-    return told
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
@@ -154,11 +136,6 @@ MUTANTS = {
         "torch.compile traces the engine's hooks",
         lambda: mock.patch.object(WeakHook, "__call__", FunctionType(_code, vars(weak_hooks))),
         "compiling",
-    ),
-    "helpers are not known": Mutant(
-        "torch's get_optimizer_state_dict fails on a name of its own",
-        lambda: mock.patch.object(binding_module, "TORCH_HELPERS", ""),
-        "refusing",
     ),
 }
 

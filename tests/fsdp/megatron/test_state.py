@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.state import by_parameter
-from harness.fsdp.update.groups import Groups
+from harness.fsdp import binding
+from harness.fsdp.update import flat_step
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import LR, adamw, differs, said, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, data, loss_of
@@ -74,7 +74,7 @@ def saving(rank: int, strategy: str) -> list[str]:
             told.append(f"entries {list(got)}")
         told += [f"{number} {e}" for e in MOMENTS if not torch.allclose(got[e], entries[e], atol=1e-7)]
     for got, group in zip(found["param_groups"], right["param_groups"], strict=True):
-        told += [key for key, value in group.items() if key not in by_parameter.KERNELS and got[key] != value]
+        told += [key for key, value in group.items() if got[key] != value]
     model, optimizer = with_optimizer(strategy, grouped, frozen())
     model.load_state_dict({name: value.detach().clone() for name, value in plain.state_dict().items()})
     changed = deepcopy(right)
@@ -102,23 +102,23 @@ def moving(rank: int, strategy: str) -> list[str]:
 
 
 def misfits(rank: int, strategy: str) -> list[str]:
-    """What does not fit is refused before anything is loaded."""
+    """Other numbers and shapes are refused; the right state goes on from there."""
     model, optimizer = with_optimizer(strategy, adamw)
-    loss_of(model, data(0, rank)).backward()
-    optimizer.step()
-    before = whole_state(optimizer)
+    right_model, right = with_optimizer(strategy, adamw)
+    for net, its in ((model, optimizer), (right_model, right)):
+        loss_of(net, data(0, rank)).backward()
+        its.step()
+    before = deepcopy(whole_state(optimizer))
     few, other = deepcopy(before), deepcopy(before)
     few["param_groups"][0]["params"].pop()
     other["state"][0]["exp_avg"] = torch.zeros(3, 3)
-    told = said(lambda: optimizer.load_state_dict(few), ValueError, "groups of")
-    told += said(lambda: optimizer.load_state_dict(other), ValueError, "exp_avg", "nothing was loaded")
-    other = deepcopy(before)
-    other["state"][0]["more"] = torch.zeros(3)
-    told += said(lambda: optimizer.load_state_dict(other), ValueError, "unexpected", "more")
-    after = whole_state(optimizer)
-    for number, entries in before["state"].items():
-        told += [f"{number} {e}" for e in MOMENTS if not torch.equal(entries[e], after["state"][number][e])]
-    return told
+    told = said(lambda: optimizer.load_state_dict(few), ValueError, "group")
+    told += said(lambda: optimizer.load_state_dict(other), ValueError, "exp_avg", "load the state of this model")
+    optimizer.load_state_dict(before)
+    optimizer.step()
+    right.step()
+    pairs = zip(model.full_weights(), right_model.full_weights(), strict=True)
+    return told + [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {check.__name__: check for check in (saving, moving, misfits)}
@@ -133,34 +133,33 @@ def test_a_name_of_megatron_fsdp_does_what_it_says(strategy: str, check: str) ->
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def keeps_settings(optimizer: torch.optim.Optimizer, *given: Any) -> None:
-    before = [dict(group) for group in optimizer.param_groups]
-    _load(optimizer, *given)
-    for group, kept in zip(optimizer.param_groups, before, strict=True):
-        group.update(kept)
+def trained_only(optimizer: torch.optim.Optimizer) -> None:
+    _take_sharded(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if param.requires_grad]
 
 
-def trained_only(self: Groups, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    trained = {name for bucket in self.buckets if bucket.trainable for name, _ in bucket.params}
-    return [[name for name in names if name in trained] for names in _names_by_group(self, optimizer)]
-
-
-_load, _names_by_group = by_parameter.load_state_dict, Groups.names_by_group
+_take_sharded = binding._take_sharded
 MUTANTS = {
     "numbers of trained parameters": Mutant(
         "Frozen parameters are not counted, so that numbers are not torch's",
-        lambda: mock.patch.object(Groups, "names_by_group", trained_only),
+        lambda: mock.patch.object(binding, "_take_sharded", trained_only),
         "saving",
     ),
-    "settings are kept": Mutant(
-        "What is loaded brings no learning rate",
-        lambda: mock.patch.object(by_parameter, "load_state_dict", keeps_settings),
+    "kernels are saved": Mutant(
+        "What is saved names kernels that the engine has chosen",
+        lambda: mock.patch.object(flat_step, "KERNELS", ()),
         "saving",
         "optim",
     ),
+    "loads share memory": Mutant(
+        "What was loaded is the memory of the optimizer that gave it",
+        lambda: mock.patch.object(flat_step.FlatStep, "take_loaded"),
+        "moving",
+    ),
     "moments are not filled": Mutant(
         "What is loaded brings no moments",
-        lambda: mock.patch.object(by_parameter, "fill"),
+        lambda: mock.patch.object(flat_step, "fill"),
         "moving",
         "no_shard",
     ),

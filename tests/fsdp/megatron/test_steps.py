@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from harness.fsdp import FlatPieceError
-from harness.fsdp import binding as binding_module
+from harness.fsdp import api
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
@@ -57,31 +57,34 @@ def scaling(rank: int, strategy: str) -> list[str]:
 
 
 def attaching(rank: int, strategy: str) -> list[str]:
-    """Gradients are the optimizer's before it steps, and are not before they are attached."""
+    """Gradients are the parameters' own; without a backward there are none."""
     model, optimizer = with_optimizer(strategy)
-    loss_of(model, data(0, rank)).backward()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    told = [each for weight in weights for each in said(lambda: weight.grad, FlatPieceError, "inside the step alone")]  # noqa: B023 # called here
     model.attach_grad_to_optimizer_state()
-    told += ["not there"] if any(weight.grad is None for weight in weights) else []
-    squares = sum((weight.grad.double().square().sum() for weight in weights), torch.zeros((), dtype=torch.float64))
-    if strategy != "no_shard":
-        dist.all_reduce(squares)
-    told += [] if abs(float(squares.sqrt()) / model.grad_norm() - 1) < 1e-5 else ["other gradients"]
-    return told + said(sharded(strategy).attach_grad_to_optimizer_state, RuntimeError, "fully_shard_optimizer(optim")
+    told = ["there before a backward"] if any(weight.grad is not None for weight in weights) else []
+    loss_of(model, data(0, rank)).backward()
+    model.attach_grad_to_optimizer_state()
+    return told + gradients_differ(model, 0)
+
+
+def gradients_differ(model: nn.Module, *numbers: int) -> list[str]:
+    """Names of parameters whose `.grad` is another than that of these batches' losses. *Collective.*"""
+    right = plain_gradients([data(k, r) for k, r in itertools.product(numbers, range(RANKS))], 1 / RANKS)
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return close({n: grad.full_tensor() if isinstance(grad, DTensor) else grad for n, grad in grads.items()}, right)
 
 
 def zeroing(rank: int, strategy: str) -> list[str]:
-    """`zero_grad_buffer=False` takes gradients from the optimizer alone; the model's are forgotten by name."""
+    """`zero_grad_buffer=False` takes `.grad` from parameters alone; what is unfinished is forgotten by name."""
     model, optimizer = with_optimizer(strategy)
     loss_of(model, data(0, rank)).backward()
-    model.attach_grad_to_optimizer_state()
     optimizer.zero_grad(zero_grad_buffer=False)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    told = ["the optimizer has gradients"] if any(weight.grad is not None for weight in weights) else []
-    told += [] if model.has_gradients else ["the model has none"]
-    right = plain_gradients([data(0, each) for each in range(RANKS)], 1 / RANKS)
-    told += close(dict(model.full_gradients()), right)
+    told = ["parameters have gradients"] if any(param.grad is not None for param in model.parameters()) else []
+    with model.no_sync():
+        loss_of(model, data(1, rank)).backward()
+    optimizer.zero_grad(zero_grad_buffer=False)
+    loss_of(model, data(2, rank)).backward()
+    told += gradients_differ(model, 1, 2)
     model.zero_grad_buffer()
     return told + (["they are kept"] if model.has_gradients else [])
 
@@ -93,7 +96,7 @@ def postponing(rank: int, strategy: str) -> list[str]:
     optimizer.step(install_optimized_model_weights=False)
     optimizer.zero_grad()
     told = said(lambda: model(data(0, rank)), RuntimeError, "model.install_optimized_model_weights()")
-    told += said(lambda: model.gathered().__enter__(), RuntimeError, "model.install_optimized_model_weights()")
+    told += said(lambda: model.unsharded().__enter__(), RuntimeError, "model.install_optimized_model_weights()")
     model.install_optimized_model_weights()
     told += differs(model, plainly(1))
     return told + ([] if torch.allclose(model(data(9, 0)), plainly(1)(data(9, 0)), atol=1e-5) else ["the forward"])
@@ -102,11 +105,16 @@ def postponing(rank: int, strategy: str) -> list[str]:
 def unsynced(rank: int, strategy: str) -> list[str]:
     """A step that is told not to finish gradients does not step with unfinished ones."""
     model, optimizer = with_optimizer(strategy)
-    loss_of(model, data(0, rank)).backward()
-    told = said(
-        lambda: optimizer.step(sync_grad_before_optimizer_step=False), RuntimeError, "call model.finish_grad_sync()"
-    )
-    model.finish_grad_sync()
+    waits = strategy in STRATEGIES[:2]
+    word = "last backward ran inside no_sync()" if waits else "call model.finish_grad_sync()"
+    with model.no_sync():
+        loss_of(model, data(0, rank)).backward()
+    told = said(lambda: optimizer.step(sync_grad_before_optimizer_step=False), RuntimeError, word)
+    if waits:
+        optimizer.zero_grad()
+        loss_of(model, data(0, rank)).backward()
+    else:
+        model.finish_grad_sync()
     optimizer.step(sync_grad_before_optimizer_step=False)
     return told + differs(model, plainly(1))
 
@@ -129,7 +137,7 @@ def last_microbatch(rank: int, strategy: str) -> list[str]:
 
 
 def ahead(rank: int, strategy: str) -> list[str]:
-    """What is gathered ahead is dropped again by name; weights at rest stay unreadable or are counted."""
+    """What is gathered ahead is dropped again by name; the next backward is right."""
     model = sharded(strategy)
     loss = loss_of(model, data(0, rank))
     model.start_param_sync()
@@ -155,11 +163,13 @@ def test_a_name_of_megatron_fsdp_does_what_it_says(strategy: str, check: str) ->
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def forgets_all(model: Any, sharded: Any, optimizer: Any, *_: Any, **__: Any) -> None:
-    sharded.detach()
-    model.zero_grad()
+def forgets_all(model: Any, optimizer: Any, **more: Any) -> None:
+    _bind(model, optimizer, **more)
+    forget = optimizer.zero_grad
+    optimizer.zero_grad = lambda *, zero_grad_buffer=True: forget()
 
 
+_bind = api.bind
 MUTANTS = {
     "stale weights are computed with": Mutant(
         "A forward runs although the update was never installed",
@@ -178,8 +188,8 @@ MUTANTS = {
         "scaling",
     ),
     "the buffer is zeroed, too": Mutant(
-        "zero_grad(zero_grad_buffer=False) forgets the model's gradients",
-        lambda: mock.patch.object(binding_module, "_zero_grad", forgets_all),
+        "zero_grad(zero_grad_buffer=False) forgets microbatches that are not finished",
+        lambda: mock.patch.object(api, "bind", forgets_all),
         "zeroing",
     ),
     "gathers are left under way": Mutant(

@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MegatronModel, MixedPrecisionPolicy
+from harness.fsdp import MegatronModel, MixedPrecisionPolicy, megatron
 from harness.fsdp.runtime import materialize
-from harness.fsdp.runtime.usage import Usage
-from harness.fsdp.storage import edits
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import adamw, differs, plainly, said, sharded, with_optimizer
@@ -23,16 +21,15 @@ from tests.support.mutants import each
 
 
 def broadcasting(rank: int, strategy: str) -> list[str]:
-    """What the first rank typed into its weights is every rank's; shards that nobody else has stay."""
+    """What the first rank typed into weights that all ranks keep is every rank's; shards that nobody else has stay."""
     told = []
     for dtype, policy in ((torch.float32, None), (torch.bfloat16, MixedPrecisionPolicy())):
         model = sharded(strategy, Model().to(dtype), mixed_precision_policy=policy)
         right = {name: value.clone() for name, value in model.full_weights()}
-        if strategy != "optim_grads_params":
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.add_(1 + rank)
-            right = {name: (value.to(dtype) + 1).to(torch.float32) for name, value in right.items()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1 + rank if strategy == "no_shard" else 1)
+        right = {name: value + 1 for name, value in right.items()}
         model.broadcast_params()
         found = {name: value.float() for name, value in model.full_weights()}
         told += [f"{name} in {dtype}" for name in same(found, right)]
@@ -111,7 +108,8 @@ def rewired_wrongly(rank: int, strategy: str) -> list[str]:
     """In the middle of a step, for other dtypes, with fixed buffers: refused; an error inside leaves nothing behind."""
     model, optimizer = with_optimizer(strategy)
     half = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    loss_of(model, data(0, rank)).backward()
+    with model.no_sync():
+        loss_of(model, data(0, rank)).backward()
     told = said(lambda: model.reset_mixed_precision_policy(half), RuntimeError, "after zero_grad()")
     model.zero_grad()
     wrong = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
@@ -161,16 +159,17 @@ def sets_once(self: MegatronModel, policy: MixedPrecisionPolicy) -> None:
 
 
 MUTANTS = {
-    "main weights do not hear of it": Mutant(
-        "broadcast_params changes compute weights, and main weights overwrite them",
-        lambda: mock.patch.object(edits, "adopt_whole"),
+    "each its own": Mutant(
+        "broadcast_params lets each rank keep what it has",
+        lambda: mock.patch.object(megatron, "held_by_several", return_value=[]),
         "broadcasting",
-        "optim_grads",
+        "no_shard",
     ),
     "parents are reset first": Mutant(
         "A module that resets what is inside it is reset before that",
         lambda: mock.patch.object(materialize, "_turns", parents_first),
         "resetting",
+        "optim",  # released weights have no memory that could be written
     ),
     "the old wire": Mutant(
         "Buckets go on sending in the dtype from before the context",
@@ -182,12 +181,6 @@ MUTANTS = {
         lambda: mock.patch.object(MegatronModel, "_set_policy", sets_once),
         "rewiring",
         "optim",
-    ),
-    "nobody counts": Mutant(
-        "With another wire, ranks no longer know which parameters nobody used",
-        lambda: mock.patch.object(Usage, "take_in"),
-        "rewiring",
-        "optim_grads",
     ),
 }
 

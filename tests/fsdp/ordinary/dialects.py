@@ -32,7 +32,7 @@ UNUSED = {"Unused", "InTurns", "DroppedTogether", "DroppedApart", "Experts", "Re
 CLIPS = (
     ("model.clip_grad_norm_(0.5)", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)"),
     ("model.clip_grad_norm_(0.05, norm", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm"),
-    ("with model.gathered():", "with torch.no_grad():"),
+    ("with model.unsharded():", "with torch.no_grad():"),
 )
 
 

@@ -32,41 +32,33 @@ class Refusal:
     asked: Callable[[Program], bool]
 
 
-def _keeps_parts(program: Program) -> bool:
-    return program.strategy == "optim_grads_params"
-
-
 REFUSALS = (
     Refusal(
-        "reading gradients",
-        r"^\.grad of \S+ .*model\.clip_grad_norm_",
-        lambda p: p.clip in ("torch", "value") or p.aside == "reads" or (p.aside == "scaler" and p.order == "after"),
+        "a weight of another unit",
+        r"a plain tensor of shape .* meets a sharded one.*`fully_shard` both together",
+        lambda p: p.strategy == "optim_grads_params" and p.units == "linear" and _reads_projections(p),
     ),
     Refusal(
-        "a second reduction of a step",
-        r"a second backward with synchronisation would reduce already reduced gradients again",
-        lambda p: p.accumulate == "each" and p.reduces_once,
+        "an average that is no copy of sharded weights",
+        r"a plain tensor of shape .* meets a sharded one.*distribute_rows\(tensor, like=parameter\)",
+        lambda p: p.aside in ("ema", "gathered_ema"),
     ),
     Refusal(
-        "reading released weights",
-        r"^parameter \S+ of \S+.* is used by .* while its weights are not gathered",
-        lambda p: (
-            _keeps_parts(p) and (p.aside in ("penalty", "ema") or (p.units == "linear" and _reads_projections(p)))
-        ),
+        "a further backward that no hook sees",
+        r"was added to the finished one of an earlier backward",
+        lambda p: p.strategy == "no_shard" and p.carry == "object",
     ),
     Refusal(
-        "zero_grad of an optimizer nobody bound",
-        r"^\.grad of .*fully_shard_optimizer\(model, optimizer\)",
-        lambda p: p.loop == "in_turns" and p.order != "explicit",
+        "optimizers from before sharding",
+        r"was kept from before sharding.*fully_shard_optimizer\(model, optimizer\)",
+        lambda p: p.order != "explicit",
     ),
     Refusal(
         "reentrant checkpoints over units",
         r"came from a backward inside the backward that nothing announced",
         lambda p: p.units == "linear" and "Reentrant" in p.pieces,
     ),
-    Refusal("whole-tensor optimizers", r"LBFGS is not known to update each element", lambda p: p.optimizer == "lbfgs"),
-    Refusal("torch's loss scale", r"use harness\.fsdp\.LossScale\(model\)", lambda p: p.aside == "scaler"),
-    Refusal("copies", r"cannot be copied or pickled", lambda p: p.aside == "copies"),
+    Refusal("whole-tensor optimizers", r"LBFGS cannot step sharded parameters", lambda p: p.optimizer == "lbfgs"),
 )
 
 

@@ -138,7 +138,7 @@ def plainly(program: Program) -> dict[str, Any]:
 
     def model_alone(model: nn.Module, **_: Any) -> nn.Module:
         more: Any = model
-        more.no_sync, more.gathered = nullcontext, nullcontext
+        more.no_sync, more.unsharded = nullcontext, nullcontext
         more.clip_grad_norm_ = lambda limit, norm_type=2.0: _clipped(model, limit, norm_type)
         object.__setattr__(model, "module", model)
         return model

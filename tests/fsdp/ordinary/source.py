@@ -106,9 +106,9 @@ AFTER = {
     "scheduler": "scheduler.step()",
     "rates": "for group in optimizer.param_groups:\n    group['lr'] *= 0.7",
     "ema": "for a, p in zip(average, model.parameters()):\n    a.lerp_(p.detach(), 0.5)\n    observe(a)",
-    "gathered_ema": "with model.gathered():\n    for a, p in zip(average, model.parameters()):\n"
+    "gathered_ema": "with model.unsharded():\n    for a, p in zip(average, model.parameters()):\n"
     "        a.lerp_(p.detach(), 0.5)\n        observe(a)",
-    "clamps": "with model.gathered():\n    for p in model.parameters():\n        p.data.clamp_(-0.4, 0.4)",
+    "clamps": "with model.unsharded():\n    for p in model.parameters():\n        p.data.clamp_(-0.4, 0.4)",
     "saves": "if step == 1:\n"
     "    saved = {k: v.clone() for k, v in get_model_state_dict(model, options=FULL).items()}\n"
     "if step == 2:\n    set_model_state_dict(model, saved, options=FULL)",

@@ -17,14 +17,10 @@ from unittest import mock
 
 import pytest
 
-from harness.fsdp import wiring
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.usage import Usage
-from harness.fsdp.state.access import StateAccess
-from harness.fsdp.storage import parameter_views
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.parameter_access import Access
 from tests.fsdp.checked import BROKEN
 from tests.fsdp.ordinary.judging import Verdict, judge
 from tests.fsdp.ordinary.program import AXES, COUNT, FOUND, Program, covering_seeds, draw
@@ -107,30 +103,13 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_bring, _load = Gradients.bring, StateAccess.load_state_dict
-_make_usage, _class_for = wiring.make_usage, parameter_views.class_for
+_bring = Gradients.bring
 
 
 def _twice(self: Gradients, index: int) -> None:
     _bring(self, index)
     if self.layout.slots[index].spec.name == "embed.weight":
         self._views[index].mul_(2)
-
-
-def _never_released(own: type, access: Access) -> type:
-    return _class_for(own, Access.resting if access is Access.released else access)
-
-
-def _asks_late(*args: Any) -> Usage:
-    usage = _make_usage(*args)
-    usage.wanted = False
-    return usage
-
-
-def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
-    found = _load(self, *args, **named)
-    self.gradients.forget()
-    return found
 
 
 def _root_last(self: GatherPipeline) -> None:
@@ -166,30 +145,10 @@ MUTANTS = {
         lambda: mock.patch.object(Usage, "find", return_value=0),
         few(lambda p: "DroppedTogether" in p.pieces or "InTurns" in p.pieces),
     ),
-    "reading is not refused": Mutant(
-        "A released weight may be read, and is whatever lies there",
-        lambda: mock.patch.object(parameter_views, "class_for", _never_released),
-        [Program(aside="penalty"), Program(aside="ema")],
-    ),
-    "asked too late": Mutant(
-        "Who got no gradient is not asked before an optimizer is bound, at its first step",
-        lambda: mock.patch.object(wiring, "make_usage", _asks_late),
-        [FOUND["clipping before the first step binds the optimizer"]],
-    ),
     "the root comes last": Mutant(
         "A backward gathers the root after the units, where a forward in between has resharded it",
         lambda: mock.patch.object(GatherPipeline, "pre_backward", _root_last),
         [FOUND["a forward between forward and backward, where ranks use different units"]],
-    ),
-    "zeros are none": Mutant(
-        "A gradient of zeros, which zero_grad(set_to_none=False) leaves, counts as none",
-        lambda: mock.patch.object(Gradients, "keep_zeros"),
-        [FOUND["gradients forgotten as zeros"]],
-    ),
-    "a load forgets zeros": Mutant(
-        "Loading weights makes gradients of zeros none",
-        lambda: mock.patch.object(StateAccess, "load_state_dict", _forgets_too),
-        [FOUND["zeros are kept through a load"]],
     ),
 }
 

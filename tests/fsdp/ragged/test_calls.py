@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from harness.fsdp.ragged import operations, placement, reductions, tensor
+from harness.fsdp.ragged import operations, reductions
 from tests.fsdp.ragged import layouts
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
 from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
+from tests.fsdp.ragged.mutants import MUTANTS
 from tests.support.covering import once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 ROOM = "ragged tensors"
@@ -119,101 +120,6 @@ def test_every_call_is_right_or_refused(layout: str) -> None:
     assert not wrong, "\n".join(f"{call}: {outcome}" for call, outcome in wrong.items())
 
 
-MUTANTS = {
-    "means of means": (
-        Slip(
-            reductions,
-            "_sum",
-            "/ like.numel()",
-            "/ max(like._local_tensor.numel(), 1)",
-            "A mean is of a rank's rows",
-        ),
-        "uneven",
-        "p.mean()",
-    ),
-    "other cuts": (
-        Slip(operations, "_same_cut", "mine.placements != theirs.placements or ", "", "Rows meet rows of another cut"),
-        "halves",
-        "p + q",
-    ),
-    "no rows": (
-        Slip(reductions, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
-        "first",
-        "(p - 9).max()",
-    ),
-    "own numbers": (
-        Slip(
-            operations,
-            "_random",
-            "like.rows_of(_first_ranks(drawn, mesh))",
-            "drawn[: len(like._local_tensor)]",
-            "Every rank draws the first rows' random numbers",
-        ),
-        "uneven",
-        "p.normal_()",
-    ),
-    "rows in rank order": (
-        Slip(
-            placement.RaggedShard,
-            "gather",
-            "sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])",
-            "zip(self.spans, found, strict=True)",
-            "Rows are put together in the order of ranks",
-        ),
-        "turned",
-        "p.cumsum(1)",
-    ),
-    "views": (
-        Slip(
-            operations,
-            "_view",
-            "or size[0] % like.shape[0]",
-            "",
-            "A view cuts rows",
-        ),
-        "uneven",
-        "p.reshape(4, 6)",
-    ),
-    "rows alone": (
-        Slip(reductions, "reduction_of", "0 not in reduced", "reduced", "A sum over rows is of this rank's rows"),
-        "uneven",
-        "p.sum(0)",
-    ),
-    "copies of whole": (
-        Slip(tensor.RaggedTensor, "rows_of", "offsets[dim] if sizes[dim] else 0", "0", "All ranks take the first rows"),
-        "uneven",
-        "p.copy_(torch.arange(24.0).view(8, 3))",
-    ),
-    "edits of views": (
-        Slip(
-            operations,
-            "_view_of_whole",
-            "GatheredView.of(found, name)",
-            "found",
-            "Edits of a copy are lost",
-        ),
-        "uneven",
-        "p[0].zero_()",
-    ),
-    "plain tensors": (
-        Slip(operations, "_whole", "value.numel() > 1", "False", "A rank's plain tensor is taken for all ranks'"),
-        "uneven",
-        "torch.ones(8, 3) + p",
-    ),
-    "tensor-parallel rows": (
-        Slip(
-            reductions,
-            "reduction_of",
-            "and like.cuts_rows_alone",
-            "",
-            "A row is summed over a rank's columns",
-        ),
-        "tp_columns",
-        "p.sum(1)",
-    ),
-}
-
-
 def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
     """On one rank: what is wrong with a mutant's call while its mistake is in place."""
     found = {}
@@ -221,10 +127,12 @@ def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
         slip, layout, call = MUTANTS[name]
         made = slip.made()
         with pytest.MonkeyPatch.context() as patch:
-            for owner in (slip.owner, operations):
-                patch.setattr(owner, slip.name, made, raising=owner is slip.owner)
+            for owner in (slip.owner, operations, reductions):
+                if owner is slip.owner or hasattr(owner, slip.name):
+                    patch.setattr(owner, slip.name, made)
             operations._rule_of.cache_clear()
-            patch.setitem(operations.SPECIAL, torch.ops.aten.view.default, operations._view)
+            for key in [key for key, rule in operations.SPECIAL.items() if rule.__name__ == slip.name]:
+                patch.setitem(operations.SPECIAL, key, made)
             found[name] = try_all(rank, layout, [call])[call]
     return found
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, fully_shard
-from tests.fsdp.tensor_parallel.training import Case, mesh_of
+from tests.fsdp.tensor_parallel.training import Case, mesh_of, whole_of
 
 WIDTH, HIDDEN, ROWS = 6, 12, 3
 LARGEST = 448.0
@@ -166,7 +166,7 @@ def follow(rank: int, case: Case, **options: Any) -> list[str]:
     weights = dict(model.full_weights())
     apart = {n: float((weights[n] - p).detach().abs().max()) for n, p in whole.named_parameters()}
     told += [f"{name} is off by {by}" for name, by in apart.items() if not by < 1e-13]
-    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    state = {name: whole_of(value) for name, value in model.state_dict().items()}
     told += [f"{name} is saved otherwise" for name, value in state.items() if not torch.equal(value, weights[name])]
     shapes = {name: tuple(value.shape) for name, value in whole.state_dict().items()}
     told += [f"{name} has shape {value.shape}" for name, value in state.items() if tuple(value.shape) != shapes[name]]

@@ -20,7 +20,7 @@ from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel import models
 from tests.fsdp.tensor_parallel.models import Shape, loss_of
-from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
+from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
 from tests.support.mutants import each
 
 WORLD = 4
@@ -86,7 +86,7 @@ def nothing_here(rank: int, strategy: str) -> list[str]:
     told = [] if abs(float(model.clip_grad_norm_(0.5)) / wanted - 1) < 1e-12 else ["the norm"]
     optimizer.step()
     stepped.step()
-    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    whole = {name: whole_of(value) for name, value in model.state_dict().items()}
     for name, param in plain.named_parameters():
         told += [] if torch.allclose(whole[name], param, rtol=0, atol=1e-13) else [name]
     model.close()
@@ -94,19 +94,18 @@ def nothing_here(rank: int, strategy: str) -> list[str]:
 
 
 def copies_part(rank: int, strategy: str) -> list[str]:
-    """What every tensor-parallel rank has whole, and brings another gradient for on each, is told before an update."""
+    """What every tensor-parallel rank has whole, and brings another gradient for on each, is told by the backward."""
     told = []
     for mistake in ("other data", "a term of a sum"):
         case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=mistake == "a term of a sum"))
         mesh = mesh_of(case)
         with mock.patch.object(models, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
-            model, optimizer = sharded(case, mesh)
+            model, _ = sharded(case, mesh)
         before = dict(model.full_weights())
-        loss_of(
-            model, rows_of(case, 0, 0, rank if mistake == "other data" else mesh.get_local_rank("inner"))
-        ).backward()
+        place = rank if mistake == "other data" else mesh.get_local_rank("inner")
+        loss = loss_of(model, rows_of(case, 0, 0, place))
         try:
-            optimizer.step()
+            loss.backward()
             told.append(f"nothing was said of {mistake}")
         except CopiesPart as error:
             told += [] if "differ between tensor-parallel ranks" in str(error) else [str(error)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,10 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import (
     Fp8Linear,
-    LossScale,
     MixedPrecisionPolicy,
     Portion,
-    ReleasedWeightError,
     ReplicaDrift,
     ShardedModel,
     UnknownPlan,
@@ -32,8 +30,8 @@ from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.runtime import materialize
-from harness.fsdp.storage import arrivals, gradients, parameter_access
-from harness.fsdp.tensor_parallel.parameters import DTensors, Plain
+from harness.fsdp.storage import arrivals, gradients
+from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, gradient_here
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
@@ -176,55 +174,49 @@ def marks(rank: int, strategy: str) -> list[str]:
 # -- seen --------------------------------------------------------------------------------------------------------------
 
 
-def access(rank: int, strategy: str) -> list[str]:
-    """Released portions cannot be read; inside gathered() they can, and edits of them count."""
+def access(_: int, strategy: str) -> list[str]:
+    """Portions are read and edited between passes and inside unsharded(), as DTensors and as what is here of them; the
+    next forward computes with the edits."""
     case = asked(strategy, PLAIN)
     mesh = mesh_of(case)
     model, _ = sharded(case, mesh)
-    loss_of(model, rows(case, mesh)).backward()
-    model.zero_grad()
-    weight: Any = model.get_parameter("blocks.0.up.weight")
-    before = dict(model.full_weights())
-    told: list[str] = []
-    if strategy == "optim_grads_params":
-        for read in (lambda: weight + 1, weight.to_local, weight.full_tensor, weight.redistribute, weight.sum):
-            told += said(read, ReleasedWeightError, "parameter blocks.0.up.weight of unit blocks.0")
-    with model.gathered(), torch.no_grad():
-        begin, end = portion_of(weight)
-        whole = before["blocks.0.up.weight"]
-        told += [] if torch.equal(weight.to_local(), whole[begin:end]) else ["the portion that was read"]
-        weight.mul_(2)
-        model.get_parameter("blocks.0.down.weight").to_local().add_(1)
-        model.get_parameter("norm.weight").mul_(3)
-    wanted = before | {
-        "blocks.0.up.weight": before["blocks.0.up.weight"] * 2,
-        "blocks.0.down.weight": before["blocks.0.down.weight"] + 1,
-        "norm.weight": before["norm.weight"] * 3,
-    }
+    wanted, told = dict(model.full_weights()), list[str]()
+    with torch.no_grad():
+        for factor in (2.0, 3.0):
+            with nullcontext() if factor == 2.0 else model.unsharded():
+                up: Any = model.get_parameter("blocks.0.up.weight")
+                told += [] if torch.equal(up.full_tensor(), wanted["blocks.0.up.weight"]) else ["what is read"]
+                up.mul_(factor)
+                model.get_parameter("blocks.0.down.weight").to_local().add_(factor)
+                model.get_parameter("norm.weight").mul_(factor)
+            wanted["blocks.0.up.weight"] *= factor
+            wanted["blocks.0.down.weight"] += factor
+            wanted["norm.weight"] *= factor
+    plain = built(PLAIN)
+    plain.load_state_dict(wanted, strict=False)
+    loss, right = (float(loss_of(each_one, rows(case, mesh))) for each_one in (model, plain))
+    told += [] if abs(loss / right - 1) < 1e-14 else [f"the loss is {loss}, not {right}"]
     told += differs(dict(model.full_weights()), wanted)
     model.close()
     return told
 
 
 def edits(_: int, strategy: str) -> list[str]:
-    """Whole weights that were edited through their local tensor between steps are what the next forward begins with."""
+    """Weights that are whole after an evaluation, edited through their local tensor: the next forward begins with
+    them."""
     if strategy == "optim_grads_params":
         return []
     case = asked(strategy, PLAIN, dtype=torch.bfloat16, options=(("mixed_precision_policy", MixedPrecisionPolicy()),))
     mesh = mesh_of(case)
     model, _ = sharded(case, mesh)
-    before = dict(model.full_weights())["blocks.0.up.weight"]
+    before = dict(model.full_weights())["embed.weight"]
+    loss_of(model, rows(case, mesh))
     with torch.no_grad():
-        model.get_parameter("blocks.0.up.weight").to_local().mul_(2)
+        model.get_parameter("embed.weight").to_local().mul_(2)
     loss_of(model, rows(case, mesh)).backward()
-    told = differs({"edited": dict(model.full_weights())["blocks.0.up.weight"]}, {"edited": before * 2})
+    told = differs({"edited": dict(model.full_weights())["embed.weight"]}, {"edited": before * 2})
     model.close()
     return told
-
-
-def portion_of(weight: DTensor) -> tuple[int, int]:
-    place, rows_here = weight.device_mesh.get_local_rank(), weight.shape[0] // 2
-    return place * rows_here, (place + 1) * rows_here
 
 
 def drift(rank: int, strategy: str) -> list[str]:
@@ -233,31 +225,36 @@ def drift(rank: int, strategy: str) -> list[str]:
     mesh = mesh_of(case)
     model, optimizer = sharded(case, mesh)
     loss_of(model, rows(case, mesh)).backward()
-    model.finish_grad_sync()
-    with torch.no_grad():
-        if mesh.get_local_rank("tp"):
-            for bucket in model.buckets:
-                for shard in bucket.main_shards:
-                    shard.add_(1e-6)
-    told = said(optimizer.step, ReplicaDrift, "replicas differ after update 1")
+    if mesh.get_local_rank("tp"):
+        for bucket in model.buckets:
+            for shard in bucket.main_shards:
+                shard.add_(1e-6)
+    optimizer.step()
+    told = said(lambda: loss_of(model, rows(case, mesh)), ReplicaDrift, "replicas differ after update 1")
     model.close()
     return told
 
 
 def not_finite(rank: int, strategy: str) -> list[str]:
-    """A gradient that is not finite on one tensor-parallel rank stops them all."""
-    case = asked(strategy, PLAIN, options=(("report_nan_in_param_grad", True),))
-    mesh = mesh_of(case)
-    model, optimizer = sharded(case, mesh)
-    with poisoned(model, here=rank == 1):
-        loss_of(model, rows(case, mesh)).backward()
-    told = said(optimizer.step, FloatingPointError, "blocks.0.up.weight on rank 1")
-    model.zero_grad()
-    scale = LossScale(model, init=4.0)
-    with poisoned(model, here=rank == 1):
-        scale.scale(loss_of(model, rows(case, mesh))).backward()
-    told += [] if scale.step(optimizer).skipped else ["an update with an overflow on one rank"]
-    model.close()
+    """A gradient that is not finite on one tensor-parallel rank stops them all; torch's scaler steps on none."""
+    told: list[str] = []
+    for guarded in (True, False):
+        case = asked(strategy, PLAIN, options=(("report_nan_in_param_grad", guarded),))
+        mesh = mesh_of(case)
+        model, optimizer = sharded(case, mesh)
+        before = dict(model.full_weights())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=not guarded)
+        with poisoned(model, here=rank == 1):
+            loss = scaler.scale(loss_of(model, rows(case, mesh)))
+            if guarded:
+                told += said(loss.backward, FloatingPointError, "blocks.0.up.weight on rank 1")
+            else:
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+                told += [] if scaler.get_scale() == 2.0 else [f"the factor is {scaler.get_scale()}"]
+        told += differs(dict(model.full_weights()), before)
+        model.close()
     return told
 
 
@@ -333,15 +330,16 @@ CHECKS = {
 }
 
 
-def as_it_is(_: nn.Parameter, gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def term_of_a_copy(param: nn.Parameter, gradient: Tensor) -> Tensor:
+    is_copy = isinstance(gradient, DTensor) and param.placements[0].is_replicate()
+    return gradient.to_local() if is_copy else gradient_here(param, gradient)
 
 
 @contextmanager
 def terms_for_sums() -> Iterator[None]:
     with (
-        mock.patch.object(gradients, "gradient_here", as_it_is),
-        mock.patch.object(arrivals, "gradient_here", as_it_is),
+        mock.patch.object(gradients, "gradient_here", term_of_a_copy),
+        mock.patch.object(arrivals, "gradient_here", term_of_a_copy),
     ):
         yield
 
@@ -392,16 +390,6 @@ MUTANTS = {
         "What a module cut by itself counts as a copy on every rank",
         lambda: mock.patch("harness.fsdp.tensor_parallel.portion.partition_dim", return_value=None),
         "marks",
-    ),
-    "a way to NaN": Mutant(
-        "A released DTensor gives its local tensor",
-        lambda: mock.patch.multiple(
-            parameter_access._ReleasedPortion,
-            to_local=DTensor.to_local,
-            full_tensor=DTensor.full_tensor,
-            redistribute=DTensor.redistribute,
-        ),
-        "access",
     ),
     "edits of a portion": Mutant(
         "Edits of the tensor inside a DTensor are not seen",

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from harness.fsdp import Portion, create_state
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state.named import is_counter_elsewhere
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
-from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
+from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
@@ -34,14 +33,8 @@ LAYOUTS = {
 }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but counters of which this rank has no copy."""
-    here = {k: v for k, v in tensors.items() if not is_counter_elsewhere(v)}
-    return {key: whole(value).clone() for key, value in here.items()}
+    return {key: whole_of(value).clone() for key, value in tensors.items()}
 
 
 def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
@@ -149,17 +142,17 @@ def both_ways(rank: int, folder: Path) -> list[str]:
     case = LAYOUTS["DP 2 x TP 2"]
     model, _ = stepped(case)
     peer = peer_of(mesh_of(case))
-    theirs = {name: whole(value) for name, value in without_scale(peer.state_dict()).items()}
+    theirs = {name: whole_of(value) for name, value in without_scale(peer.state_dict()).items()}
     dcp.save(without_scale(peer.state_dict()), checkpoint_id=str(folder / "theirs"))
     held = without_scale(model.state_dict())
-    ours = {name: whole(value).clone() for name, value in held.items()}
+    ours = {name: whole_of(value).clone() for name, value in held.items()}
     dcp.save(held, checkpoint_id=str(folder / "ours"))
     dcp.load(held, checkpoint_id=str(folder / "theirs"))
     model.load_state_dict(held, strict=False)
     told = differing(dict(model.full_weights()), theirs)
     state = without_scale(peer.state_dict())
     dcp.load(state, checkpoint_id=str(folder / "ours"))
-    told += differing({name: whole(value) for name, value in state.items()}, ours)
+    told += differing({name: whole_of(value) for name, value in state.items()}, ours)
     model.load_state_dict(without_scale(peer.state_dict()), strict=False)
     return told + differing(dict(model.full_weights()), ours)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, fully_shard
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of, tokens_of
@@ -100,6 +101,11 @@ def sharded(case: Case, mesh: DeviceMesh) -> tuple[MegatronModel, torch.optim.Op
         outer_dp_sharding_strategy=case.outer_strategy if case.outer > 1 else "no_shard",
         **{"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None), **outer, **dict(case.options)},
     )
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Put together from all ranks where it is cut. *Collective* there."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(rank: int, case: Case) -> Record:

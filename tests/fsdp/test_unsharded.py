@@ -1,4 +1,4 @@
-"""gathered() makes weights whole, as many as are asked for; edits of whole ones are kept, others refused by name."""
+"""unsharded() makes weights whole, as many as are asked for; edits in it, and between steps, are kept."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import ReleasedWeightError, ShardedModel
+from harness.fsdp import ShardedModel
 from harness.fsdp.comm.peer_memory import PeerMemory
-from harness.fsdp.runtime.gathered import WholeWeights
-from harness.fsdp.storage import edits, parameter_access, parameter_views
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.storage import edits
+from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_access import Access
 from harness.fsdp.storage.parameter_views import ParameterViews
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
+from tests.fsdp.methods import Block, built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
-from tests.fsdp.released_weights import Block, built, released, tokens_of
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 
 def in_turn(rank: int, strategy: str) -> list[str]:
-    """An edit right after step() waits for ranks that are still taking this rank's weights."""
+    """An edit right after a forward waits for ranks that are still taking this rank's weights."""
     model, optimizer = built(strategy, eager_limit_bytes=0)
     model(tokens_of(rank)).square().mean().backward()
     with slow_to_take(0.1) if rank == 1 else nullcontext(), torch.no_grad():
         optimizer.step()
-        for param in model.parameters() if strategy != ZERO3 else ():
+        out = model(tokens_of(0))
+        for param in model.parameters():
             param.mul_(2)
-    with model.gathered():
-        mine = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with model.unsharded():
+        mine = {name: param.detach().clone() for name, param in model.named_parameters()} | {"the output": out}
     everyone: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(everyone, mine)
     return [name for name, value in mine.items() if not all(torch.equal(value, each[name]) for each in everyone)]
@@ -66,11 +68,12 @@ def edited(rank: int, strategy: str, narrow: bool) -> list[str]:
 def _edited(model: ShardedModel, rank: int) -> list[str]:
     net, told = model.module, []
     before = dict(model.full_weights())
-    with model.gathered():
+    with model.unsharded():
         for name, param in model.named_parameters():
             told += [] if torch.equal(param, before[name].to(param.dtype)) else [f"{name} reads otherwise"]
     told += [] if all(torch.equal(w, before[n]) for n, w in model.full_weights()) else ["reading has changed weights"]
-    with model.gathered():
+    with model.unsharded():
+        dtype = net.embed.weight.dtype
         with torch.no_grad():
             net.embed.weight[2].mul_(2)
         net.blocks[2].scale.data.fill_(0.25)
@@ -79,7 +82,6 @@ def _edited(model: ShardedModel, rank: int) -> list[str]:
         net.frozen.data[1:3] = 5
         inside = model(tokens_of(rank)).detach()
     right = {name: value.clone() for name, value in before.items()}
-    dtype = net.embed.weight.dtype
     right["embed.weight"][2] = (before["embed.weight"][2].to(dtype) * 2).float()
     right["blocks.2.scale"][:] = 0.25
     right["blocks.0.linear.bias"][:] = 3
@@ -103,29 +105,23 @@ def _trains(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int) ->
     return [] if 0 < moved < 0.1 else [f"a step moves a weight by {moved}"]
 
 
-def outside(rank: int, strategy: str, narrow: bool) -> list[str]:
-    """Edits of whole weights between steps count; of others they are refused."""
-    model, optimizer = built(strategy, narrow=narrow)
+def outside(rank: int, strategy: str) -> list[str]:
+    """Edits of main weights between steps count where bf16 is computed with."""
+    model, optimizer = built(strategy, narrow=True)
     net, told = model.module, []
-    edits: dict[str, Callable[[], Any]] = {
-        "data": lambda: net.embed.weight.data.clamp_(-0.3, 0.3),
-        "assigned": lambda: setattr(net.embed.weight, "data", net.embed.weight.data * 0.5),
-        "in place": lambda: torch.no_grad()(net.embed.weight.mul_)(2),
+    edits: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
+        "data": (lambda: net.embed.weight.data.clamp_(-0.3, 0.3), lambda seen: seen.clamp(-0.3, 0.3)),
+        "assigned": (lambda: setattr(net.embed.weight, "data", net.embed.weight.data * 0.5), lambda seen: seen * 0.5),
+        "in place": (lambda: torch.no_grad()(net.embed.weight.mul_)(2), lambda seen: seen * 2),
     }
-    for name, edit in edits.items():
+    for name, (edit, right) in edits.items():
         before = dict(model.full_weights())["embed.weight"]
-        seen = before.to(net.embed.weight.dtype)
-        right = {"data": seen.clamp(-0.3, 0.3), "assigned": seen * 0.5, "in place": seen * 2}[name]
-        try:
-            edit()
-        except ReleasedWeightError:
-            told += [] if strategy == ZERO3 else [f"{name} is refused"]
-            continue
-        told += [f"{name} is not refused"] if strategy == ZERO3 else []
+        edit()
         after = dict(model.full_weights())["embed.weight"]
-        told += [] if torch.equal(after.to(seen.dtype), right) else [f"{name} is lost"]
-        same = right == seen
-        told += [] if torch.equal(after[same], before[same]) else [f"{name} costs bits of what it left alone"]
+        told += [] if torch.equal(after, right(before)) else [f"{name} is lost"]
+        with model.unsharded():
+            seen = net.embed.weight.detach().clone()
+        told += [] if torch.equal(seen, after.to(seen.dtype)) else [f"{name} is not what is computed with"]
         model(tokens_of(rank)).float().square().mean().backward()
         edit()  # between backward and step
         edge = dict(model.full_weights())["embed.weight"]
@@ -136,6 +132,35 @@ def outside(rank: int, strategy: str, narrow: bool) -> list[str]:
     return told
 
 
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda param: torch.no_grad()(param.mul_)(2),
+    "through data": lambda param: param.data.mul_(2),
+    "data assigned": lambda param: setattr(param, "data", param.data * 2),
+}
+
+
+def after_a_forward(rank: int, strategy: str, cases: list[tuple[str, bool]]) -> list[str]:
+    """Edits of root weights, unsharded after a forward that no backward follows, count or are refused.
+
+    cases: how they are edited, and whether weights are looked at before the next forward.
+    """
+    told = []
+    for narrow, (how, looks) in itertools.product((False, True), cases):
+        model, _ = built(strategy, narrow=narrow)
+        right = 2 * dict(model.full_weights())["embed.weight"]
+        model(tokens_of(rank))
+        EDITS[how](model.module.embed.weight)
+        try:
+            if not looks:
+                model(tokens_of(rank))
+            after = dict(model.full_weights())["embed.weight"]
+            told += [] if torch.equal(after, right) else [f"{how} is lost, narrow={narrow} looks={looks}"]
+        except RuntimeError as error:
+            told += [] if "parameter embed.weight was" in str(error) else [str(error)]
+        model.close()
+    return told
+
+
 def refusing(rank: int, strategy: str) -> list[str]:
     """What `gathered` does not take, the same on all ranks; and that the model is as before."""
     model, optimizer = built(strategy)
@@ -143,32 +168,32 @@ def refusing(rank: int, strategy: str) -> list[str]:
     before = dict(model.full_weights())
 
     def apart() -> None:
-        with model.gathered("blocks.1"):
+        with model.unsharded("blocks.1"):
             if rank == 1:
                 net.blocks[1].scale.data[0] = 9
 
     def replaced() -> None:
-        with model.gathered():
+        with model.unsharded():
             net.blocks[1] = Block()
 
     def stepping() -> None:
         model(tokens_of(rank)).square().mean().backward()
-        with model.gathered():
+        with model.unsharded():
             optimizer.step()
 
     def within() -> None:
-        handle = net.blocks[0].register_forward_hook(lambda *_: model.gathered().__enter__())
+        handle = net.blocks[0].register_forward_hook(lambda *_: model.unsharded().__enter__())
         try:
             model(tokens_of(rank))
         finally:
             handle.remove()
 
     def foreign() -> None:
-        with model.gathered(nn.Linear(2, 2)):
+        with model.unsharded(nn.Linear(2, 2)):
             pass
 
     def unknown() -> None:
-        with model.gathered("blocks.7"):
+        with model.unsharded("blocks.7"):
             pass
 
     told = []
@@ -211,20 +236,20 @@ def in_parts(rank: int, strategy: str) -> list[str]:
         model.module.blocks[1].scale,
         ["blocks.1", "blocks.1.scale"],
     ):
-        with model.gathered(wanted):
+        with model.unsharded(wanted):
             whole = [bucket.name for bucket in model._parts.buckets if bucket.is_whole]
             told += [] if strategy != ZERO3 or whole == ["blocks.1/float32"] else [f"{wanted}: {whole}"]
-            with model.gathered():
+            with model.unsharded():
                 pass
             told += [] if bool(model.module.blocks[1].scale.isfinite().all()) else ["gone after an inner one"]
     model(tokens_of(rank)).sum().backward()
     loss = model(tokens_of(rank)).sum() if strategy not in STRATEGIES[:2] else None
-    with model.gathered():
+    with model.unsharded():
         pass
     if loss is not None:
         loss.backward()  # what a backward needs is still there
     try:
-        with model.gathered():
+        with model.unsharded():
             raise KeyError("body")
     except KeyError:
         pass
@@ -235,22 +260,29 @@ def in_parts(rank: int, strategy: str) -> list[str]:
 
 def _in_double_buffer(strategy: str) -> list[str]:
     model, _ = built(strategy, double_buffer=True)
-    with model.gathered(["blocks.0", "blocks.1", "embed"]):
+    with model.unsharded(["blocks.0", "blocks.1", "embed"]):
         pass
     if strategy != ZERO3:
         return []
     try:
-        with model.gathered():
+        with model.unsharded():
             return ["three units in two buffers"]
     except ValueError as error:
         told = [] if "double_buffer=True" in str(error) else [str(error)]
     return told + ([] if released(model) else ["something stays whole"])
 
 
-CHECKS: dict[str, Callable[..., list[str]]] = {each.__name__: each for each in (in_turn, refusing, in_parts)}
+CHECKS: dict[str, Callable[..., list[str]]] = {each.__name__: each for each in (in_turn, outside, refusing, in_parts)}
+SEEN = [("in place", False)]
+"""Torch's counters tell the next forward."""
+UNSEEN = [case for case in itertools.product(EDITS, (False, True)) if case not in SEEN]
 CHECKS |= {
-    f"{each.__name__} {kind}": lambda rank, strategy, each=each, narrow=narrow: each(rank, strategy, narrow)
-    for each, (kind, narrow) in itertools.product((edited, outside), (("fp32", False), ("bf16", True)))
+    "after a forward": lambda rank, strategy: after_a_forward(rank, strategy, SEEN),
+    "after a forward, unseen": lambda rank, strategy: after_a_forward(rank, strategy, UNSEEN),
+}
+CHECKS |= {
+    f"edited {kind}": lambda rank, strategy, narrow=narrow: edited(rank, strategy, narrow)
+    for kind, narrow in (("fp32", False), ("bf16", True))
 }
 
 
@@ -278,13 +310,6 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-_class_for = parameter_access.class_for
-
-
-def never_resting(own: type, access: Access) -> type:
-    return _class_for(own, Access.free if access is Access.resting else access)
-
-
 def takes_all(bucket: Bucket, differing: list[Tensor]) -> None:
     for seen, main in zip(edits.own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
         main.detach().copy_(seen)
@@ -292,7 +317,7 @@ def takes_all(bucket: Bucket, differing: list[Tensor]) -> None:
 
 MUTANTS = {
     "edits dropped": Mutant(
-        "What is edited inside gathered() is dropped with the gathered weights",
+        "What is edited inside unsharded() is dropped with the gathered weights",
         patched(WholeWeights, "_take_edits", lambda self, buckets: False),
         "edited fp32",
     ),
@@ -304,29 +329,40 @@ MUTANTS = {
     "counted edits only": Mutant(
         "Only edits that torch counts are looked for", patched(edits, "differing", lambda bucket: []), "edited fp32"
     ),
-    "own part only": Mutant(
-        "An edit of a part that another rank keeps is not looked for",
+    "counters unread": Mutant(
+        "Edits of main weights that are computed with are not looked for",
         patched(ParameterViews, "edited", lambda self: []),
-        "outside bf16",
+        "refusing",
+        "optim",
+    ),
+    "data leaves no trace": Mutant(
+        "Edits through `data` of main weights that are computed with are not counted",
+        patched(ShardedParameters, "count_edits", lambda self: None),
+        "refusing",
         "optim",
     ),
     "not compared": Mutant(
         "Ranks may edit differently", patched(WholeWeights, "_compare", lambda self, buckets: None), "refusing"
     ),
-    "data leaves no trace": Mutant(
-        "An edit through `data` of a whole narrow weight is lost",
-        patched(parameter_views, "class_for", never_resting),
-        "outside bf16",
+    "edits uncounted": Mutant(
+        "Edits of sharded parameters do not reach compute weights that are kept",
+        patched(Bucket, "is_stale", False),
+        "outside",
         "optim",
     ),
+    "lost after a forward": Mutant(
+        "The next forward overwrites edits of weights that stayed unsharded",
+        patched(edits, "refuse_lost", lambda bucket: None),
+        "after a forward",
+    ),
     "edits do not wait": Mutant(
-        "An edit right after step() is made while another rank still takes what is edited",
-        patched(parameter_access, "BEING_TAKEN", set()),
+        "An edit right after a forward is made while another rank still takes what is edited",
+        patched(WeightInstaller, "before_edit", lambda self: None),
         "in_turn",
         "optim",
     ),
     "all units": Mutant(
-        "gathered() of a part makes the whole model whole",
+        "unsharded() of a part makes the whole model whole",
         patched(WholeWeights, "_units_of", lambda self, wanted: list(self.units)),
         "in_parts",
     ),

@@ -66,39 +66,39 @@ class WholeWeights:
         return module
 
     @contextmanager
-    def gathered(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
-        """See `harness.fsdp.model.ShardedModel.gathered`."""
+    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
+        """See `harness.fsdp.model.ShardedModel.unsharded`."""
         units = self._units_of(wanted)
-        self._refuse_inside("gathered()")
+        self._refuse_inside("unsharded()")
         self.hooks.step.check_installed()
-        if self.is_sharded:
-            self.weights.bring_up_to_date()
+        self.hooks.of_forward.check_module()
+        self.weights.adopt_edits()
+        self.weights.bring_up_to_date()
         self.weights.wait()
         held = self.gather.hold(units)
+        for bucket in buckets_of(held):
+            bucket.views.forget_edits()  # those from before
         buckets = list(buckets_of(units))
-        if self.is_sharded:
-            for bucket in buckets:
-                bucket.receive()
-                bucket.use()
-        else:
-            rest(units)
+        for unit in held:
+            unit.is_held = True
+        for bucket in buckets:
+            bucket.receive()
+            bucket.use()
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.count_edits()
         modules = self._modules()
         try:
             yield
             self._refuse_replaced(modules)
             edited = self._take_edits(buckets)
         finally:
+            for unit in held:
+                unit.is_held = False
             self.gather.let_go(held)
             self.gather.wait_for_others()
-            if self.is_sharded:
-                rest(units)
+            rest(held)
         if edited:
             self.weights.install()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are sharded while no pass needs them."""
-        return any(bucket.views.sharded is not None for bucket in buckets_of(self.units))
 
     def start(self) -> None:
         """Begin what the next forward begins with. *Collective.* Raises as `settle`."""
@@ -130,10 +130,9 @@ class WholeWeights:
         several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
         params = {id(param) for each in several for param in self._params_of(each)}
         owned = {id(param): unit for unit in self.units for bucket in unit.buckets for _, param in bucket.params}
-        for unit in self.units:
-            owned |= {id(p): unit for b in unit.buckets if b.views.sharded is not None for p in b.views.sharded.params}
+        owned |= {id(param): unit for unit in self.units for bucket in unit.buckets for param in bucket.views.at_rest}
         if not params <= owned.keys():
-            raise ValueError("gathered() was given a parameter or a module that is not the sharded model's")
+            raise ValueError("unsharded() was given a parameter or a module that is not the sharded model's")
         found = {owned[each].name for each in params}
         return [unit for unit in self.units if unit.name in found]
 
@@ -144,7 +143,7 @@ class WholeWeights:
             return list(wanted.parameters())
         found = [p for name, p in self.module.named_parameters(remove_duplicate=False) if _lies_in(name, wanted)]
         if not found:
-            raise ValueError(f"gathered({wanted!r}): the model has no parameter or module of that name with parameters")
+            raise ValueError(f"unsharded({wanted!r}): no parameter, and no module with parameters, is called so")
         return found
 
     def _refuse_inside(self, call: str) -> None:
@@ -163,7 +162,7 @@ class WholeWeights:
         if now != before:
             changed = next(iter(name for name, _ in sorted(set(before) ^ set(now)) if name), "the module")
             raise RuntimeError(
-                f"{changed} was replaced, added or removed inside gathered(): the sharded model keeps its own modules"
+                f"{changed} was replaced, added or removed inside unsharded(): the sharded model keeps its own modules"
                 " and parameters. Edit values in place; do what rebuilds modules (merge_and_unload, say) before"
                 " sharding, or on a copy made of full_weights()"
             )
@@ -196,9 +195,9 @@ class WholeWeights:
             views = [(bucket, named) for bucket in of_mesh for named in bucket.named_slices(bucket.compute)]
             replicas = [Replica(bucket.name, named[1], partial(list, [named])) for bucket, named in views]
             try:
-                check_equal(replicas, mesh.everyone, "after an edit inside gathered()")
+                check_equal(replicas, mesh.everyone, "after an edit inside unsharded()")
             except ReplicaDrift as error:
-                raise ReplicaDrift(f"{error}. All ranks must make the same edit inside gathered()") from None
+                raise ReplicaDrift(f"{error}. All ranks must make the same edit inside unsharded()") from None
 
 
 def _lies_in(name: str, wanted: str) -> bool:

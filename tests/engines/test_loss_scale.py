@@ -14,18 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.config.schema import Dtype, EngineName
+from harness.config.schema import Dtype, EngineName, Strategy
 from harness.engines.adapters.native import NativeEngine
+from harness.engines.loss_scale import LossScale
 from harness.engines.protocol import Ranks
-from harness.fsdp import (
-    LossScale,
-    MixedPrecisionPolicy,
-    ShardedModel,
-    ShardedOptimizer,
-    Strategy,
-    fully_shard,
-    fully_shard_model,
-)
+from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from harness.models.workload import LlamaWorkload
 from harness.store.metrics import read_metrics
 from tests.fsdp.test_api import Block
@@ -112,16 +105,12 @@ def train_plain(k: int) -> Trained:
 class Run:
     strategy: str
     k: int
-    guard: bool
-    by_hand: bool
-    """The class, driven by a framework, instead of the plain loop's entry."""
     numerics: str = "fast"
 
 
 RUNS = [
-    *(Run(s.name, k, guard, by_hand) for s in Strategy for k, guard, by_hand in ((1, False, False), (2, True, True))),
-    *(Run(s, 2, True, False, "ordered") for s in ("optim", "optim_grads_params")),
-    Run("optim_grads", 2, False, True),
+    *(Run(s.name, k) for s in Strategy for k in (1, 2)),
+    *(Run(s, 2, "ordered") for s in ("optim", "optim_grads_params")),
 ]
 
 
@@ -136,25 +125,17 @@ def _train(rank: int, run: Run) -> Trained:
         "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float32),
         "grad_divisor": RANKS * run.k,
         "numerics": run.numerics,
-        "report_nan_in_param_grad": run.guard,
         "initial_value": lambda name, shape: dict(build().named_parameters())[name],
     }
-    sharded: ShardedOptimizer | None = None
-    if run.by_hand:
-        model = ShardedModel(module, unit_modules=[Block], strategy=run.strategy, **arguments)
-        sharded = ShardedOptimizer(optimizer, model.buckets, model.numerics)
-        model._sharded_optimizer = sharded
-    else:
-        model, optimizer = fully_shard(
-            module, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=run.strategy, **arguments
-        )
-    scale, found = LossScale(model, growth_interval=GROWTH), Trained()
+    model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=run.strategy, **arguments)
+    fully_shard_optimizer(model, optimizer)
+    scale, found = LossScale(model, optimizer, 0.0, GROWTH), Trained()
     for step in range(1, STEPS + 1):
         before = {name: value.clone() for name, value in model.local_state().items()}
         for index in range(run.k):
             model.set_model_auto_sync(index == run.k - 1)
             scale.scale(loss_of(model, step, rank, index)).backward()
-        outcome = scale.step(optimizer, CLIP) if sharded is None else _step_by_hand(model, sharded, optimizer, scale)
+        outcome = scale.step(CLIP)
         found.scales.append(outcome.scale)
         found.skipped.append(outcome.skipped)
         found.norms.append(outcome.norm)
@@ -167,19 +148,6 @@ def _train(rank: int, run: Run) -> Trained:
     found.moments = [float(held["step"]) for held in optimizer.state.values()]
     model.close()
     return found
-
-
-def _step_by_hand(
-    model: ShardedModel, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, scale: LossScale
-) -> Any:
-    norm = math.nan
-    if scale.unscale_():
-        norm = float(model.clip_grad_norm_(CLIP))
-        sharded.attach()
-        optimizer.step()
-        sharded.detach()
-        model.install_weights()
-    return scale.update(norm)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all_as_in_one_process() -> None:
@@ -200,27 +168,23 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_as_in_one_process() -> No
                 torch.testing.assert_close(found.weights[name], weight, rtol=1e-5, atol=1e-7)
 
 
-# -- at a factor of 1, fixed factors, arguments ------------------------------------------------------------------------
+# -- at a factor of 1, fixed factors -----------------------------------------------------------------------------------
 
 
 def overflowing(rank: int) -> list[tuple[str, str, bool]]:
     found = []
-    for guard, scale_of in ((False, {}), (True, {}), (True, {"dynamic": False}), (False, {"dynamic": False})):
+    for fixed in (0.0, 1.0):
         module = build().half()
-        model, optimizer = fully_shard(
-            module,
-            optimizer_of(module.parameters()),
-            fsdp_unit_modules=[Block],
-            zero_dp_strategy=2,
-            report_nan_in_param_grad=guard,
-        )
-        scale = LossScale(model, init=1.0, **scale_of)  # type: ignore[arg-type]
+        model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=2)
+        optimizer = fully_shard_optimizer(optimizer_of(model.parameters()))
+        scale = LossScale(model, optimizer, fixed, GROWTH)
+        scale.load_state_dict({"scale": torch.tensor(1.0), "good_steps": torch.tensor(0)})
         before = dict(model.full_weights())
         x = torch.full((2, 6), math.nan if rank == 1 else 1.0).half()
         scale.scale(model(x).float().sum()).backward()
         error, message = "", ""
         try:
-            scale.step(optimizer)
+            scale.step(None)
         except FloatingPointError as caught:
             error, message = type(caught).__name__, str(caught)
         same = all(torch.equal(before[name], weight) for name, weight in model.full_weights())
@@ -232,37 +196,19 @@ def overflowing(rank: int) -> list[tuple[str, str, bool]]:
 def test_where_no_smaller_factor_helps_all_ranks_raise_and_keep_their_weights() -> None:
     per_rank = run_ranks(overflowing, 2)
     assert per_rank[0] == per_rank[1]
-    plain, guarded, fixed_guarded, fixed = per_rank[0]
-    assert "not finite at a loss scale of 1" in plain[1]
-    assert "report_nan_in_param_grad=True" in plain[1]
-    assert "2.linear" in guarded[1]
-    assert "on rank 1 in microbatch 1" in guarded[1]
-    assert guarded[1] == fixed_guarded[1]
-    assert all(each[2] for each in (plain, guarded, fixed_guarded))
+    dynamic, fixed = per_rank[0]
+    assert "not finite at a loss scale of 1" in dynamic[1]
+    assert dynamic[2]
     assert fixed == ("", "", False), "a fixed factor skips nothing: what is not finite shows"
 
 
 @pytest.mark.usefixtures("group")
-def test_arguments_that_would_round_are_refused() -> None:
+def test_a_factor_that_would_round_is_refused() -> None:
     model = fully_shard_model(build().half())
-    for arguments, says in (
-        ({"init": 1000.0}, "loss scale 1000.0 is no power of two"),
-        ({"init": 0.5}, "from 1 to 2"),
-        ({"init": math.inf}, "no power of two"),
-        ({"backoff": 0.3}, "backoff=0.3 must be a power of two"),
-        ({"backoff": 1.0}, "below 1"),
-        ({"growth_interval": 0}, "growth_interval=0"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            LossScale(model, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="never unscaled: call unscale_"):
-        LossScale(model).update()
-    narrow = MixedPrecisionPolicy(main_params_dtype=None, allow_low_precision_grads=True)
-    with pytest.raises(ValueError, match="needs main gradients in fp32 or wider"):
-        LossScale(fully_shard_model(build().half(), mixed_precision_policy=narrow))
+    scale = LossScale(model, optimizer_of(model.parameters()), 0.0, GROWTH)
     for state in ({}, {"scale": torch.tensor(3.0), "good_steps": torch.tensor(0)}):
         with pytest.raises(ValueError, match="loss scale"):
-            LossScale(model).load_state_dict(state)
+            scale.load_state_dict(state)
 
 
 # -- the adapter -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""What FSDP2 computes and this engine refuses is what docs/compatibility.md lists, each with its fix."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from harness.fsdp import fully_shard_model, fully_shard_optimizer
+from tests.fsdp.ragged.calls import REFUSED
+from tests.fsdp.ragged.layouts import HALVES, cut, mesh_of
+from tests.support.spawn import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+WIDTH = 8
+"""Divides evenly, as some of FSDP2's operations need."""
+Act = Callable[[nn.Module, Callable[..., Any]], Any]
+"""Something done to a module after a backward; the second argument takes an optimizer of it."""
+
+
+def closure(module: nn.Module) -> Callable[[], Tensor]:
+    def loss() -> Tensor:
+        module.zero_grad()
+        value: Tensor = module(torch.ones(2, WIDTH)).square().mean()
+        value.backward()
+        return value
+
+    return loss
+
+
+OPERATIONS: dict[str, Act] = {
+    "`parameter.t().mul_(2)`": lambda m, _: [p.detach().t().mul_(2) for p in m.parameters()],
+    "`nn.Parameter(parameter)`": lambda m, _: [nn.Parameter(p) for p in m.parameters()],
+    "`load_state_dict(state, assign=True)`": lambda m, _: (
+        m.load_state_dict(m.state_dict(), assign=True),
+        m(torch.ones(2, WIDTH)),
+    ),
+    "a module, or a parameter, put in after sharding": lambda m, _: (
+        setattr(m, "1", nn.Linear(WIDTH, WIDTH, bias=False)),
+        m(torch.ones(2, WIDTH)),
+    ),
+    "`torch.optim.Muon`": lambda m, take: take(torch.optim.Muon(m.parameters())).step(),
+    "`torch.optim.LBFGS`, where rows divide evenly": lambda m, take: take(torch.optim.LBFGS(m.parameters())).step(
+        closure(m)
+    ),
+}
+
+
+def told(act: Callable[..., Any], *args: Any) -> str:
+    try:
+        act(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _as_it_is(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+
+
+def of_models(rank: int) -> dict[str, tuple[str, str]]:
+    """What FSDP2 and this engine say, by operation."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, act in OPERATIONS.items():
+        theirs = net()
+        for part in (*theirs, theirs):
+            fully_shard(part)
+        mine = net()
+        model = fully_shard_model(mine, fsdp_unit_modules=[nn.Linear])
+        for each in (theirs, model):
+            each(torch.ones(2, WIDTH) + rank).sum().backward()
+        found[name] = told(act, theirs, _as_it_is), told(act, mine, partial(fully_shard_optimizer, model))
+        model.close()
+    return found
+
+
+def of_tensors(rank: int) -> list[str]:
+    """Calls that this engine refuses and torch's own DTensor gets right."""
+    warnings.simplefilter("ignore")
+    found = []
+    for call in REFUSED:
+        values, mesh = torch.arange(24.0).view(8, 3), mesh_of(HALVES)
+        names = {"torch": torch, "nn": nn}
+        plain, p = values.clone(), distribute_tensor(values.clone(), mesh, [Shard(0)])
+        right = told(exec, call, {**names, "p": plain, "q": plain + 1})
+        theirs = told(exec, call, {**names, "p": p, "q": p + 1}) or told(p.full_tensor)
+        mine = cut(values.clone(), HALVES, mesh)
+        assert told(exec, call, {**names, "p": mine, "q": mine + 1}), call
+        if not right and not theirs and torch.equal(p.full_tensor(), plain):
+            found.append(call)
+    return found
+
+
+def listed() -> dict[str, str]:
+    """Operations of the page, and what to write instead."""
+    text = PAGE.read_text(encoding="utf-8")
+    section = text.partition("## What FSDP2 computes and ours refuses")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:])
+
+
+def test_the_page_lists_what_fsdp2_computes_and_ours_refuses() -> None:
+    page = listed()
+    assert page.keys() == OPERATIONS.keys()
+    assert len(page) <= 10
+    for found in run_ranks(of_models, 2):
+        for name, (theirs, ours) in found.items():
+            assert theirs == "", f"FSDP2 raises at {name}: remove it from the list"
+            assert ours.split(":")[0] in {"RuntimeError", "NotImplementedError", "TypeError", "ValueError"}, (
+                name,
+                ours,
+            )
+
+
+def test_torch_gets_no_other_call_right() -> None:
+    for calls in run_ranks(of_tensors, 2):
+        assert calls == ["p.t().mul_(2)"]
