@@ -4,10 +4,14 @@
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
-gloo, started once for each strategy; only one side steps at a time, and they take turns, A B A B, so that whatever else
-the machine does meets both. Both import nothing of their checkout but the public face (`harness.fsdp`). A figure is the
-wall time of a step on rank 0: forward, backward, update, zero_grad. The ratio of a turn is the median of B's steps
-through that of A's next to it; what is told is the median ratio over turns, with its quartiles.
+gloo; only one side steps at a time, and they take turns, A B A B, so that whatever else the machine does meets both.
+Models and arms are those of each checkout's benchmarks/costs/peers_step.py, at its three shapes: each arm in processes
+of its own (`apart`), or all arms in the same ones (`together`), with DDP and FSDP2, which are the same on both sides.
+
+A figure is the wall time of a step on rank 0: forward, backward, update, zero_grad; a turn has the median of its steps.
+What is told is the ratio of medians over turns, with a bootstrap interval of pairs of turns (harness/bench/stats.py).
+`start` is construction and the first step, in processes of their own: the least of each side's starts, as whatever
+disturbs one only adds.
 """
 
 from __future__ import annotations
@@ -18,63 +22,71 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, os.environ.get("PYTHONPATH") or str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+import harness
+from benchmarks.costs import peers_step
+from harness.bench.stats import median_ratio
+
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "data" / "engine_versions.json"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 RANKS = 2
-BATCH = 32
-"""Rows a rank."""
-SHAPES = {"wide": (384, 8), "many": (16, 72)}
-"""Width and number of units: about 9.5 million parameters in 34 tensors, where a step is numbers, and 0.15 million
-in 290, where it is what the engine does for each tensor."""
+APART, TOGETHER = "apart", "together"
+REGIMES = tuple(itertools.product(peers_step.SHAPES, (APART, TOGETHER)))
+STARTS = 5
+"""Of each arm, shape and side."""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def serve(shape: str, strategy: str, rank: int, port: int) -> None:
-    """Step as often as each line of the standard input says, and answer with seconds a step as JSON."""
-    import torch
+def serve(shape: str, names: Sequence[str], rank: int, port: int) -> None:
+    """Make the arms, answer with the seconds of construction and first step of the first, then step an arm as often as
+    each line of the standard input says, and answer with seconds a step as JSON."""
     import torch.distributed as dist
-    from torch import nn
-
-    import harness.fsdp
-    from harness.fsdp import fully_shard_model, fully_shard_optimizer
 
     checkout = Path.cwd().resolve()
-    if not Path(str(harness.fsdp.__file__)).resolve().is_relative_to(checkout):
-        raise RuntimeError(f"harness.fsdp comes from {harness.fsdp.__file__}, not from {checkout}")
+    for module in (peers_step, harness):
+        if not Path(str(module.__file__)).resolve().is_relative_to(checkout):
+            raise RuntimeError(f"{module.__name__} comes from {module.__file__}, not from {checkout}")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    torch.manual_seed(0)
-    width, depth = SHAPES[shape]
-    block = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)]
-    module = nn.Sequential(*block, nn.Linear(width, 16))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    model = fully_shard_model(module, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
-    fully_shard_optimizer(model, optimizer)
-    x = torch.randn(BATCH, width)
+    dim, ffn_dim, tokens = peers_step.SHAPES[shape]
+    batch = torch.randint(0, 256, (1, tokens + 1), generator=torch.Generator().manual_seed(1 + rank))
 
-    def step() -> float:
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
         began = time.perf_counter()
-        model(x).square().mean().backward()
+        logits = model(batch[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - began
 
+    made = [peers_step.decoder(dim, ffn_dim, tokens) for _ in names]
+    dist.barrier()
+    began, arms = time.perf_counter(), dict[str, Any]()
+    for name, module in zip(names, made, strict=True):
+        arms[name] = peers_step.prepare(name, module)
+        if len(arms) == 1:
+            step(*arms[name])
+            print(json.dumps([time.perf_counter() - began]), flush=True)
     for line in sys.stdin:
-        print(json.dumps([step() for _ in range(int(line))]), flush=True)
+        name, _, count = line.rpartition(" ")
+        print(json.dumps([step(*arms[name]) for _ in range(int(count))]), flush=True)
     dist.destroy_process_group()
 
 
@@ -82,16 +94,17 @@ def serve(shape: str, strategy: str, rank: int, port: int) -> None:
 
 
 class Side:
-    """The ranks of one version with one model under one strategy; they wait until they are asked to step."""
+    """The ranks of one version with models of these arms; they wait until they are asked to step."""
 
-    def __init__(self, checkout: Path, shape: str, strategy: str) -> None:
+    def __init__(self, checkout: Path, shape: str, names: Sequence[str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        file = checkout / "benchmarks" / "costs" / Path(__file__).name
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-P", __file__, "--serve", shape, strategy, str(rank), str(port)],
+                [sys.executable, "-P", file, "--serve", shape, ";".join(names), str(rank), str(port)],
                 env=environment,
                 cwd=checkout,
                 stdin=subprocess.PIPE,
@@ -100,17 +113,22 @@ class Side:
             )
             for rank in range(RANKS)
         ]
+        (self.start,) = self._told()
+        """Seconds of construction and first step."""
 
-    def steps(self, count: int) -> list[float]:
-        """Seconds of so many steps on rank 0."""
-        for rank in self.ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(f"{count}\n")
-            rank.stdin.flush()
+    def _told(self) -> list[float]:
         told = [rank.stdout.readline() for rank in self.ranks if rank.stdout is not None]
         if not all(told):
             raise RuntimeError(f"a rank ended: exit codes {[rank.poll() for rank in self.ranks]}")
         return [float(each) for each in json.loads(told[0])]
+
+    def steps(self, name: str, count: int) -> list[float]:
+        """Seconds of so many steps of an arm on rank 0."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{name} {count}\n")
+            rank.stdin.flush()
+        return self._told()
 
     def close(self) -> None:
         """Let the ranks end."""
@@ -127,30 +145,40 @@ def exported(revision: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        shutil.copy(__file__, Path(folder) / "benchmarks" / "costs")
         yield Path(folder)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": middle, "p25": low, "p75": high}
-
-
-def compare(base: Path, shape: str, strategy: str, turns: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step of both versions, and the ratio here / base, over all turns."""
-    found: dict[str, list[list[float]]] = {"base": [], "here": []}
-    made = Side(base, shape, strategy), Side(ROOT, shape, strategy)
+def compare(base: Path, shape: str, names: Sequence[str], turns: int, steps: int) -> dict[str, dict[str, Any]]:
+    """By arm: milliseconds a step of both versions, and the ratio here / base, over all turns."""
+    found = {name: {"base": list[float](), "here": list[float]()} for name in names}
+    made = Side(base, shape, names), Side(ROOT, shape, names)
     with contextlib.closing(made[0]) as other, contextlib.closing(made[1]) as this:
         sides = {"base": other, "here": this}
-        for side in sides.values():
-            side.steps(3)
-        for _ in range(turns):
-            for name, side in sides.items():
-                found[name].append([seconds * 1e3 for seconds in side.steps(steps)])
-    pairs = zip(found["here"], found["base"], strict=True)
-    ratios = [statistics.median(here) / statistics.median(before) for here, before in pairs]
-    rows = {f"{name}_ms": spread([each for turn in found[name] for each in turn]) for name in sides}
-    return rows | {"ratio": spread(ratios), "ratios": ratios}
+        for side, name in itertools.product(sides.values(), names):
+            side.steps(name, 3)
+        for turn in range(turns):
+            for name in peers_step.in_order(turn, tuple(names)):
+                for which, side in [*sides.items()][:: 1 if turn % 2 else -1]:
+                    found[name][which].append(1e3 * statistics.median(side.steps(name, steps)))
+    return {name: row(each["here"], each["base"]) for name, each in found.items()}
+
+
+def row(here: list[float], base: list[float]) -> dict[str, Any]:
+    """Medians, and their ratio."""
+    ratio = peers_step.told(median_ratio(here, [base]))
+    return {"base_ms": round(statistics.median(base), 2), "here_ms": round(statistics.median(here), 2), "ratio": ratio}
+
+
+def starts(base: Path, shape: str, name: str) -> dict[str, float]:
+    """The least seconds of construction and first step of each version, and the ratio here / base."""
+    found: dict[str, list[float]] = {"base": [], "here": []}
+    for _ in range(STARTS):
+        for which, checkout in (("base", base), ("here", ROOT)):
+            with contextlib.closing(Side(checkout, shape, (name,))) as side:
+                found[which].append(side.start)
+    least = {which: min(each) for which, each in found.items()}
+    return {**least, "ratio": round(least["here"] / least["base"], 3)}
 
 
 def revision_of(name: str) -> str:
@@ -160,33 +188,42 @@ def revision_of(name: str) -> str:
 
 
 def main() -> None:
-    """Compare under every strategy, print a table, keep the figures."""
+    """Compare all arms in every regime, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="9fd760c", help="revision to compare with (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=20, help="turns of each version, 2 or more (default: 20)")
-    parser.add_argument("--steps", type=int, default=30, help="steps in a turn (default: 30)")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each version, 3 or more (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
-    parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "STRATEGY", "RANK", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "ARMS", "RANK", "PORT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        shape, strategy, rank, port = chosen.serve
-        return serve(shape, strategy, int(rank), int(port))
-    if chosen.turns < 2:
-        parser.error(f"--turns={chosen.turns} must be 2 or more: quartiles need two ratios")
-    print(f"{'shape':5} {'strategy':20} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
-    rows: dict[str, dict[str, Any]] = {shape: {} for shape in SHAPES}
+        shape, names, rank, port = chosen.serve
+        return serve(shape, names.split(";"), int(rank), int(port))
+    if chosen.turns < 3:
+        parser.error(f"--turns={chosen.turns} must be 3 or more: an interval needs three")
+    print(f"{'shape':8} {'regime':8} {'arm':28} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    load = os.getloadavg()[0]
     with exported(chosen.base) as base:
-        for shape, strategy in itertools.product(SHAPES, STRATEGIES):
-            row = rows[shape][strategy] = compare(base, shape, strategy, chosen.turns, chosen.steps)
-            ratio = row["ratio"]
-            told = f"{ratio['median']:.3f} ({ratio['p25']:.3f}..{ratio['p75']:.3f})"
-            times = f"{row['base_ms']['median']:9.2f} {row['here_ms']['median']:9.2f}"
-            print(f"{shape:5} {strategy:20} {times} {told:>24}", flush=True)
+        for shape, regime in REGIMES:
+            names = peers_step.ARMS if regime == TOGETHER else peers_step.OURS
+            visits = [names] if regime == TOGETHER else [(name,) for name in names]
+            found = rows.setdefault(shape, {}).setdefault(regime, {})
+            for visit in visits:
+                found |= compare(base, shape, visit, chosen.turns, chosen.steps)
+            for name, told in found.items():
+                ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
+                times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
+                print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
+        for shape in peers_step.SHAPES:
+            rows[shape]["start"] = {name: starts(base, shape, name) for name in peers_step.OURS}
+            print(shape, "start", {name: told["ratio"] for name, told in rows[shape]["start"].items()}, flush=True)
     facts = {
         "base": revision_of(chosen.base),
         "here": revision_of("HEAD"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "load_average": {"before": load, "after": os.getloadavg()[0]},
+        "cores": os.cpu_count(),
         "ranks": RANKS,
         "turns": chosen.turns,
         "steps": chosen.steps,
