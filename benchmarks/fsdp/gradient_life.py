@@ -156,6 +156,7 @@ def life_of(inner: str, outer: str, mesh: Any) -> Life:
             model._parts.gradients.drain()  # sums that nobody waited for yet belong to this microbatch
         stage = STAGES[2]
         optimizer.step()
+        model.install_weights()  # as the next forward begins
         stage = STAGES[3]
         optimizer.zero_grad()
     model.close()

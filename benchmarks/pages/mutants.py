@@ -24,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "data" / "mutants.json"
 PAGE = ROOT / "docs" / "records" / "mutants.md"
 Rows = list[dict[str, Any]]
+GONE = ROOT / "benchmarks" / "data" / "mutants_gone.json"
+GONE_HEAD = """Mutants of mechanisms that were deleted when parameters between passes became DTensors; written by hand.
+"""
 HEAD = """\
 # Mutants
 
@@ -91,6 +94,16 @@ def page(rows: Rows) -> str:
         )
         parts += ["| mutant | what it breaks | test | seconds |", "|---|---|---|---|"]
         parts += [_line(row, _is_one(each)) for row in each]
+    parts += [
+        "",
+        "## Gone",
+        "",
+        GONE_HEAD,
+        "| mutant | of | what it broke | gone with, or found as |",
+        "|---|---|---|---|",
+    ]
+    gone = json.loads(GONE.read_text(encoding="utf-8"))
+    parts += [f"| {' | '.join(_plain(each[key]) for key in ('name', 'room', 'breaks', 'gone'))} |" for each in gone]
     return "\n".join(parts) + "\n"
 
 
