@@ -22,5 +22,5 @@ def test_every_room_is_there() -> None:
         folder, *others = room.removeprefix("harness/").split(", ")
         for name in (folder, *others):
             assert (ROOT / name).exists() or (ROOT / "harness" / name).exists(), name
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(part in readme for text in FILES for part in text.replace("N/", "").split(", "))
+    page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
+    assert all(part in page for text in FILES for part in text.replace("N/", "").split(", "))

@@ -1,4 +1,4 @@
-"""The tours of README.md: loops of other engines, before and after, run as printed; changed lines are counted."""
+"""The tours of docs/engine_alone.md: loops of other engines, before and after, run as printed; changed lines are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "engine_alone.md"
 MOST_CHANGED = {"DDP": 2, "FSDP2": 4}
 """Lines of the other engine's loop that are not in ours."""
 RANKS, STEPS = 2, 3
@@ -53,8 +53,8 @@ def batches_of(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 @once
 def tours() -> dict[str, list[str]]:
-    """Lines of each block of README.md that says `diff`, by the word after that."""
-    found = re.findall(r"^```diff (\w+)\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S)
+    """Lines of each block of the page that says `diff`, by the word after that."""
+    found = re.findall(r"^```diff (\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     return {name: text.splitlines() for name, text in found}
 
 
