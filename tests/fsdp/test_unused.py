@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, StepError, create_state, fully_shard
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp import unused
@@ -218,10 +218,32 @@ def test_ddp_and_fsdp2_leave_the_same_alone(peer: Callable[..., Record], optimiz
         assert all(torch.allclose(ours[name], weight, rtol=0, atol=1e-12) for name, weight in theirs.items())
 
 
+def one_backward_more(rank: int, strategy: str) -> str:
+    """Rank 0 runs two backwards in its second step; the error of the third, at the latest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = fully_shard(model, torch.optim.SGD(model.parameters()), zero_dp_strategy=strategy)
+    try:
+        for step in range(4):
+            for _ in range(2 if (rank, step) == (0, 1) else 1):
+                model(torch.full((2, 4), rank + 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_ranks_in_different_steps_are_told_so(strategy: str) -> None:
+    told = run_ranks(one_backward_more, 2, strategy)
+    assert all("some rank ran a backward more, or less" in each for each in told)
+
+
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 _forget = Gradients.take
-OWN_ALONE = Slip(Usage, "_count", "each % _UPDATE for each in told", "had[place] for place, _ in enumerate(told)")
+OWN_ALONE = Slip(Usage, "_count", "each % _UPDATE for each in totals", "had[place] for place, _ in enumerate(totals)")
 
 
 def _forgetful(self: Gradients) -> Tensor:

@@ -3,6 +3,7 @@
 A parameter is used if any rank had a gradient of it in any microbatch of the step; then all ranks update it, those that
 had none with the others' sum. Ranks sum one int64 a parameter once a step, in the message that also carries the
 counters of numerics=exact. Each of these numbers tells the step, too: `_UPDATE` for each update of the weights so far.
+A rank that had a gradient of every parameter knows that none is unused, and reads the sums a step later.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.runtime.step import StepError
@@ -41,6 +43,8 @@ class Usage:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
+        self._unread: list[tuple[Group, Pending, Tensor, int]] = []
+        """Sums of the step before that nobody has waited for, and how many updates there had been."""
 
     @classmethod
     def of(cls, meshes: Meshes, trained: Sequence[Bucket]) -> Usage:
@@ -63,6 +67,7 @@ class Usage:
         Raises:
             StepError: ranks are in different steps.
         """
+        self._read_late()
         sums = [
             self._count(group, num_updates, beyond if index == 0 else None) for index, group in enumerate(self.groups)
         ]
@@ -78,19 +83,26 @@ class Usage:
         device, updates = group.comm.runtime.device, num_updates * _UPDATE
         counts = _filled(had, updates, device)
         what = "used parameters" if beyond is None else "gradients beyond the fixed point"
-        totals = group.comm.sum_scalars(counts if beyond is None else torch.cat([beyond, counts]), what)
-        if beyond is None and all(had) and is_queued(device):
-            return 0  # no sum is zero, and the host would wait for the device
-        told: list[int] = totals.tolist()
-        found = 0 if beyond is None else told.pop(0)
-        if any(each // _UPDATE != num_updates * group.comm.size for each in told):
-            raise StepError(
-                f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
-                " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
-                " synchronisation in each step"
-            )
-        self._note(group.gradients, [each % _UPDATE for each in told])
+        sums = counts if beyond is None else torch.cat([beyond, counts])
+        pending = group.comm.begin_sum(sums, what)
+        if beyond is None and all(had):  # no sum is zero
+            if not is_queued(device):  # the host would wait for the device
+                self._unread.append((group, pending, sums, num_updates))
+            return 0
+        with events.waiting():
+            pending.wait()
+        totals: list[int] = sums.tolist()
+        found = 0 if beyond is None else totals.pop(0)
+        _check_step(group, totals, num_updates)
+        self._note(group.gradients, [each % _UPDATE for each in totals])
         return found
+
+    def _read_late(self) -> None:
+        unread, self._unread = self._unread, []
+        for group, pending, sums, num_updates in unread:
+            with events.waiting():
+                pending.wait()
+            _check_step(group, sums.tolist(), num_updates)
 
     def _note(self, asked: Sequence[Gradients], counts: list[int]) -> None:
         begin = 0
@@ -98,6 +110,15 @@ class Usage:
             of_bucket = counts[begin : begin + len(each.params)]
             begin += len(each.params)
             each.unused = frozenset(index for index, count in enumerate(of_bucket) if not count)
+
+
+def _check_step(group: Group, totals: Sequence[int], num_updates: int) -> None:
+    if any(each // _UPDATE != num_updates * group.comm.size for each in totals):
+        raise StepError(
+            f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
+            " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
+            " synchronisation in each step"
+        )
 
 
 def _filled(had: Sequence[bool], more: int, device: torch.device) -> Tensor:
