@@ -46,7 +46,6 @@ from harness.study.request import carry_out, refuse_study
 
 
 def main(argv: list[str]) -> int:
-    """Carry out a command line; returns the exit code."""
     place: RankPlace | None = None
     try:
         with standard_streams() as output:
@@ -144,7 +143,6 @@ def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
 
 
 def work(answer: Answer, place: RankPlace) -> int:
-    """Be this rank of an opened attempt."""
     if answer.exit_code is not None:
         return answer.exit_code
     from harness.launch.terminal import RunDisplay, Terminal

@@ -9,7 +9,6 @@ from harness.store import interpreter
 
 
 def main() -> int:
-    """Carry out a command line; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
     interpreter.require()

@@ -16,22 +16,16 @@ from harness.fsdp import Observer
 from harness.probe.collectives import CollectiveMeter
 
 EXCHANGE = "the loop's own numbers"
-"""What a watchdog calls a wait here."""
 
 
 class StepReport(NamedTuple):
-    """What all ranks know after a step."""
-
     losses: list[float]
     """Mean loss of each global microbatch, in global order, fp64."""
     held: list[int]
     """Digest of what the data source holds for each rank with data of its own, unsigned 64-bit."""
     fed: list[int]
-    """Digest of what these were fed."""
     stop: bool
-    """Whether any rank was asked to stop."""
     save: bool = False
-    """Whether any rank finds that a save is due."""
 
 
 class Control:

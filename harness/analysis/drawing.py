@@ -27,14 +27,10 @@ CONTROL = "#000000"
 GREY = "#767676"
 MIB = 2**20
 LONGEST = 30
-"""Letters of one setting of a label that a picture shows."""
 COLUMNS = 3
-"""Panels beside each other, at most."""
 
 
 class Style(NamedTuple):
-    """How an arm is drawn everywhere."""
-
     colour: str
     marker: str
     label: str
@@ -110,13 +106,11 @@ def quietly() -> Iterator[None]:
 
 
 def bars(count: int, width: float = 8.0) -> tuple[Figure, Axes]:
-    """A figure for `count` arms below each other."""
     figure, ax = plt.subplots(figsize=(width, 1.5 + 0.34 * max(2, count)), layout="constrained")
     return figure, ax
 
 
 def legend(ax: Axes, columns: int = 3, handles: Sequence[Any] | None = None) -> None:
-    """A legend below everything, where no data are."""
     figure = ax.get_figure()
     found = ax.get_legend_handles_labels() if handles is None else (handles, [each.get_label() for each in handles])
     if found[0] and figure is not None:
@@ -125,7 +119,6 @@ def legend(ax: Axes, columns: int = 3, handles: Sequence[Any] | None = None) -> 
 
 
 def fold(label: str, size: int = 32) -> str:
-    """A label in lines, broken after commas."""
     lines = [""]
     for part in label.split(", "):
         joined = f"{lines[-1]}, {part}" if lines[-1] else part

@@ -18,15 +18,13 @@ from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
 
 NO_STUDY = "these runs were not asked for as a study, so that none is held against another"
-"""What is said of runs in a folder without a record of a study."""
 
 GRADIENTS = "gradient distance"
-"""The check whose bound stands beside gradients in a picture."""
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """What is there of a study: its runs, and the verdicts on those that can be compared."""
+    """A study's runs, and the verdicts on those that can be compared."""
 
     name: str
     question: str
@@ -35,7 +33,6 @@ class Study:
     verdict: StudyVerdict | None
     """On the arms there are; None where there is nothing to judge."""
     missing: str
-    """What keeps the verdict from being whole, in a sentence; empty where nothing does."""
 
     @cached_property
     def compared(self) -> list[Verdict]:
@@ -44,12 +41,11 @@ class Study:
 
     @cached_property
     def done(self) -> pd.DataFrame:
-        """The runs that are done."""
         return self.runs[self.runs["state"] == "done"]
 
     @cached_property
     def told(self) -> str:
-        """What a reader must know before reading on, in plain sentences; empty of a study that is whole."""
+        """Warnings for the reader, in plain sentences; empty of a study that is whole."""
         states = self.runs["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
         found = [f"Not every run is done: {counts}."] if counts else []
@@ -60,12 +56,12 @@ class Study:
         return " ".join(found)
 
     def label(self, path: Path | str) -> str:
-        """What tells a run, by its directory, from the others of its study."""
+        """Label that tells a run, by its directory, from the others of its study."""
         found = self.runs.loc[self.runs["path"] == str(path), "label"]
         return str(found.iloc[0]) if len(found) else Path(path).name
 
     def label_of(self, run: str) -> str:
-        """What tells a run, by its name `study/name`, from the others of its study."""
+        """Label that tells a run, by its name `study/name`, from the others of its study."""
         found = self.runs.loc[self.runs["run"] == run, "label"]
         return str(found.iloc[0]) if len(found) else run
 
@@ -169,7 +165,7 @@ def evidence(of: Study) -> pd.DataFrame:
 
 
 def bounds(of: Study) -> pd.DataFrame:
-    """What rounding explains of each step's loss: `run`, `step`, `allowed` (relative to the control)."""
+    """Bound by rounding of each step's loss: `run`, `step`, `allowed` (relative to the control)."""
     rows = [
         (RunDir(Path(arm.arm)).name, each.step, each.allowed)
         for arm in of.compared

@@ -34,10 +34,8 @@ LEADING = (
 """The setting of a group that the others mostly follow from, in the order they are said."""
 
 LAST = ("mesh.world_size", "train.seed", "train.replicate")
-"""Settings that are said after all others."""
 
 HOW = ("measure", "ckpt")
-"""Groups that say how a run is watched and saved, not what it trains."""
 
 SAID: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(LEADING, str),
@@ -51,7 +49,6 @@ SAID: Mapping[str, Callable[[Any], str]] = {
     "train.seed": lambda value: f"seed {value}",
     "train.replicate": lambda value: f"repetition {value}",
 }
-"""How a value is said; others are `setting=value`."""
 
 
 def strategy_of(config: Mapping[str, Any]) -> str:
@@ -110,7 +107,6 @@ def _place(key: str) -> int:
 
 
 def _implied(key: str, found: Sequence[str], every: Sequence[Flat]) -> bool:
-    """Whether the leading setting of its group, which differs too, determines a setting."""
     group = key.split(".")[0]
     leader = next((each for each in LEADING if each in found and each.split(".")[0] == group), None)
     if key == "mesh.dp_outer":
@@ -127,12 +123,10 @@ def _label(own: Flat, keys: Sequence[str]) -> str:
 
 
 def say(key: str, value: Any) -> str:
-    """A setting in words."""
     return SAID[key](value) if key in SAID else f"{key.rpartition('.')[2]}={value}"
 
 
 def _distinct(found: dict[Key, str], flat: Mapping[Key, Flat]) -> dict[Key, str]:
-    """Labels of a control and of an arm that read alike, made longer by what those two differ in."""
     for text in [text for text, count in Counter(found.values()).items() if count > 1]:
         alike = {key: flat[key] for key, own in found.items() if own == text}
         keys = _keys(alike)

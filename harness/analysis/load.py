@@ -45,7 +45,6 @@ SETTINGS = {
     "replicate": "train.replicate",
     "steps": "train.steps",
 }
-"""Columns of `runs` that come from the frozen configuration."""
 
 RESULTS = (
     "microbatches",
@@ -62,7 +61,6 @@ RESULTS = (
     "wall_s",
     "verdict",
 )
-"""Columns of `runs` that say what came of it."""
 
 RUN_COLUMNS = (
     "run",
@@ -100,10 +98,8 @@ STEP_COLUMNS = (
 )
 
 DAMAGED = "damaged"
-"""State of a run that cannot be read, or is not as it was left."""
 
 SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
-"""Numbers of a step that a run's row is made of, beside those of its last step."""
 
 NEWEST = 20
 """Steps at a record's end that a run's medians and peaks are taken over where its summary has none."""
@@ -140,7 +136,6 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
 
 
 def _controls(root: Path, study: str) -> set[str]:
-    """Directories of a study's controls."""
     try:
         told = read_study(root, study) or {"cells": []}
     except StoreError:
@@ -149,7 +144,6 @@ def _controls(root: Path, study: str) -> set[str]:
 
 
 def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run's row, and its configuration with dotted keys; a run that cannot be read says why."""
     row: dict[str, Any] = {"run": run.name, "study": run.path.parent.name, "path": str(run.path)}
     config: dict[str, Any] = {}
     try:
@@ -166,7 +160,6 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _microbatches(config: Mapping[str, Any]) -> int | None:
-    """Microbatches of a rank in a step."""
     try:
         ranks = config["mesh.world_size"] // config.get("mesh.tp", 1)
         return int(config["train.global_batch_size"] // max(1, config["train.microbatch_size"] * ranks))
@@ -235,7 +228,6 @@ def steps(paths: Iterable[Path | str]) -> pd.DataFrame:
 
 
 def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> list[Any]:
-    """The rows of every run that can be read."""
     found = []
     for path in paths:
         try:

@@ -36,7 +36,6 @@ from harness.analysis.drawing import (
 
 
 def losses(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style] | None = None) -> Axes:
-    """Loss over steps, a line a run (`load.steps`)."""
     styles = _styles(steps, styles)
     for place, (run, line) in enumerate(steps.groupby("run", sort=False)):
         own = styles[str(run)]
@@ -123,7 +122,7 @@ def each_difference(
 
 
 def difference_key(*, zero: bool, broken: bool) -> list[Line2D]:
-    """What the lines of `differences` mean, for one legend of many panels; `zero`, `broken`: whether there are such."""
+    """Legend of the lines of `differences`, for one legend of many panels; `zero`, `broken`: whether there are such."""
     found = [
         Line2D([], [], color=GREY, marker=".", label="difference to the control"),
         Line2D([], [], color=GREY, linestyle="--", label="what rounding explains"),
@@ -203,7 +202,6 @@ def stacks(
 
 
 def marks(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style], label: str) -> Axes:
-    """A diamond a run, on bars that are already there."""
     known = [(row, values[run]) for row, run in enumerate(styles) if run in values and values[run] == values[run]]
     if known:
         rows, sizes = zip(*known, strict=True)
@@ -280,12 +278,10 @@ def _not_numbers(ax: Axes, at: pd.Series, values: pd.Series, colour: str, *, upr
 
 
 def _crossed(values: pd.Series) -> str:
-    """What a cross is, where there is one."""
     return "" if np.isfinite(values.astype(float)).all() else "; x: not a finite number"
 
 
 def _mind_numbers(ax: Axes, values: pd.Series) -> None:
-    """Where no value is finite, a scale would be an invention."""
     if len(values) and not np.isfinite(values.astype(float)).any():
         no_scale(ax)
 

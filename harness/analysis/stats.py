@@ -12,10 +12,8 @@ PARTS = {
     "backward_s": "backward",
     "optimizer_s": "optimizer",
 }
-"""What a step's time is made of, by column of `load.steps`."""
 
 WARM_UP = 1
-"""First steps left out of every cost, as a run's own summary does."""
 
 
 def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataFrame:
@@ -44,7 +42,7 @@ def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataF
 
 
 def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
-    """What a step costs each run.
+    """Cost of a step of each run.
 
     Args:
         steps: as `load.steps` makes it.

@@ -12,7 +12,6 @@ Config = Mapping[str, Any]
 Flat = Mapping[str, Any]
 
 VARIED = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp")
-"""Groups in which arms of one group of rows may differ."""
 
 
 def details(arms: Mapping[str, Config]) -> dict[str, str]:
@@ -29,7 +28,6 @@ def details(arms: Mapping[str, Config]) -> dict[str, str]:
 
 
 def differing(settings: Sequence[Flat]) -> list[str]:
-    """Keys of the first whose value is not the same in all."""
     first = settings[0]
     return [key for key in first if any(other.get(key) != first[key] for other in settings[1:])]
 

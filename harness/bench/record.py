@@ -20,53 +20,40 @@ from harness.store.shapes import TIMED
 from harness.store.status import State
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
-"""What the record splits a step's time into; exposed communication lies within the others."""
 
 OTHERS_LIMIT_CORES = 0.25
-"""Processor time of other programs, in cores, above which a run counts as disturbed."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """What one run says. Times are seconds, sizes bytes; None where a thing was not observed."""
+    """Report of one run. Times are seconds, sizes bytes; None where a thing was not observed."""
 
     run: str
-    """`study/name`."""
     arm: str
-    """Hash of the configuration without the repetition: the same for all blocks of an arm."""
     block: int
     config: Mapping[str, Any]
     ended: str
     """UTC, ISO 8601."""
     step_s: tuple[float, ...]
-    """Timed steps, warm-up left out."""
     parts: Mapping[str, float | None]
-    """Medians over timed steps, by `PARTS`."""
     tokens: int
-    """Tokens of one step, over all ranks."""
     loss: float
-    """Loss of the last step, in nats a token."""
     comm: Mapping[str, Mapping[str, int]]
-    """What rank 0 sent in the last step, by kind: count and bytes."""
+    """Traffic sent by rank 0 in the last step, by kind: count and bytes."""
     persistent_bytes: int | None
-    """Tensor storage between steps, of the rank that holds most."""
     peak_bytes: int | None
-    """Most tensor storage within a settled step, of the rank that holds most."""
     growth_bytes: int | None
-    """What tensor storage grew by in the step that was taken for settled; 0 where it was."""
+    """Growth of tensor storage in the step that was taken for settled; 0 where it was."""
     outside_bytes: int | None
-    """What the device held beside tensors and their allocator, of the rank with most: NCCL's buffers and libraries'
+    """Device memory beside tensors and their allocator, of the rank with most: NCCL's buffers and libraries'
     work spaces. None on CPU, and where ranks share a device."""
     accounted_bytes: int
-    """What rank 0's engine says it keeps."""
+    """Bytes that rank 0's engine reports."""
     rss_bytes: int
     """Largest resident set of rank 0 over timed steps."""
     load: float
-    """The higher of the machine's load averages at the run's begin and end."""
     others_cores: float
-    """Cores that other programs kept busy over the timed steps."""
     origin: Mapping[str, Any]
-    """What the run's `provenance.json` says: versions, machine, commit."""
 
     @property
     def median_s(self) -> float:
@@ -80,7 +67,7 @@ class Process:
 
     @property
     def disturbance(self) -> str:
-        """What else the machine did, where that was much; else empty."""
+        """Other load of the machine, where that was much; else empty."""
         ranks, found = int(self.config["mesh"]["world_size"]), []
         if self.load > ranks + 1:
             found.append(f"load average {self.load:.1f} with {counted(ranks, 'rank')}")

@@ -148,7 +148,6 @@ def _against(report: Report) -> list[str]:
 
 
 def _oversubscribed(process: Process) -> str:
-    """What to say of more ranks than cores."""
     ranks, cores = process.config["mesh"]["world_size"], process.origin.get("cpu_count")
     if process.config["cluster"]["device"] != "cpu" or cores is None or ranks <= cores:
         return ""
@@ -169,7 +168,7 @@ def _sizes(regime: Regime) -> str:
 
 
 def machine_lines(report: Report) -> Iterator[str]:
-    """What a report's runs were made on and when, as Markdown list items."""
+    """Machine and date of a report's runs, as Markdown list items."""
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""
@@ -181,6 +180,5 @@ def machine_lines(report: Report) -> Iterator[str]:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table without a trailing newline."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

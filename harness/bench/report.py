@@ -22,14 +22,12 @@ from harness.store.rundir import RunDir, flatten
 from harness.store.study import read_study
 
 NATIVE = "native"
-"""The engine held against the others of its strategy."""
 
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
-"""What must be the same of all runs for their times to be compared, beside the versions of what they load."""
+"""Facts that must be equal in all runs for their times to be compared, beside the versions of what they load."""
 
 
 GROWTH_LIMIT = 1e-3
-"""Share of the storage between steps above which a step that changes it is not settled."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,11 @@ class Row:
     engine: str
     strategy: str
     detail: str
-    """Settings in which it differs from another arm of its engine and strategy; mostly empty."""
     is_reference: bool
     blocks: tuple[int, ...]
     step_s: float
     iqr_steps_s: float
-    """Spread of the steps within a process: median over processes."""
     iqr_blocks_s: float
-    """Spread of the processes' medians."""
     parts: dict[str, float | None]
     tokens_per_s: float
     peak_bytes: int | None
@@ -61,7 +56,6 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Engine, strategy and detail."""
         return " ".join(part for part in (self.engine, self.strategy, self.detail) if part)
 
 
@@ -77,7 +71,6 @@ class Target:
 
     @property
     def finding(self) -> str:
-        """What the interval says."""
         if self.ratio is None:
             return "too few blocks"
         if self.ratio.includes_one:
@@ -87,8 +80,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Regime:
-    """Arms that train the same thing."""
-
     title: str
     settings: dict[str, Any]
     rows: tuple[Row, ...]
@@ -97,19 +88,14 @@ class Regime:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a timed study says."""
-
     study: str
     question: str
     order_seed: int | None
     regimes: tuple[Regime, ...]
     processes: tuple[Process, ...]
     missing: dict[str, str]
-    """Cells that are left out, with the reason."""
     notes: tuple[str, ...]
-    """What speaks against the numbers: disturbed blocks, arms rerun later, tensors that still grew."""
     mixed: tuple[str, ...]
-    """Why the runs cannot be compared at all."""
 
     @property
     def exit_code(self) -> int:
@@ -117,7 +103,6 @@ class Report:
         return 4 if self.mixed else 3 if self.missing else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; what is not a finite number is null."""
         facts = asdict(self) | {"processes": [_process_json(process) for process in self.processes]}
         plain: dict[str, Any] = finite(facts | {"machine": machine(self.processes)})
         return plain
@@ -159,7 +144,6 @@ def report(root: Path | str, study: str) -> Report:
 
 
 def _load(path: Path) -> Process | str:
-    """A run, or why it has no row; one that cannot be read hides no other."""
     if not (path / "config.yaml").exists():
         return "never started"
     try:
@@ -180,7 +164,6 @@ def _of_one_source(processes: Sequence[Process]) -> tuple[list[Process], list[st
 
 
 def _references(cells: Iterable[Mapping[str, Any]], loaded: Mapping[str, Process | str]) -> dict[str, str]:
-    """The arm each arm is held against, as the study's control says; a control is its own."""
     found: dict[str, str] = {}
     for cell in cells:
         arm, control = loaded[cell["signature"]], loaded.get(cell["control"] or "")
@@ -214,7 +197,7 @@ def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list
 
 
 def _settings(group: Sequence[Process], references: Mapping[str, str]) -> dict[str, Any]:
-    """What is trained: as the reference does it, with every dtype policy there is."""
+    """Trained model: as the reference does it, with every dtype policy there is."""
     process = next((one for one in group if references.get(one.arm) == one.arm), group[0])
     kept = ("model", "data", "optimizer", "train", "dtype", "numerics", "mesh", "measure")
     found = flatten({name: process.config[name] for name in kept})
@@ -253,7 +236,6 @@ def _whole(value: float | None) -> int | None:
 
 
 def _ratio(arms: Mapping[str, Sequence[Process]], arm: str, others: Sequence[str | None]) -> Interval | None:
-    """Over the blocks that all of them have."""
     by_block = {
         key: {process.block: process.median_s for process in arms[key]} for key in (arm, *others) if key is not None
     }
@@ -265,7 +247,6 @@ def _ratio(arms: Mapping[str, Sequence[Process]], arm: str, others: Sequence[str
 
 
 def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Row]) -> Iterable[Target]:
-    """A target for each native arm that some other engine splits like."""
     for arm, row in sorted(rows.items(), key=lambda item: item[1].name):
         if row.engine != NATIVE:
             continue
@@ -278,7 +259,7 @@ def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Row]) -> 
 
 
 def _splits(process: Process) -> list[Any]:
-    """What two engines must share for their times to be held against each other."""
+    """Facts that two engines must share for their times to be held against each other."""
     return [process.config[group] for group in ("sharding", "dtype", "mesh")]
 
 
@@ -322,7 +303,7 @@ def _fact(process: Process, key: str) -> Any:
 
 
 def machine(processes: Sequence[Process]) -> dict[str, Any]:
-    """What the runs were made on, and by which versions and commit."""
+    """Machine, versions and commit of the runs; by which versions and commit."""
     origin = processes[0].origin
     git = origin.get("git") or {}
     return {

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 LEAST_BLOCKS = 3
-"""Fewer blocks have no interval."""
 EXHAUSTIVE_BLOCKS = 5
 DRAWS = 20_000
 SEED = 20_011
@@ -40,22 +39,18 @@ SEED = 20_011
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its interval."""
-
     value: float
     low: float
     high: float
     blocks: int
-    """How many blocks it rests on."""
 
     @property
     def includes_one(self) -> bool:
-        """Whether the two sides cannot be told apart."""
         return self.low <= 1.0 <= self.high
 
     @property
     def most_coverage(self) -> float:
-        """What an interval of so few blocks covers at best, of the nominal `CONFIDENCE`."""
+        """Best coverage of an interval of so few blocks, of the nominal `CONFIDENCE`."""
         return min(CONFIDENCE, 1.0 - 2.0 * 0.5**self.blocks)
 
 

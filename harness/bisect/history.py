@@ -21,13 +21,10 @@ from harness.store.redaction import redacted
 from harness.store.screen import counted
 
 Tell = Callable[[str], None]
-"""Is given a line of progress."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A verdict on two versions, and their runs."""
-
     verdict: Verdict
     arm: Path
     control: Path
@@ -63,7 +60,6 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
 
 
 def _one_version(request: Request, repository: Repository, control: Version, arm: Version) -> Verdict:
-    """Two names for the same files, as in a clone nobody has changed yet, are EQUAL; nothing is run."""
     before = repository.parents(control)[:1]
     return Verdict(
         Outcome.EQUAL,
@@ -94,7 +90,7 @@ def _judge(request: Request, arm: Version, run: Path, control: Version, control_
 
 
 def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
-    """What to type next: run directories of two versions can be looked at, but only we can judge or make them."""
+    """Next commands: run directories of two versions can be looked at, but only we can judge or make them."""
     looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
     again = ("compare", "--code", control.word, arm.word)
     if verdict.outcome is Outcome.NOT_COMPARABLE and not unfit(verdict):
@@ -107,31 +103,21 @@ def _commands(request: Request, verdict: Verdict, control: Version, arm: Version
 
 @dataclass(frozen=True)
 class Skipped:
-    """A version that could not be tried, and why."""
-
     version: Version
     why: str
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where the run changed."""
-
     control: Version
     same: Version
-    """The last version that is the same."""
     first: Version
-    """The first that is known to differ."""
     verdict: Verdict
-    """Verdict on `first`, held against the control."""
     skipped: tuple[Skipped, ...]
-    """Versions between the two: the change may lie in one of them."""
     next: tuple[str, ...]
-    """What to type next; the first command shows the change by itself."""
 
     @property
     def sentence(self) -> str:
-        """The answer."""
         if self.skipped:
             rest = len(self.skipped)
             what = f"{self.first.title} is the first that is known to differ, after {rest} that could not be tried"

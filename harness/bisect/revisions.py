@@ -26,11 +26,10 @@ from harness.store.provenance import OF_ANOTHER, PACKAGE
 
 
 class GitError(StoreError):
-    """What git said when it refused."""
+    """Error text of git."""
 
 
 WORKTREE = "WORKTREE"
-"""Stands for the files as they lie there: changed ones, and new ones that git does not ignore."""
 FOLDER = ".code"
 SHORT = 7
 LISTED = 8
@@ -59,18 +58,15 @@ class Version:
 
     @property
     def word(self) -> str:
-        """What to type for it, whatever branches do in the meantime."""
+        """Word to type for the version, whatever branches do in the meantime."""
         return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
 
     @property
     def title(self) -> str:
-        """The commit and its subject."""
         return WORKTREE if self.asked == WORKTREE else f"{self.word} {self.subject!r}"
 
 
 class Repository:
-    """The git repository this package lies in."""
-
     def __init__(self, top: Path, cache: Path) -> None:
         """
         Args:
@@ -102,7 +98,7 @@ class Repository:
         return cls(home, cache)
 
     def version(self, revision: str) -> Version:
-        """What a revision stands for now.
+        """Resolve a revision.
 
         Raises:
             BadRequest: git knows no such commit.
@@ -120,7 +116,6 @@ class Repository:
         return self._described(revision, commit)
 
     def _commit(self, revision: str) -> str:
-        """The commit a revision names; empty where it names none."""
         try:
             return self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
         except GitError:
@@ -144,11 +139,9 @@ class Repository:
         return Version(WORKTREE, head.commit, tree, "the files as they are")
 
     def is_dirty(self) -> bool:
-        """Whether tracked files differ from HEAD."""
         return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
 
     def is_ancestor(self, old: Version, new: Version) -> bool:
-        """Whether `new` was built on `old`."""
         try:
             self._git("merge-base", "--is-ancestor", old.commit, new.commit)
         except GitError:
@@ -203,7 +196,6 @@ class Repository:
         return target
 
     def folder(self, version: Version) -> Path:
-        """Where all that belongs to a version's tree lies."""
         return self.cache / version.tree[:16]
 
     @contextlib.contextmanager
@@ -239,7 +231,6 @@ class Repository:
 
 
 def _protect(folder: Path) -> None:
-    """Files become read-only; folders stay open, for Python keeps its compiled modules there."""
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(path.stat().st_mode & ~0o222)

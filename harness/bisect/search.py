@@ -14,12 +14,9 @@ from typing import TypeVar
 
 
 class Answer(Enum):
-    """What a trial says."""
-
     same = "same"
     differs = "differs"
     unresolved = "unresolved"
-    """The trial cannot be made, or its verdict is neither."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,5 @@ def smallest(changes: Sequence[Change], test: Callable[[tuple[Change, ...]], Ans
 
 
 def _cut(items: tuple[Change, ...], parts: int) -> list[tuple[Change, ...]]:
-    """`items` in so many parts of almost equal length."""
     edges = [len(items) * number // parts for number in range(parts + 1)]
     return [items[low:high] for low, high in itertools.pairwise(edges)]

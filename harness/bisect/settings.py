@@ -48,32 +48,23 @@ OURS = {
     "rerun": "stale",
     "preempt_at": 0,
 }
-"""How a trial is carried out, whatever the two runs were told."""
 
 
 @dataclass(frozen=True)
 class Responsible:
-    """What makes two runs differ."""
-
     settings: tuple[tuple[str, Any, Any], ...]
-    """Each with the good run's value and the bad one's; none can be left out."""
     of: int
-    """Number of settings in which the two runs differ."""
     verdict: Verdict
-    """Verdict on the good run with these settings changed, held against the good run."""
     next: tuple[str, ...]
 
     @property
     def sentence(self) -> str:
-        """The answer."""
         changes = ", ".join(f"{key}={as_typed(bad)} for {as_typed(good)}" for key, good, bad in self.settings)
         what = f"{changes} is the smallest difference" if self.of > 1 else f"{changes} is the only difference"
         return f"{what}{f' of {self.of}' * (self.of > 1)} that flips the verdict: {self.verdict.sentence}"
 
 
 class KeySearch:
-    """Trials between two configurations."""
-
     def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
         """
         Args:
@@ -100,7 +91,6 @@ class KeySearch:
             raise refuse(f"bisect --keys {good} {bad}", "are one configuration: no setting of a run differs", fix=fix)
 
     def _frozen(self, run: RunDir, request: Request) -> Frozen:
-        """A run's configuration with the request's overrides over it, to be carried out as a trial."""
         found = deepcopy(replay(run.config(), run.overrides(), request.words).config)
         found["study"]["name"] = STUDY
         found["launch"] |= OURS | {"root": str(self._store.root)}

@@ -33,7 +33,6 @@ OURS = {
     "launch.dry_run": "a verdict needs runs",
     "launch.inline": "trials run in processes of their own",
 }
-"""Settings that are not the request's to choose, and why."""
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -48,8 +47,6 @@ def check_words(words: Sequence[str]) -> None:
 
 
 class Snapshot:
-    """A version with files to run from."""
-
     def __init__(self, repository: Repository, version: Version) -> None:
         """Write the version's files, unless they are there.
 
@@ -96,7 +93,6 @@ class Snapshot:
 
     @contextmanager
     def _alone(self, words: Sequence[str]) -> Iterator[None]:
-        """Wait for another request that runs the same, and keep later ones waiting."""
         path = self._store(words).with_suffix(".lock")
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = Lock.acquire(path, timeout_s=math.inf)
@@ -105,24 +101,20 @@ class Snapshot:
             yield
 
     def log(self, words: Sequence[str]) -> Path:
-        """What its `run.py` prints."""
         return self._store(words).with_suffix(".log")
 
     def _store(self, words: Sequence[str]) -> Path:
-        """The store of one request; one run is all it holds."""
         return self._folder / "runs" / hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
 
     def _found(self, words: Sequence[str]) -> Path | None:
         return next((path.parent for path in sorted(self._store(words).glob(f"*/*/{CONFIG}"))), None)
 
     def done(self, words: Sequence[str]) -> Path | None:
-        """The run directory of the request where it is done."""
         run = self._found(words)
         state = None if run is None else status.effective(run)
         return run if state is not None and state.state is State.done else None
 
     def _call(self, words: Sequence[str], root: Path, log: Path) -> int:
-        """Carry out a command line of the version's; returns its exit code."""
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(self._files / "run.py"), *words, f"launch.root={quote(str(root))}"]
         with listening() as asked, log.open("wb") as output:
@@ -139,7 +131,6 @@ class Snapshot:
         return started.returncode
 
     def _environment(self) -> dict[str, str]:
-        """Ours, but for what would lead Python or git elsewhere than to the version's files."""
         kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OF_ANOTHER)}
         entries = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
         others = [entry for entry in entries if Path(entry).resolve() != PACKAGE.parent]
@@ -160,7 +151,6 @@ class Snapshot:
         return refuse(self.version.label, f"cannot do what is asked. {_own_words(log)}")
 
     def _sign(self, run: Path) -> None:
-        """Record which commit a run was made by: git itself cannot tell from the version's files."""
         if not provenance.read(run).get("git"):
             held = {"sha": self.version.commit, "branch": "", "dirty": self.version.asked == WORKTREE, "changed": []}
             provenance.merge(run, {"git": held})
@@ -168,7 +158,6 @@ class Snapshot:
 
 
 def _own_words(log: Path) -> str:
-    """What a version says of a request it refuses, or the last line of what it broke with."""
     told = log_tail(log)
     if (at := told.rfind("bad request")) >= 0:
         return f"Its own words:\n{told[at:]}"

@@ -24,12 +24,11 @@ from harness.store import commands
 
 PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
 ROOM = "--root A_FOLDER_WITH_ROOM, ckpt=none, or a smaller measure.capture_limit_mib"
-"""What to do where trials do not fit on the disk."""
 
 
 @functools.cache
 def _kept(words: tuple[str, ...]) -> Kept | None:
-    """What a run of this request keeps at least; None where this version cannot be asked for it."""
+    """Least bytes that a run of this request keeps; None where this version cannot be asked for it."""
     try:
         return kept(compose((*words, "launch.dry_run=true")).typed)
     except (BadRequest, HydraException, OmegaConfBaseException):
@@ -38,7 +37,7 @@ def _kept(words: tuple[str, ...]) -> Kept | None:
 
 @dataclass(frozen=True)
 class Request:
-    """What every trial is asked: overrides as typed, where runs lie, and what counts as a difference: any unequal bit
+    """Request of every trial: overrides as typed, where runs lie, and what counts as a difference: any unequal bit
     (`bitwise`), what is in doubt (`undecided`)."""
 
     words: tuple[str, ...] = ()
@@ -78,7 +77,6 @@ class Request:
             require(folder, need, what, subject=f"--root {self.root}", fix=ROOM)
 
     def command(self, *before: str) -> str:
-        """A command line of ours that asks the same."""
         flags = ["--bitwise"] * self.bitwise + ["--undecided"] * (self.undecided and before[0] == "bisect")
         return commands.verb(shlex.join([*before, *self.words, *flags]), self.root)
 
@@ -102,7 +100,7 @@ def brief(verdict: Verdict) -> str:
 
 
 def answer_of(verdict: Verdict, sought: Outcome, *, undecided: bool = False) -> Answer:
-    """What a trial's verdict says to a search.
+    """Answer of a trial's verdict to a search.
 
     DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither. NOT_COMPARABLE (other data, other
     initial weights) differs where what is sought is NOT_COMPARABLE itself; elsewhere it hides what is sought.

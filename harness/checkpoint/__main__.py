@@ -35,7 +35,6 @@ REFUSED = (
     SafetensorError,
     UnpicklingError,
 )
-"""What files that are not what they should be raise."""
 PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
 

@@ -15,12 +15,10 @@ PREFIX, UNFINISHED, REPLACED = "step-", ".tmp", ".old"
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
     return folder / f"{PREFIX}{step:06d}"
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a published checkpoint, oldest first."""
     names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
     found = {name: int(name) for name in names if name.isascii() and name.isdigit()}
     return sorted(step for name, step in found.items() if f"{PREFIX}{name}" == path_of(folder, step).name)
@@ -63,7 +61,6 @@ def keep_newest(folder: Path, count: int, saved: int) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Put a folder's names on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,7 +69,7 @@ def flush(folder: Path) -> None:
 
 
 def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files of a checkpoint, one sentence each; every byte is read."""
+    """Faults of these files of a checkpoint, one sentence each; every byte is read."""
     found = []
     for name in names:
         right = manifest.files[name]

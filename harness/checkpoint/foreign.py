@@ -35,7 +35,6 @@ from harness.store.shapes import Each
 WEIGHTS = "weights/"
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 SHARD_BYTES = 5_000_000_000
-"""Largest shard, as Hugging Face's own tools have it."""
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -56,7 +55,7 @@ FROM_LAYER, FROM_ROOT = ({theirs: ours for ours, theirs in table.items()} for ta
 
 
 class Unfit(ValueError):
-    """What is asked of a foreign format that it cannot hold, or of files that are not what they should be."""
+    """A request that a foreign format cannot hold, or of files that are not what they should be."""
 
 
 def to_hugging_face_name(name: str) -> str:
@@ -125,7 +124,7 @@ def export_hugging_face(
 
 
 def hugging_face_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """What `transformers.LlamaConfig` calls our model's sizes."""
+    """Our model's sizes under names of `transformers.LlamaConfig`."""
     model = config.model
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -183,7 +182,6 @@ def _lazily(file: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _hugging_face_files(source: Path) -> tuple[list[Path], dict[str, str]]:
-    """Files of weights, and the one that each weight is in, where an index says so."""
     index = read_json(source / INDEX, {"weight_map": Each(dict, str)})
     if index is not None:
         names = sorted(set(index["weight_map"].values()))

@@ -66,11 +66,9 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensor files together."""
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json`, flushed to the disk."""
         body = asdict(self)
         write_json(folder / NAME, {"sha256": _sum(body), **body})
 
@@ -160,7 +158,7 @@ def _fault_of(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> s
 
 
 def _covered(entry: TensorEntry) -> bool:
-    """Whether the chunks are the whole tensor, each element once.
+    """True if the chunks are the whole tensor, each element once.
 
     Corners of a rectangle count +1 or -1, by how many of their coordinates are its end. Sums of rectangles that are
     equal everywhere have equal counts at every corner, and the other way round.

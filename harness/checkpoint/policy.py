@@ -38,12 +38,11 @@ from harness.store.rundir import checkpoint_folder
 
 RNG = "rng/"
 SHOWN = 6
-"""Names in a message."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a loaded checkpoint says beside the engine's state."""
+    """Facts of a loaded checkpoint beside the engine's state."""
 
     step: int
     initial_weights: str
@@ -51,15 +50,11 @@ class Checkpoint:
     begins_after: int = 0
     """The step of another run's checkpoint that this run began from: its record has the steps after it."""
     wrong: tuple[str, ...] = ()
-    """What an engine holds after loading that is not what was loaded, by key."""
     layout: Mapping[str, Any] | None = None
-    """Who wrote it."""
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that are damaged, and how."""
     cast: tuple[str, ...] = ()
     """Dtypes that were rounded, "float32 to bfloat16"."""
     skipped: tuple[str, ...] = ()
-    """Tensors that did not fit and stayed as they were; only ckpt.strict=false allows any."""
 
 
 class Checkpoints:
@@ -153,7 +148,6 @@ class Checkpoints:
         }
 
     def _own(self, tensors: Mapping[str, Tensor], *, portable: bool) -> dict[str, Tensor]:
-        """Keys of a state that only its own layout understands are this rank's alone."""
         return dict(tensors) if portable else {f"local/{self.ranks.rank:05d}/{key}": t for key, t in tensors.items()}
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -198,7 +192,6 @@ class Checkpoints:
             return self._take(path, manifest, engine, tuple(passed))
 
     def _verified(self, path: Path) -> tuple[Manifest | None, str]:
-        """The manifest, and what this or another rank finds wrong. Every file is read once, by one rank."""
         wrong, manifest = "", None
         try:
             manifest = Manifest.read(path)
@@ -315,7 +308,6 @@ class Checkpoints:
             )
 
     def _told_wrong(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
-        """What the engine holds now, against the files once more."""
         state, comparer = engine.state(), Comparer(path, manifest)
         tensors = self._own(state.tensors, portable=state.portable)
         self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})
@@ -331,7 +323,6 @@ class Checkpoints:
         return state
 
     def _restore_rng(self, path: Path, manifest: Manifest) -> None:
-        """Rank r takes what rank r had; a rank there was none of, or on another device, keeps its own."""
         wanted = {key: torch.empty_like(held) for key, held in self._rng_state().items() if key in manifest.tensors}
         self._read(path, Reader(path, manifest), wanted)
         for key, state in wanted.items():
@@ -358,7 +349,6 @@ class Background:
         self._under_way: Future[None] | None = None
 
     def begin(self, save: Callable[[], None]) -> None:
-        """Start a save; the one before is over."""
         self._under_way = self._thread.submit(save)
 
     def wait(self) -> None:
@@ -381,7 +371,7 @@ def layout_of(config: Config) -> dict[str, Any]:
 
 
 def data_position(config: Config, step: int) -> dict[str, Any]:
-    """What says which tokens come next: sequences used by all ranks, and how they are drawn."""
+    """Position in the data: sequences used by all ranks, and how they are drawn."""
     return {
         "order_seed": config.data.order_seed,
         "sequences_done": step * config.train.global_batch_size,
@@ -390,7 +380,6 @@ def data_position(config: Config, step: int) -> dict[str, Any]:
 
 
 def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank; a value of JSON."""
     with control.meter.muted():
         return gather_json(value, group or control.group)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Copied:
-    """What this rank would write of one tensor, as it was when it was copied."""
+    """This rank's part of one tensor, as it was when it was copied."""
 
     def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
         self.items: list[WriteItem] = _create_write_items(key, tensor)
@@ -29,7 +29,6 @@ class Copied:
         self.tensor.copy_(local)
 
     def __create_write_items__(self, _fqn: str, _object: object) -> list[WriteItem]:
-        """DCP's question what there is to write."""
         return self.items
 
 
@@ -47,19 +46,14 @@ class Snapshots:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans keys as they are, copied or not."""
-
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor behind a write item."""
         held = self.state_dict[index.fqn]
         return held.tensor if isinstance(held, Copied) else super().lookup_object(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans keys as they are."""
-
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

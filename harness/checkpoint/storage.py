@@ -44,7 +44,6 @@ from harness.checkpoint.manifest import Chunk, Damaged, FileEntry, Manifest, Ten
 from harness.checkpoint.tensor_file import BLOCK_BYTES, Held
 
 MAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What a weight can be that an optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,9 @@ class Writer(StorageWriter):
         """Nothing to prepare."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans, unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,7 +106,6 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest; called on the coordinator alone."""
         files: dict[str, FileEntry] = {}
         chunks: dict[str, list[Chunk]] = {}
         for result in (each for found in results for each in found):
@@ -130,7 +126,6 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A folder."""
         return Path(checkpoint_id).is_dir()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -146,28 +141,23 @@ class Reader(StorageReader):
         self.manifest = manifest
         self.chunks = {(key, chunk.offsets): chunk for key, entry in manifest.tensors.items() for chunk in entry.chunks}
         self.not_finite: set[str] = set()
-        """Keys of tensors in which something was read that is no finite number."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The manifest, as DCP has it."""
         return Metadata(state_dict_metadata={key: stored(entry) for key, entry in self.manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """Nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Deliver what the plan says."""
         with ExitStack() as stack:
             opened: dict[str, tuple[FileIO, dict[str, Held]]] = {}
             for item in plan.items:
@@ -197,7 +187,6 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A folder."""
         return Path(checkpoint_id).is_dir()
 
 
@@ -207,7 +196,6 @@ class Comparer(Reader):
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest)
         self.wrong: set[str] = set()
-        """Keys of tensors that are not, bit for bit, what the checkpoint says after the documented cast."""
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def _deliver(self, file: FileIO, held: Held, item: ReadItem, target: Tensor) -> None:
@@ -240,7 +228,6 @@ def _held_chunk(held: Mapping[str, Held], chunk: Chunk, dtype: torch.dtype, path
 
 
 def stored(entry: TensorEntry) -> TensorStorageMetadata:
-    """An entry of the manifest, as DCP has it."""
     chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype_of(entry)), torch.Size(entry.shape), chunks)
 
@@ -295,7 +282,7 @@ def _run_of_bytes(held: Held, item: ReadItem, target: Tensor) -> int:
 
 
 def _part(file: FileIO, held: Held, item: ReadItem) -> Tensor:
-    """What an item wants, in the dtype of the file: its rows, and of these its columns."""
+    """Part that an item asks for, in the dtype of the file: its rows, and of these its columns."""
     first, count = (item.storage_offsets[0], item.lengths[0]) if item.lengths else (0, 1)
     shape = (count, *held.shape[1:]) if held.shape else ()
     rows = torch.empty(shape, dtype=held.dtype)
@@ -310,6 +297,5 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _wide(flat: Tensor) -> Tensor:
-    """Bytes as long integers where there are eight of each: compared eight times as fast."""
     aligned = flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0
     return flat.view(torch.int64) if aligned else flat

@@ -38,18 +38,14 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names in the header."""
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 HASHED_BYTES = 1 << 20
-"""What is read and summed at a time: it stays in the cache between the two."""
 BLOCK_BYTES = 16 << 20
-"""What is hashed and written at a time: large enough to leave Python seldom, small enough to stay in the cache."""
+"""Bytes hashed and written at a time: large enough to leave Python seldom, small enough to stay in the cache."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file on the disk."""
-
     bytes: int
     xxh3: str
 
@@ -114,7 +110,7 @@ class Held:
 
 
 def held_in(path: Path) -> dict[str, Held]:
-    """What a file's header says.
+    """Parsed header of a file.
 
     Raises:
         OSError: it cannot be read.
@@ -139,7 +135,7 @@ _HEADER: Shape = Each(dict, {"dtype": str, "shape": Each(list, int), "data_offse
 
 
 def _misplaced(entries: Mapping[str, Any], size: int) -> str:
-    """What keeps these tensors from being all of so many bytes, each byte one's; empty if nothing does."""
+    """Reason that keeps these tensors from being all of so many bytes, each byte one's; empty if nothing does."""
     ends = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
@@ -166,7 +162,6 @@ def read_into(file: FileIO, begin: int, memory: memoryview) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's stubs do not say
     return memoryview(array)
 
@@ -180,7 +175,7 @@ def _regular(path: str, flags: int) -> int:
 
 
 def digest_of(path: Path) -> Written:
-    """What a file on the disk really holds. The sum (XXH3, 128 bits) is against damage, not against malice.
+    """Digest of a file as it is on disk. The sum (XXH3, 128 bits) is against damage, not against malice.
 
     Raises:
         OSError: it is not there, cannot be read, or is no regular file of its folder: a link leads elsewhere, and a

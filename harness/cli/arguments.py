@@ -18,23 +18,16 @@ from harness.store import commands
 
 @dataclass(frozen=True)
 class Arguments:
-    """A request's command line, understood."""
-
     overrides: tuple[str, ...]
     flags: tuple[str, ...]
-    """Everything for Hydra that is not an override."""
     multirun: bool
     frozen: str | None
-    """The run whose frozen cell is asked for again (`--from`)."""
 
     shows: bool
-    """Whether Hydra is only asked to show something (--cfg, --info, ...)."""
     help: bool = False
-    """Whether `--help` is asked for."""
 
     @property
     def starts_nothing(self) -> bool:
-        """Whether the request only looks."""
         return self.shows or self.help or bool(typed_value(self.overrides, "launch.dry_run", False))
 
     @property
@@ -85,7 +78,7 @@ def _no_flag(word: str) -> BadRequest:
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:
-    """What is left of argv: each override is taken out once, from the right, where a flag's value cannot be meant."""
+    """Rest of argv: each override is taken out once, from the right, where a flag's value cannot be meant."""
     left = list(argv)
     for text in reversed(overrides):
         del left[len(left) - 1 - left[::-1].index(text)]
@@ -93,7 +86,6 @@ def _without(argv: list[str], overrides: list[str]) -> list[str]:
 
 
 def _without_folder(flags: list[str]) -> list[str]:
-    """Flags without `--config-dir DIR`, which Hydra is told as an absolute path."""
     left, words = [], iter(flags)
     for word in words:
         if word in ("--config-dir", "-cd"):

@@ -61,7 +61,7 @@ SHELLS = {"bash": BASH, "zsh": ZSH}
 
 
 def install(shell: str) -> str:
-    """What a person types, or writes into ~/.bashrc or ~/.zshrc."""
+    """Line to type, or to write into ~/.bashrc or ~/.zshrc."""
     return f'eval "$({commands.verb(f"completion {shell}")})"'
 
 
@@ -80,7 +80,7 @@ def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
 
 
 def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
-    """What is being written, a request or a verb, and the words since; None for another program."""
+    """Kind of the line (a request or a verb), and the words since; None for another program."""
     if words[:1] and words[0].rpartition("/")[2] == "harness":
         return "verb", words[1:]
     if words[1:3] == ["-m", "harness"]:
@@ -122,14 +122,12 @@ def _verb(words: list[str], typed: str, verbs: Sequence[Verb]) -> Iterable[str]:
 
 
 def _root(words: list[str]) -> str:
-    """The store that a line names, or the usual one."""
     joined = (word.removeprefix("--root=") for word in words if word.startswith("--root="))
     apart = (after for word, after in itertools.pairwise(words) if word == "--root")
     return next(itertools.chain(joined, apart), "runs")
 
 
 def _named(metavar: str, store: Store) -> list[str]:
-    """What a positional argument may be, from its name in the help."""
     studies = list(store.studies()) if "STUDY" in metavar else []
     runs = ["@last", *(run.path.name.rpartition("-")[2] for run in store.runs(None))] if "RUN" in metavar else []
     return [*studies, *runs]

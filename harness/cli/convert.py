@@ -58,7 +58,6 @@ def _import_arguments(parser: ArgumentParser) -> None:
 
 
 FOUND_BY = {"hf": "*.safetensors", "dcp": ".metadata"}
-"""What a folder of each format holds."""
 
 
 def _import(arguments: Namespace) -> int:

@@ -20,7 +20,6 @@ from harness.store.errors import Busy, StoreError
 from harness.store.redaction import without_secrets
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
-"""What a wrong request, or a machine that does not let us, rather than wrong code, raises."""
 
 
 def explained(error: Exception) -> str:
@@ -53,7 +52,6 @@ def tell(error: Exception, words: Sequence[str] = ()) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of one of REQUEST_ERRORS."""
     return error.exit_code if isinstance(error, StoreError) else EXIT_BAD_REQUEST
 
 
@@ -65,7 +63,6 @@ def listen_to_interrupts() -> None:
 
 
 def _of_the_machine(error: OSError) -> str:
-    """A file that cannot be made, read or written, and why."""
     if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
         return "the working directory is gone; change to another one (cd)"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)

@@ -21,7 +21,6 @@ REQUESTS = {
     "--cfg job": "the whole configuration",
     "--from RUN train.steps=50": "that frozen cell again, changed",
 }
-"""What to type after the program, and what it does."""
 
 
 def request_help() -> str:

@@ -85,7 +85,6 @@ def _say(found: Verdict, arguments: Namespace) -> int:
 
 
 def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
-    """Give each verdict that found something its script; that a store takes none is told once."""
     found, complaint = scripted(*verdicts)
     if complaint:
         print(complaint, file=sys.stderr)
@@ -120,7 +119,6 @@ def keep_verdict(root: Path, found: StudyVerdict) -> None:
 
 
 def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
-    """The verdict, and the store of the study."""
     words: list[str] = arguments.words
     if arguments.control is not None:
         store = Store(arguments.root)

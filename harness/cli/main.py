@@ -16,11 +16,9 @@ from harness.config.hints import nearest
 from harness.store import commands
 
 MOVED = {"power": "python benchmarks/power/first_steps.py"}
-"""Verbs of old, and what is typed now."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out one verb; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with standard_streams():

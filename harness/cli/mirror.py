@@ -21,7 +21,6 @@ from harness.store.rundir import Store
 
 
 def offline_argument(parser: ArgumentParser) -> None:
-    """`--offline`, for verbs that send."""
     parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead of sending them")
 
 
@@ -54,7 +53,7 @@ def _sync_arguments(parser: ArgumentParser) -> None:
 
 @contextmanager
 def asking(verb: str, mode: WandbMode) -> Iterator[None]:
-    """What wandb raises when a run is opened becomes a sentence.
+    """Turn errors of wandb, raised when a run is opened, into a sentence.
 
     Raises:
         BadRequest: in its place.

@@ -63,7 +63,6 @@ def _told_apart(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def text(found: Rehearsal) -> str:
-    """The outcome of a rehearsal, as a person reads it."""
     if found.equal:
         head = (
             f"EQUAL: stopped after step {found.preempt_at} and resumed: all {found.numbers} logged numbers of"

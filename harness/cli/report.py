@@ -17,7 +17,6 @@ from harness.store.rundir import Store
 from harness.store.study import read_study
 
 PAGE = "report.html"
-"""Where a page is written, in the study's folder."""
 
 
 def _arguments(parser: ArgumentParser) -> None:

@@ -18,10 +18,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass
 class Output:
-    """What a command prints."""
-
     needed: bool = True
-    """Whether the printed text is what the command is for: a run that is done is done, whatever became of its log."""
+    """True if the printed text is what the command is for: a run that is done is done, whatever became of its log."""
 
 
 @contextmanager
@@ -80,7 +78,7 @@ def _writes_anything(stream: io.TextIOWrapper) -> bool:
 
 
 def _write_out(more: str = "") -> OSError | None:
-    """What keeps the output, and `more`, from being written; None also where its reader has left."""
+    """Error that keeps the output, and `more`, from being written; None also where its reader has left."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()

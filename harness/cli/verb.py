@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One word after `python -m harness`."""
-
     name: str
     summary: str
-    """One line for `--help`."""
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
-    """Does it, prints, and returns the exit code."""
 
 
 def path(text: str) -> Path:
@@ -34,7 +30,6 @@ def path(text: str) -> Path:
 
 
 def parser_of(verb: Verb) -> ArgumentParser:
-    """What reads the words after a verb."""
     parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
     parser.add_argument(
         "--root",
@@ -48,8 +43,6 @@ def parser_of(verb: Verb) -> ArgumentParser:
 
 
 class _Parser(ArgumentParser):
-    """Words argparse does not understand are a bad request like any other."""
-
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """As argparse does, but for an output that cannot be written: that is told."""
         print(self.format_help(), end="", file=file)

@@ -18,5 +18,4 @@ KINDS: dict[str, tuple[Verb, ...]] = {
     "How runs fare": (WATCH, SHOW, DIFF, RETRY, CANCEL, GC),
     "From and to elsewhere": (EXPORT, IMPORT, SYNC, WANDB, completion(lambda: VERBS)),
 }
-"""Verbs by what they are for."""
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

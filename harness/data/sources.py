@@ -16,18 +16,13 @@ Tokens = NDArray[np.int64]
 RawTokens = NDArray[np.unsignedinteger]
 
 SMALL_FILE_BYTES = 1 << 20
-"""Files up to this size are read whole when first touched."""
 
 MAX_SMALL_FILES = 1024
-"""Small files kept in memory at a time."""
 
 MAX_MAPPED_FILES = 64
-"""Larger files kept mapped at a time; each costs a file descriptor."""
 
 
 class Source(Protocol):
-    """A fixed number of sequences, read at random."""
-
     num_sequences: int
 
     def __getitem__(self, index: int) -> Tokens:

@@ -102,7 +102,7 @@ def _engines(module: Any) -> str:
 
 
 def nearest(module: Any, attribute: str, setting: str = "engine.adapter") -> str:
-    """What to type for a name that a module does not have, if it has one like it."""
+    """Suggestion for a name that a module does not have, if it has one like it."""
     names = [n for n in vars(module) if not n.startswith("_") and n != attribute]
     near = difflib.get_close_matches(attribute, names, n=1)
     return f"{setting}={module.__name__}:{near[0]}" if near else ""

@@ -58,7 +58,6 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor."""
         return float(self.scaler.get_scale())
 
     def scale(self, loss: Tensor) -> Tensor:

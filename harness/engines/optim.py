@@ -57,7 +57,6 @@ def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -70,7 +69,7 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, clip_norm: float | None) -> float:
-    """What gradients are multiplied by: min(1, clip_norm / (norm + 1e-6)) as in torch; nan where the norm is nan."""
+    """Factor of gradients: min(1, clip_norm / (norm + 1e-6)) as in torch; nan where the norm is nan."""
     if clip_norm is None:
         return 1.0
     coefficient = clip_norm / (norm + 1e-6)

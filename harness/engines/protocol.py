@@ -37,7 +37,6 @@ class Ranks:
     sharp: SharpOwnership | None = None
     """Gives InfiniBand SHARP to one communicator; engines that create the one of sharp.group use it first."""
     tp: int = 1
-    """Neighbouring ranks that share every microbatch: the tensor-parallel axis."""
 
     @property
     def data_rank(self) -> int:
@@ -53,7 +52,6 @@ class Seen(NamedTuple):
     divisor: int
     """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
     compute: torch.dtype
-    """Dtype of the weights in the forward."""
 
 
 class Scaled(NamedTuple):
@@ -61,7 +59,6 @@ class Scaled(NamedTuple):
 
     scale: float
     skipped: bool
-    """Whether gradients overflowed and the update was skipped, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +72,15 @@ class State:
     adopt: Callable[[], None]
     """Use what was written into the tensors from the next forward on. *Collective.*"""
     portable: bool = True
-    """Whether any layout of any engine can load it; otherwise only this layout of this engine can."""
 
 
 class Workload(Protocol):
-    """What is trained: everything that an engine may know about the model."""
+    """Trained model: everything that an engine may know about the model."""
 
     unit_classes: tuple[type[nn.Module], ...]
-    """Modules whose parameters are gathered and released together."""
 
     may_leave_unused: bool
-    """Whether a microbatch may leave trained parameters without a gradient, possibly different ones on each rank."""
+    """True if a microbatch may leave trained parameters without a gradient, possibly different ones on each rank."""
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
@@ -107,7 +102,7 @@ class Workload(Protocol):
         """Mean loss over the tokens of one microbatch: a scalar, fp32 or wider, with a graph."""
 
     def decays(self, name: str, shape: torch.Size) -> bool:
-        """Whether weight decay applies to this parameter (matrices yes, vectors no)."""
+        """True if weight decay applies to this parameter (matrices yes, vectors no)."""
 
 
 class Engine(ABC):

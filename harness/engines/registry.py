@@ -9,7 +9,6 @@ from harness.config.schema import EngineName
 from harness.engines.protocol import Engine
 
 ENGINES: dict[EngineName, str] = {name: can.adapter for name, can in capabilities.ENGINES.items() if can.adapter}
-"""Where each engine lives, as `module:class`; `ext` is wherever `engine.adapter` says."""
 
 
 def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:

@@ -22,14 +22,10 @@ from harness.fsdp.update.kernels import chosen_for
 from harness.fsdp.vocabulary import Numerics
 
 _OWNER = "_fsdp_model"
-"""Attribute of a sharded parameter: a weak reference to its model."""
 _FLAT_STEP = "_fsdp_flat_step"
-"""Attribute of an optimizer: its `FlatStep`."""
 
 
 class Model(Protocol):
-    """What an optimizer needs of a sharded model."""
-
     module: nn.Module
     buckets: list[Bucket]
     numerics: Numerics
@@ -107,7 +103,6 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
 
 
 def _have_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that has not stepped have state, for checkpoints that are loaded in place."""
     for group in optimizer.param_groups if not any(optimizer.state.values()) else ():
         if not begins_with_gradient(group):
             create_state_of(optimizer, group)

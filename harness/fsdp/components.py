@@ -52,12 +52,11 @@ class Components:
 
     @property
     def everyone(self) -> Everyone:
-        """All ranks of the model, of every axis."""
         return self.meshes.everyone
 
     @property
     def is_closed(self) -> bool:
-        """Whether hooks were taken off, so that the module is the program's alone."""
+        """True if hooks were taken off, so that the module is the program's alone."""
         return not self.hooks.is_installed
 
     @property

@@ -82,13 +82,13 @@ class Values:
 
     @property
     def are_made(self) -> bool:
-        """Whether weights come from elsewhere than the parameters themselves."""
+        """True if weights come from elsewhere than the parameters themselves."""
         return self.initial is not None or self.init_on_meta
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, each value valid by itself; `harness.fsdp.model.ShardedModel` describes the fields.
+    """The request, each value valid by itself; `harness.fsdp.model.ShardedModel` describes the fields.
 
     grad_divisor: None is the number of ranks.
     """
@@ -105,13 +105,12 @@ class Request:
 
     @cached_property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """Ranks of the tensor-parallel axis."""
         return self.ranks.groups.tensor or axis_of(self.module.parameters())
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What units are built on: ranks, memory, and the numbers that sums are made of.
+    """Context of building units: ranks, memory, and the numbers that sums are made of.
 
     integers: how gradients are written under numerics=exact; else None.
     """
@@ -149,7 +148,6 @@ def build(request: Request) -> Components:
 
 
 def _shard_parameters(module: nn.Module, components: Components) -> None:
-    """Put sharded parameters into the module's slots."""
     shards, slots = DTensorFactory(components.buckets), slots_of(module)
     found, weights = [], weakref.ref(components.weights)
 
@@ -167,7 +165,7 @@ def _shard_parameters(module: nn.Module, components: Components) -> None:
 
 
 def _meshes_for(request: Request, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """What a module that declares its own meshes is told; see [Note: Declared meshes]. *Collective.*"""
+    """Meshes for a module that declares its own; see [Note: Declared meshes]. *Collective.*"""
     groups, tensor, kind = request.ranks.groups, request.tensor_group, request.ranks.device.type
     if request.ranks.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
         groups = request.ranks.expert_groups
@@ -344,7 +342,6 @@ def _step_shape(request: Request, ground: Ground) -> StepShape:
 
 
 def _laid_out_once(options: Options) -> str:
-    """Why no bucket can get further storage once the model is built; "" where it can."""
     if options.double_buffer:
         return "under double_buffer=True, whose buffers are laid out once"
     if options.nccl_ub is not Registration.none:
@@ -359,7 +356,6 @@ def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: Hook
 
 
 def _where(hooks: Hooks) -> Callable[[], str]:
-    """What tells a watching thread where the program is, and keeps nothing alive."""
     seen = weakref.ref(hooks)
 
     def where() -> str:

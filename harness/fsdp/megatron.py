@@ -35,7 +35,6 @@ ELSEWHERE = {
     "all_gather_and_wait_parameters_ready": "hooks gather; model.unsharded() has weights whole outside the forward",
     "grad_reduce_pipeline": "backwards reduce; model.finish_grad_sync() waits",
 }
-"""What megatron-fsdp's model has besides, and what to use here."""
 
 
 class MegatronModel(ShardedModel):
@@ -48,7 +47,7 @@ class MegatronModel(ShardedModel):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the backward that begins next ends the step's accumulation; may be set, as `set_model_auto_sync`
+        """True if the backward that begins next ends the step's accumulation; may be set, as `set_model_auto_sync`
         does."""
         return self._parts.step.sync
 
@@ -57,7 +56,6 @@ class MegatronModel(ShardedModel):
         self.set_model_auto_sync(value)
 
     model_auto_sync = is_last_microbatch
-    """Another name of `is_last_microbatch`: one switch says it here."""
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

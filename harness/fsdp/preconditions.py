@@ -17,12 +17,10 @@ from harness.fsdp.wrapper import is_sharded, part_of
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
 SCRIPTED = (torch.jit.ScriptModule,)
-"""Modules whose forward is no Python any more."""
 OTHER_ENGINES = (
     *("torch.nn.parallel", "torch.distributed.fsdp", "torch.distributed._composable"),
     *("deepspeed", "megatron_fsdp"),
 )
-"""Where classes of other data-parallel engines are defined."""
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of all that torch's FSDP1 and FSDP2 manage."""
 
@@ -101,7 +99,6 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 
 
 def _check_names(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Names are paths to what they name: by them units are found, and state is saved and loaded."""
     paths = {id(param): path for path, param in nn.Module.named_parameters(module)}
     for name, param in params:
         if paths.get(id(param), name) != name:
@@ -124,7 +121,7 @@ def _check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_views(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """What a module keeps of a parameter, as a buffer or an attribute, stays behind where that moves."""
+    """Views of a parameter in a module, as a buffer or an attribute, stays behind where that moves."""
     spans = sorted(_spans(params))  # which lie apart
     begins = [begin for begin, _, _ in spans]
     for begin, end, kept in _spans(_kept(module)):
@@ -151,14 +148,12 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _spans(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, int, str]]:
-    """Where tensors of numbers of their own begin and end in memory, with their names."""
     for name, each in named:
         if each.layout is torch.strided and not each.is_meta and each.numel() and type(each.data) is Tensor:
             yield each.data_ptr(), each.data_ptr() + _reach(each) * each.itemsize, name
 
 
 def _reach(param: Tensor) -> int:
-    """Elements from a parameter's first to its last in memory."""
     return 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from harness.fsdp.guards.sharded_twice import answer_other_engines
 
 FORWARD_METHODS = ("generate",)
-"""Methods that run a module's forward, or parts of it, known by name."""
 _NOT_JOINABLE = (
     "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
     " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
@@ -44,12 +43,10 @@ OF_OTHERS = {
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
-"""What torch's engines have on their models, and what to use here."""
+"""Methods of torch's engines on their models, and their names here."""
 _MARK = "_sharded_by_harness"
 _RUNS = "_runs_as_forward"
-"""Attribute of a method that takes the place of a module's own."""
 _PART = "_part_of_sharded"
-"""Attribute of every part of a sharded module: a weak reference to the engine, and its path."""
 
 
 class ModuleWrapper(nn.Module):
@@ -61,7 +58,6 @@ class ModuleWrapper(nn.Module):
 
     module: nn.Module
     _is_built = False
-    """Whether names may reach the module, as what is set is no longer the engine's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -71,7 +67,6 @@ class ModuleWrapper(nn.Module):
         self.__class__ = _holding(kind, *(name for name in _OF_CONTAINERS if hasattr(type(module), name)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
         try:
             return self.module(*args, **kwargs)
         except Exception:
@@ -100,7 +95,6 @@ class ModuleWrapper(nn.Module):
             setattr(self._modules["module"], name, value)
 
     def _built(self) -> None:
-        """The engine has set what it keeps here. Warns of names that the module has, too."""
         twice = sorted(_public_names(self) & _public_names(self.module))
         if twice:
             kind, name = type(self.module).__name__, twice[0]
@@ -114,23 +108,19 @@ class ModuleWrapper(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters under its own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers under its own names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The module, under the empty name, and its submodules."""
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module's own children."""
         return self.module.named_children()
 
     def train(self, mode: bool = True) -> Self:
@@ -140,12 +130,11 @@ class ModuleWrapper(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call `fn` on the module and all in it."""
         self.module.apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda`, `float` and their like do: accepted where it changes nothing.
+        """`to`, `cuda`, `float` and their like: accepted where it changes nothing.
 
         Raises:
             NotImplementedError: a parameter or buffer would get another dtype, device or memory format.
@@ -179,7 +168,7 @@ for _name in (
 
 
 _OF_CONTAINERS = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__reversed__")
-"""What Python looks for in classes alone, and nn.Sequential and its like have: their parts by index or key."""
+"""Methods that Python looks for in classes, and nn.Sequential has: their parts by index or key."""
 
 
 @cache
@@ -198,22 +187,18 @@ def _of_module(name: str) -> Callable[..., Any]:
 
 
 def _public_names(module: nn.Module) -> set[str]:
-    """Names of what a module has beside what every module has."""
     held = (vars(module), module._modules, module._parameters, module._buffers, *map(vars, type(module).__mro__))
     found = {name for each in held for name in each if not name.startswith("_")}
     return found - _OF_EVERY_MODULE
 
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), *dir(nn.Module)}
-"""Names that say nothing of one module."""
 
 
 class Engine(Protocol):
-    """What a sharded module is kept by."""
-
     @property
     def is_closed(self) -> bool:
-        """Whether the engine has let go of the module."""
+        """True if the engine has let go of the module."""
 
 
 def mark_sharded(module: nn.Module, engine: Engine) -> None:
@@ -230,7 +215,7 @@ def mark_sharded(module: nn.Module, engine: Engine) -> None:
 
 
 def engine_s_names(part: nn.Module) -> dict[str, Any]:
-    """What the engine has set in the dictionary of a part of a sharded module."""
+    """Attributes set by the engine in the dictionary of a part of a sharded module."""
     names = (_MARK, _PART, "__reduce_ex__", "named_modules", "zero_grad")
     return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
 
@@ -274,7 +259,6 @@ def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: 
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `mark_sharded` was called with this module."""
     return _MARK in module.__dict__
 
 

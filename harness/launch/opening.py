@@ -20,7 +20,7 @@ from harness.store.status import JobProbe, Keeper, State, Status
 
 @dataclass(frozen=True)
 class Sources:
-    """What the desk knows of its own code; gathered once a request."""
+    """Facts about the code; gathered once a request."""
 
     facts: dict[str, object]
     diff: str
@@ -38,8 +38,6 @@ class Sources:
 
 @dataclass(frozen=True)
 class Opened:
-    """A cell whose new attempt is ours to run."""
-
     cell: Cell
     run: RunDir
     attempt: int
@@ -48,7 +46,6 @@ class Opened:
 
 
 def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
-    """What the request means for this cell; reads only."""
     run = RunDir(store.path_of(cell))
     return decide(
         status.effective(run.path, jobs),
@@ -63,7 +60,6 @@ def _is_stale(run: RunDir, cell: Cell, sources: Sources) -> bool:
 
 
 def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
-    """What would make the rest of a run another computation than its beginning."""
     if _is_stale(run, cell, sources):
         return "the sources changed since"
     if not (run.path / CONFIG).exists():

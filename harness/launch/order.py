@@ -17,7 +17,6 @@ from harness.config.schema import MeasureMode
 from harness.store.identity import canonical
 
 ENGINE_GROUPS = ("engine", "sharding")
-"""What arms of one workload differ in."""
 
 
 def in_blocks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
@@ -27,7 +26,6 @@ def in_blocks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
 
 
 def is_timed(cell: Cell) -> bool:
-    """Whether a cell runs alone, for its step times."""
     return bool(cell.config["measure"]["mode"] == MeasureMode.bench.name)
 
 
@@ -41,5 +39,4 @@ def _place(cell: Cell) -> tuple[int, str, str]:
 
 
 def _draw(seed: int, block: int, config: dict[str, Any]) -> str:
-    """A hash in place of a random number: it depends on nothing but what is drawn for."""
     return hashlib.sha256(f"{seed} {block} {canonical(config)}".encode()).hexdigest()

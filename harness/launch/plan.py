@@ -10,28 +10,20 @@ from harness.store.status import State, Status
 
 
 class Action(Enum):
-    """What to do with a cell."""
-
     skip = "skip"
-    """The cell is done: start nothing."""
     leave = "leave"
-    """Somebody runs it already, or will."""
     start = "start"
-    """A new attempt, from the newest checkpoint if there is one."""
     start_over = "start over"
     """A new attempt from step 0; the earlier record is moved aside."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An action and, for people, why."""
-
     action: Action
     why: str
 
     @property
     def starts(self) -> bool:
-        """Whether a new attempt is made."""
         return self.action in (Action.start, Action.start_over)
 
 

@@ -20,7 +20,7 @@ FIX = "launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limi
 
 
 class NoRoom(BadRequest):
-    """What is asked keeps more than the disk has left."""
+    """Request that keeps more than the disk has left."""
 
 
 def check_room(cells: Sequence[Cell], *, further: int = 0, subject: str = "", fix: str = FIX) -> None:

@@ -20,7 +20,6 @@ from harness.store.provenance import PACKAGE, files_digest
 from harness.store.rundir import CODE
 
 SHIPPED = ("harness", "hydra_plugins/harness_hydra", "conf", "sweeps", "run.py")
-"""Everything a run needs, and what it takes to ask for one, beside the package."""
 
 
 class Snapshot:
@@ -36,7 +35,6 @@ class Snapshot:
 
     @cached_property
     def path(self) -> Path:
-        """Where the copy lies, or will."""
         return self._root / CODE / files_digest(self._origin, self._names)[:16]
 
     @cached_property
@@ -88,7 +86,6 @@ def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
 
 
 _WHOLE: set[Path] = set()
-"""Copies that this process has looked through."""
 
 
 def _fits(name: str, folder: Path, names: Iterable[str]) -> bool:

@@ -78,7 +78,6 @@ class _Request:
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
 
     def _run_steps(self, cells: Sequence[Cell]) -> list[int]:
-        """One after another over this allocation's nodes; a preemption takes all of them."""
         steps.check_allocation(cells)
         codes: list[int] = []
         for cell in cells:

@@ -20,7 +20,6 @@ RECENT_STEPS = 20
 
 
 def duration(seconds: float) -> str:
-    """A time to wait, in the unit a person would use."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -29,7 +28,6 @@ def duration(seconds: float) -> str:
 
 
 def quantity(value: float) -> str:
-    """A number with three digits and a thousands letter."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{letter}"
@@ -57,7 +55,6 @@ class RunDisplay:
         self._last_shown = 0.0
 
     def __call__(self, message: Mapping[str, Any]) -> None:
-        """Take one message."""
         if message["kind"] == "warning":
             self._terminal.line(self._labelled(f"warning: {message['text']}"))
         elif message["kind"] == "step" and message["rank"] == 0:
@@ -79,12 +76,9 @@ class RunDisplay:
 
 
 class Terminal:
-    """Where a request's output goes."""
-
     def __init__(self, out: IO[str] | None = None) -> None:
         self._out = screen.plain(out or sys.stdout)
         self.moving = self._out.isatty() and os.environ.get("TERM") != "dumb"
-        """Whether a line can be replaced."""
         self._open = False
 
     def line(self, text: str) -> None:

@@ -40,7 +40,7 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL
 
 
 def _state(run: RunDir, jobs: JobProbe | None) -> State:
-    """What became of a run that was submitted; one whose folder is gone, or cannot be read, hides no other."""
+    """State of a run that was submitted; one whose folder is gone, or cannot be read, hides no other."""
     try:
         found = status.effective(run.path, jobs)
     except StoreError:

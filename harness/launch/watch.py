@@ -22,19 +22,15 @@ MOVING = frozenset({State.queued, State.running, State.preempted})
 HEADER = ("run", "state", "step", "loss", "ms/step", "left", "reason")
 REASON = HEADER.index("reason")
 LEGIBLE = 24
-"""A reason that has less room than this goes into a line of its own."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run at one moment."""
-
     name: str
     study: str
     state: str
-    """A state, `new`, or `damaged`."""
     stale: bool
-    """Whether other sources made it than today's."""
+    """True if other sources made it than today's."""
     step: int
     steps: int
     loss: float | None
@@ -43,7 +39,6 @@ class Row:
 
     @property
     def bad(self) -> bool:
-        """Whether the run failed or is lost."""
         return self.state in (State.failed.value, State.lost.value)
 
     @property
@@ -54,7 +49,6 @@ class Row:
         return (self.steps - self.step) * self.step_time_s
 
     def cells(self) -> tuple[str, ...]:
-        """One text a column."""
         return (
             self.name,
             self.state + (", stale" if self.stale else ""),
@@ -131,7 +125,6 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
 
 
 def _names(found: Sequence[Row], room: int) -> list[str]:
-    """A label a run, with its study where there are several; of `room` characters if possible."""
     several = len({one.study for one in found}) > 1
     studies = [f"{one.study}/" * several for one in found]
     labels = screen.named({one.name for one in found}, room - max(map(len, studies)))

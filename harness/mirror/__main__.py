@@ -17,7 +17,6 @@ LAST_S = 120
 
 
 def main(path: str, mode: str) -> int:
-    """Follow the run at `path`; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers tell them to every process of a job; the pipe ends this one
     try:
@@ -29,7 +28,6 @@ def main(path: str, mode: str) -> int:
 
 
 def _closed(timeout_s: float) -> bool:
-    """Nothing is ever written to standard input: it is readable when it is closed."""
     closed = bool(select.select([sys.stdin], [], [], timeout_s)[0])
     if closed:
         signal.alarm(LAST_S)

@@ -16,11 +16,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7
 """Okabe and Ito's palette for the colour-blind, its yellow darkened for a white page; used again after seven arms."""
 CONTROL = "#000000"
 MOST_RUNS = 100
-"""Lines that W&B is asked to draw in one chart."""
 STEP = "train/step"
 BAND = ("parity/loss_allowed", "parity/loss_allowed_below")
 VERDICTS = "verdicts"
-"""Name of the table of verdicts in the summary of the study's own run."""
 CURVES = (
     ("Loss", ("train/loss",), "nats a token"),
     (
@@ -44,7 +42,6 @@ BARS = (
     ("Share of the bound that the worst check used", "parity/margin", "1 is the bound"),
 )
 COLUMNS = ("parity/verdict", "parity/tier", "parity/margin", "result/state", "result/peak_bytes", "result/sent_bytes")
-"""What the list of runs shows beside their names, from their summaries."""
 
 
 def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | None]) -> Workspace:
@@ -83,7 +80,6 @@ def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | No
 
 
 def _parity(colours: Mapping[str, str]) -> list[Any]:
-    """Charts of the runs held together, and the table of verdicts."""
     from wandb_workspaces.reports.v2.interface import Layout, WeavePanelSummaryTable
 
     band = {f"{arm}:{name}": colour for arm, colour in colours.items() for name in BAND}
@@ -115,6 +111,6 @@ def _curve(chart: tuple[str, Sequence[str], str], band: Mapping[str, str]) -> An
 
 
 def as_json(board: Workspace) -> str:
-    """What a server would be sent of it, as the library serialises it."""
+    """JSON sent to a server, as the library serialises it."""
     text: str = board._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1)
     return text

@@ -12,7 +12,6 @@ from harness.store.metrics import decode
 from harness.store.rundir import RunDir
 
 POLL_S = 0.5
-"""How often the record is looked at."""
 
 Ended = Callable[[float], bool]
 """Waits up to so many seconds; whether no more lines will be written."""

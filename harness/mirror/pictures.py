@@ -7,7 +7,6 @@ from pathlib import Path
 from harness.parity import StudyVerdict
 
 DPI = 150
-"""Dots an inch."""
 
 
 def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:

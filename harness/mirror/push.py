@@ -35,7 +35,6 @@ FILES = "verdicts"
 DASHBOARD, VIEW = "dashboard.json", "view.json"
 """The dashboard as it is sent, in `FILES`; and, beside them, which one an earlier push made on a server."""
 MEASURES = ("result/step_time_s", "result/sent_bytes", "result/peak_bytes", "result/final_loss")
-"""Columns that a row of the table of verdicts takes from the results of the arm's run."""
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -45,15 +44,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was made."""
-
     folder: Path
-    """Where wandb wrote the run; offline, what `wandb sync` takes."""
     outcome: str
-    """The study's verdict."""
     pictures: int
     dashboard: str
-    """Address on the server; empty offline, where the dashboard is a file of the artifact."""
 
 
 def push(root: Path, study: str, mode: WandbMode) -> Pushed:
@@ -95,7 +89,6 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
 
 
 def _fill(run: Any, root: Path, found: StudyVerdict, asked: Row) -> tuple[Workspace, int]:
-    """Send everything but the dashboard; returns that, and how many pictures there are."""
     study, entity = found.study, run.entity or asked["entity"] or ""
     board = dashboard(entity, asked["project"], study, _arms(found))
     folder = root / study / "wandb" / FILES
@@ -183,7 +176,6 @@ def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
 
 
 def _results(path: str) -> Row:
-    """What a run cost; nothing of one whose files cannot be read, as its verdict says."""
     try:
         return outcome(RunDir(Path(path)))
     except StoreError:
@@ -212,14 +204,12 @@ def evidence_rows(found: StudyVerdict) -> Iterator[Row]:
 
 
 def _names(found: StudyVerdict) -> dict[str, str]:
-    """Each run by what tells it from the others."""
     paths = {path for arm in found.arms for path in (arm.arm, arm.control)}
     labels = screen.labels({Path(path).name for path in paths})
     return {path: labels[Path(path).name] for path in paths}
 
 
 def _finite(value: float | None) -> float | None:
-    """A table's column holds numbers; what is none is missing there, and told by verdict and grade."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
@@ -241,7 +231,6 @@ def _artifact(found: StudyVerdict, folder: Path) -> Any:
 
 
 def _save(board: Any, remembered: Path) -> str:
-    """Send the dashboard in place of the one that an earlier push made; returns its address."""
     known, project = read_json(remembered, shapes.VIEW) or {}, f"{board.entity}/{board.project}"
     if known.get("project") == project:
         board._internal_name, board._internal_id = known["name"], known["id"]

@@ -20,10 +20,8 @@ from harness.store.shapes import Maybe, Shape
 from harness.store.study import read_study
 
 MAX_ID = 64
-"""Longest run id the server takes."""
 
 LOGIN_TIMEOUT_S = 30
-"""How long wandb may try to reach its server before the mirror gives up."""
 
 SUMMARIES = {
     "train/loss": "min,last",
@@ -34,7 +32,6 @@ SUMMARIES = {
     "train/memory/peak_tensor_bytes": "max",
     "train/memory/rss": "max",
 }
-"""What wandb keeps of a metric besides its curve; its last value otherwise."""
 
 SENT: Shape = {
     **{group: {"name": str} for group in ("study", "engine", "dtype", "fault")},
@@ -45,14 +42,11 @@ SENT: Shape = {
     "nccl_ub": {"mode": str},
     "sharp": {"group": str},
 }
-"""What is read of a frozen configuration."""
 
 ORIGIN = ("sources_digest", "versions", "git", "cpu_model", "device", "hosts")
-"""What of provenance goes into the run's config."""
 
 
 MAX_TAG = 64
-"""Longest tag that wandb takes."""
 
 
 class MirrorFailed(Exception):
@@ -197,7 +191,7 @@ def job_type(run: RunDir) -> str:
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
-    """What people filter by: engine, strategy, dtype policy, and switches that are not at rest."""
+    """Tags to filter by: engine, strategy, dtype policy, and switches that are not at rest."""
     found = [config["engine"]["name"], config["sharding"]["strategy"], config["dtype"]["name"]]
     if config["mesh"]["dp_outer"] > 1:
         found.append(OuterStrategy[config["sharding"]["outer"]].hybrid)
@@ -218,7 +212,7 @@ def _origin(run: RunDir) -> dict[str, Any]:
 
 
 def outcome(run: RunDir) -> dict[str, Any]:
-    """What a table of runs needs of a run that has ended: state, loss, memory, bytes, time.
+    """Summary of a run that has ended: state, loss, memory, bytes, time.
 
     Returns:
         `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.

@@ -18,7 +18,6 @@ from harness.store.rundir import RunDir, read_summary
 from harness.store.status import JobProbe, State, Status
 
 LAST_STEP = 2**31 - 1
-"""Largest step that a run can be asked for."""
 MOVING = (State.queued, State.running)
 DONE = {WandbMode.online: "sent", WandbMode.offline: "written"}
 
@@ -79,7 +78,7 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
 
 
 def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
-    """What is known of a run against its control; where another run's file keeps it from being known, in words too."""
+    """Distance of a run from its control; where another run's file keeps it from being known, in words too."""
     try:
         return verdicts.of(run), ""
     except StoreError as error:
@@ -150,13 +149,11 @@ def _check_end(run: RunDir, last: int, found: Status | None) -> None:
 
 
 class _Verdicts:
-    """The verdicts of each study, asked for once."""
-
     def __init__(self) -> None:
         self._studies: dict[Path, dict[Path, Verdict]] = {}
 
     def of(self, run: RunDir) -> Distance:
-        """What is known of a run against its control; nothing for a control, or where its study is not judged.
+        """Distance of a run from its control; nothing for a control, or where its study is not judged.
 
         Raises:
             StoreError: a file that the verdict, or the distance, needs cannot be read; of a study, once.
@@ -179,7 +176,7 @@ def judged(root: Path, study: str) -> StudyVerdict | None:
 
 
 def distance(found: Verdict) -> Distance:
-    """What a verdict and the two records say, step by step and in all.
+    """Distance by a verdict and the two records, step by step and in all.
 
     Raises:
         StoreError: one of the records cannot be read.

@@ -95,8 +95,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w_down(silu(w_gate x) * w_up x)."""
-
     def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.w_gate = Linear(config.dim, config.ffn_dim, device, dtype)
@@ -166,7 +164,6 @@ class TiedOutput(nn.Module):
     """Logits of the normed stream by the embedding's matrix, which stays the embedding's."""
 
     def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Logits [B, S, V]."""
         return F.linear(x_BSD, weight_VD)
 
 

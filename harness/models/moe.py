@@ -60,14 +60,10 @@ class RoutedFeedForward(nn.Module):
 
 
 class Block(llama.Block):
-    """A transformer layer with routed experts."""
-
     feed_forward_class = RoutedFeedForward
 
 
 class Moe(llama.Llama):
-    """Tokens to logits through routed blocks."""
-
     block_class = Block
 
 

@@ -42,8 +42,6 @@ Device = torch.device | str
 
 
 class Linear(nn.Linear):
-    """A projection with bias, left uninitialised."""
-
     def reset_parameters(self) -> None:
         """Nothing: weights are filled by name from outside."""
 
@@ -129,8 +127,6 @@ class Frozen(nn.Module):
 
 
 class Odd(nn.Module):
-    """Tokens to logits."""
-
     positions_SD: Tensor
 
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
@@ -177,8 +173,6 @@ class Odd(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """The token embedding [V, D], left uninitialised."""
-
     def reset_parameters(self) -> None:
         """Nothing: weights are filled by name from outside."""
 

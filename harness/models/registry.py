@@ -12,7 +12,6 @@ WORKLOADS = {
     ModelFamily.moe: "harness.models.moe:MoeWorkload",
     ModelFamily.odd: "harness.models.odd:OddWorkload",
 }
-"""Module and class by family; imported when asked for."""
 
 
 def workload_for(config: Config) -> TokenWorkload:

@@ -107,7 +107,6 @@ class LlamaWorkload(TokenWorkload):
         return self.decoder(self.model_config, device, dtype)
 
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """As `harness.models.llama_plan` says."""
         if type(model) is not llama.Llama:
             super().cut(model, axis, sequence_parallel=sequence_parallel)
         assert isinstance(model, llama.Llama)

@@ -34,7 +34,7 @@ from harness.parity.tiers.trajectory import Kick, Span
 
 @lru_cache(maxsize=64)
 def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
-    """What one run says of itself; kept, because a study holds many arms against one control."""
+    """Checks of one run alone; kept, because a study holds many arms against one control."""
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     return (
         *fed.check(run),
@@ -87,7 +87,6 @@ class Judgement:
 
     @cached_property
     def updates(self) -> Mapping[int, list[TensorPair]]:
-        """Updates that both runs captured."""
         found: dict[int, list[TensorPair]] = {}
         for step in sorted(self.arm.updates.keys() & self.control.updates.keys()):
             left, right = self.arm.updates[step], self.control.updates[step]
@@ -96,7 +95,7 @@ class Judgement:
 
     @cached_property
     def testimony(self) -> list[list[Finding]]:
-        """What each run's own witnesses say of it, a list a kind."""
+        """Findings of each run's own checks, a list a kind."""
         factors = tuple(numeric.suspects(self.envelope))
         kinds: dict[str, list[Finding]] = {}
         for run, arithmetic in ((self.arm, self.envelope.arm), (self.control, self.envelope.control)):
@@ -105,7 +104,7 @@ class Judgement:
         return list(kinds.values())
 
     def _locally_equal(self, step: int, push: Kick) -> bool:
-        """Whether the witnesses of both runs saw the same gradients at a step: what differs then came after them."""
+        """True if the witnesses of both runs saw the same gradients at a step: what differs then came after them."""
         left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
         if left is None or right is None:
             return False
@@ -119,7 +118,6 @@ class Judgement:
 
     @cached_property
     def steady(self) -> int:
-        """The last step at which the control is stable."""
         return stable_until(self.control.series("grad_norm"), self.control.series("loss"))
 
     @cached_property
@@ -136,7 +134,6 @@ class Judgement:
 
     @cached_property
     def broken(self) -> list[Finding]:
-        """Values that are not finite."""
         return finite.check(self.arm, self.control, self.pairs, self.steady)
 
     @cached_property
@@ -152,7 +149,7 @@ class Judgement:
 
     @cached_property
     def parting(self) -> Parting | None:
-        """What the streams say of how the two part; None where they cannot."""
+        """Parting of the two runs by their streams; None if unknown."""
         captured = 1 in self.steps and not self.mismatches[1]
         return Parting.of(self.arm, self.control, self.envelope, self.push, self.steady, first_captured=captured)
 
@@ -195,7 +192,6 @@ class Judgement:
         return [finding for part in parts for finding in part.every()]
 
     def _is_certain(self, step: int | None) -> bool:
-        """Whether a step after the first stands on steps that both runs were seen to do right."""
         return step is not None and 1 < step <= self.certain + 1
 
     def _captured(self, usable: Sequence[int]) -> list[list[Finding]]:
@@ -215,7 +211,7 @@ class Judgement:
         return kinds
 
     def _grown(self, pairs: Mapping[int, Sequence[TensorPair]]) -> dict[int, float]:
-        """What growth explains at each of these steps, by what was seen of it before; infinite where unbounded."""
+        """Bound by growth at each of these steps, by what was seen of it before; infinite where unbounded."""
         import numpy as np
 
         steps = np.array(sorted(pairs), dtype=np.int64)
@@ -322,7 +318,7 @@ class Judgement:
         )
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
-        """What unequal bits come to: a fault where bits are owed, and all that T2 found."""
+        """Findings from unequal bits: a fault where bits are owed, and all that T2 found."""
         numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
         return [*(bits if self.admission.tier == "T1" else []), *numbers, *self.blindness]
 
@@ -334,7 +330,6 @@ class Judgement:
         return Outcome.EQUIVALENT if bits else Outcome.EQUAL
 
     def _evidence(self) -> tuple[Finding, ...]:
-        """The worst of each kind, with how many it stands for."""
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
         rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]

@@ -33,11 +33,10 @@ EXIT_CODES = {
 }
 
 SEVERITY = (Outcome.DIFFERENT, Outcome.NOT_COMPARABLE, Outcome.UNDECIDED, Outcome.EQUIVALENT, Outcome.EQUAL)
-"""Which answer a study ends with: the first of these that any arm got."""
 
 
 class Grade(Enum):
-    """What one check says: `ok` within what is allowed, `doubt` beyond it, `bad` beyond explanation."""
+    """Result of one check: `ok` within what is allowed, `doubt` beyond it, `bad` beyond explanation."""
 
     ok = "ok"
     doubt = "doubt"
@@ -62,31 +61,23 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check, or the worst of many of one kind."""
-
     tier: str
     """T0, T1 or T2."""
     check: str
-    """What was looked at, such as `gradient distance`."""
     stage: Stage
     grade: Grade
     observed: float | str
-    """The measured value; text for facts that are equal or not."""
     allowed: float | str
-    """Largest value that rounding explains, or the control's fact."""
     step: int | None = None
     tensor: str | None = None
     count: int = 1
-    """Number of checks this finding stands for."""
     note: str = ""
-    """What the finding means, in a clause."""
     since: Stage | None = None
     """Where the step was not captured: the first stage at which the difference may have arisen; `stage` is the last.
     None where it is known to be `stage`."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Every stage at which the difference may have arisen."""
         order = list(Stage)
         first = order.index(self.since or self.stage)
         return tuple(order[min(first, order.index(self.stage)) : order.index(self.stage) + 1])
@@ -141,21 +132,16 @@ class Verdict:
     tier: str
     """The strongest tier that decided: T0, T1 or T2."""
     admissible: str
-    """The strongest tier the two configurations admit, and why, in a clause."""
     evidence: tuple[Finding, ...] = ()
-    """One line a kind of check: its worst."""
     findings: tuple[Finding, ...] = ()
-    """Every check that did not pass, first cause first."""
     resolution: float | None = None
     """Smallest relative error in the scale of all gradients that this pair would have shown as DIFFERENT."""
     commands: tuple[str, ...] = ()
-    """What to type next: the first shows the first bad tensor, or judges again."""
     script: str = ""
     """The command that makes the first bad finding again, alone (`script.write_script`); empty where there is none."""
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command that ends with this verdict."""
         return self.outcome.exit_code
 
     def as_json(self) -> dict[str, Any]:
@@ -171,21 +157,16 @@ class SeedVerdict:
     outcome: Outcome
     sentence: str
     arms: tuple[str, ...]
-    """The runs it stands on."""
     seeds: int
     seeds_needed: int | None
     """Number of seeds that would decide; None where it is decided, or where no number can be named."""
     p_equivalent: float
     p_different: float
-    """Adjusted for the number of arms and measures."""
     tests: tuple[Mapping[str, Any], ...]
-    """A measure each: margin, mean, standard deviation, interval."""
 
 
 @dataclass(frozen=True)
 class StudyVerdict:
-    """The answers for every arm of a study."""
-
     study: str
     question: str
     arms: tuple[Verdict, ...] = field(default=())
@@ -202,11 +183,9 @@ class StudyVerdict:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the command that ends with this verdict."""
         return self.outcome.exit_code
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`."""
         return {
             "study": self.study,
             "question": self.question,

@@ -25,18 +25,15 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 """Fields of a step that must be numbers; `param_norm` may be null."""
 
 FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "fed_digest", "skipped")
-"""All that a verdict reads of a step."""
 
 WEIGHTS = ("initial_weights", "final_weights")
-"""Digests in `summary.json`."""
 
 OF_ITSELF = ("restored", "structure", "other_replicas")
-"""Facts of `summary.json` that say whether a run was sound."""
 
 STRANGE = "was it edited, or made by another version of the code?"
 
 NOT_STARTED, NOT_DONE, IS_STALE = "was never started", ", not done", "it is stale"
-"""What a run's problems say where a request would start it, or start it again with `launch.rerun=stale`."""
+"""Texts of a run's problems where a request would start it, or start it again with `launch.rerun=stale`."""
 
 
 class Settings(dict[str, Any]):
@@ -52,12 +49,9 @@ class Settings(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Testimony:
-    """What was seen of a captured step beside the engine."""
-
     capture: Capture
     """The sum of all local gradients, averaged, by parameter; fp64."""
     terms: Mapping[str, float]
-    """Root of the sum of the squared norms of what was added, averaged alike."""
     kept: Mapping[str, int]
     """Checksum of each main weight before the step, in the compute dtype."""
     wrong_weights: tuple[Mapping[str, Any], ...]
@@ -70,39 +64,31 @@ class Record:
 
     path: Path
     name: str
-    """`<study>/<run>`, as people refer to it."""
     config: Mapping[str, Any]
-    """Frozen configuration, one level of dotted keys."""
     provenance: Mapping[str, Any]
     summary: Mapping[str, Any]
     columns: Mapping[str, Sequence[Any]]
     """The fields of `metrics.jsonl` that a verdict reads (`FIELDS`), each a list over the steps; None where a step has
     none."""
     captures: Mapping[int, Capture]
-    """Captured gradients by step."""
     updates: Mapping[int, Capture]
-    """Captured updates of the main weights by step."""
     weights: Mapping[int, Capture]
     """Main weights before captured updates, by step: those that do not follow from the update before."""
     moments: Mapping[int, Capture]
     """The optimizer's moments there, as `<parameter>/<entry>`; not before step 1, where they are nought."""
     witnesses: Mapping[int, Testimony]
-    """What was seen beside the engine, by captured step; nothing where an engine shows nothing."""
     moves: Mapping[str, Mapping[str, Mapping[str, float]]]
     """How far roundings move this run's gradients of step 1, by compute dtype and parameter ("" for all together), each
     `distance`, `scale` and, of all, `loss`; nothing where it was not asked to find out."""
     draws: int
-    """Number of draws that `moves` is the mean square of."""
     final: Capture | None
     """Main weights after the last step; None where they were not captured."""
     attempts: int
-    """How often the run was started; above one it was resumed."""
     forward: Forward | None
-    """What the modules of step 1 gave out, sketched; None where nobody looked."""
+    """Sketched outputs of the modules of step 1; None where nobody looked."""
     stream: Stream | None
     """The run's own word on every step, read where it is asked for; None where there is none."""
     problems: tuple[str, ...]
-    """Why no verdict can stand on this run; empty for a whole one."""
     files: str = "not known"
     """Which files are as the run left them: `whole`, `all but ...`, or `not known` of a run that listed none."""
 
@@ -113,7 +99,6 @@ class Record:
 
     @property
     def length(self) -> int:
-        """Number of recorded steps."""
         return len(self.columns["step"])
 
     def series(self, key: str) -> Sequence[float | None]:
@@ -122,7 +107,7 @@ class Record:
 
     @property
     def gathers_twice(self) -> bool:
-        """Whether a backward's weights are gathered for it alone: no look of a stream sees these."""
+        """True if a backward's weights are gathered for it alone: no look of a stream sees these."""
         return self.config.get("sharding.strategy") == "optim_grads_params"
 
     @cached_property
@@ -201,7 +186,6 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
 
 
 def _read(read: Any, default: Any, problems: list[str]) -> Any:
-    """The result of `read`, or `default` with the reason among the problems."""
     try:
         return read()
     except (StoreError, OSError, UnicodeDecodeError) as error:
@@ -279,7 +263,6 @@ def _plan(run: RunDir, config: Mapping[str, Any], problems: list[str]) -> Captur
 
 
 def _final(run: RunDir, plan: Captured, problems: list[str]) -> Capture | None:
-    """The last weights; missing where the rest of the captures is there, they are damage."""
     path = run.capture / "final.safetensors"
     if not path.exists():
         if plan.final and any(run.capture.glob("*.safetensors")):
@@ -309,7 +292,6 @@ def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]
 
 
 def _there(run: RunDir, kind: str, steps: Iterable[int]) -> list[int]:
-    """Steps of which a run has a capture that not every engine can give."""
     return [step for step in steps if (run.capture / f"{kind}-{step:06d}.safetensors").exists()]
 
 

@@ -35,14 +35,12 @@ def with_reach(arm: Record, control: Record) -> Record:
 
 
 def _facts(run: Record) -> tuple[object, ...]:
-    """What the first step's gradients follow from: code, weights, tokens."""
     own = [(each["kind"], each["digest"]) for each in run.provenance.get("own", ()) if each["kind"] == "model"]
     first = run.columns["data_digest"][0] if run.length else None
     return (run.provenance.get("sources_digest"), own, run.summary.get("initial_weights"), first)
 
 
 def unbounded(arm: Record) -> Finding:
-    """Why there is no verdict."""
     model = arm.config.get("model.target")
     note = (
         f"nothing says how far rounding moves {model}; run its reference in double precision first, which any verdict "

@@ -25,9 +25,7 @@ from harness.store.study import asked_for, comparable, read_study
 
 REPETITION = "train.replicate"
 MOST_NAMED = 6
-"""Runs named in one command."""
 MANY = 64
-"""Pairs from which on it pays to start a process a core."""
 
 
 def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> StudyVerdict:
@@ -73,7 +71,6 @@ def absence(absent: Sequence[str], count: int) -> str:
 
 
 def _record(root: Path, study: str) -> dict[str, Any]:
-    """The study's record, if it has a control."""
     record = read_study(root, study)
     if record is None:
         raise unknown(f"verdict {study}", root, study)

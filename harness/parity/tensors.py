@@ -37,14 +37,10 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """One captured tensor, not yet read."""
-
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Offset of its first byte in the file."""
     size: int
-    """Bytes."""
 
 
 class Capture:
@@ -63,7 +59,6 @@ class Capture:
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:
-        """The whole file, mapped."""
         import numpy as np
 
         return np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)  # a subclass costs at every slice

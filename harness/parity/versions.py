@@ -32,8 +32,6 @@ ONE_VERSION = "settings of one version"
 
 @dataclass(frozen=True)
 class Side:
-    """A run, and what the version that made it is called."""
-
     run: Path
     label: str
 
@@ -73,7 +71,7 @@ def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verd
 
 
 def own_fault(run: Record) -> str:
-    """What a run's own witnesses say against it, in a clause; empty where they say nothing.
+    """Fault found by a run's own checks, in a clause; empty where they say nothing.
 
     A fault that the control has is no difference, and must not be taken for one in whatever is held against it.
     """
@@ -115,7 +113,7 @@ def _facts(arm: Record, control: Record) -> list[Finding]:
 
 
 def _is_held(key: str) -> bool:
-    """Whether a setting must be the same in both: the axes of other studies too, since the code alone may differ."""
+    """True if a setting must be the same in both: the axes of other studies too, since the code alone may differ."""
     return matters(key) or must_agree(key)
 
 
@@ -129,5 +127,4 @@ def _admission(arm: Record, control: Record, bitwise: bool) -> Admission:
 
 
 def _defaults() -> Mapping[str, Any]:
-    """What settings that neither version knew are here, as a frozen configuration has them."""
     return {path: value.name if isinstance(value := each.default, Enum) else value for path, each in settings().items()}

@@ -155,5 +155,4 @@ def _facts(tensor: Tensor) -> dict[str, object]:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no non-finite numbers: those are spelled as in the record."""
     return value if math.isfinite(value) else repr(value)

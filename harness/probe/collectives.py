@@ -39,15 +39,12 @@ from harness.fsdp import Observer
 AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 
 UNLABELLED = ""
-"""Bucket of operations no engine put a name to."""
 FUNCTIONAL = "(tensor parallel)"
 """Bucket of functional collectives: what a plan of tensor parallelism moves."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Traffic of one kind in one bucket."""
-
     kind: str
     bucket: str
     count: int
@@ -75,14 +72,12 @@ class CollectiveMeter(Observer):
         _active = self
 
     def close(self) -> None:
-        """Stop counting; a second call does nothing."""
         global _active
         if _active is self:
             self.detach()
             _active = None
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
-        """Add to a kind and bucket."""
         if self._paused or getattr(self._muted, "on", False):
             return
         with self._guard:
@@ -91,7 +86,6 @@ class CollectiveMeter(Observer):
             entry[1] += num_bytes
 
     def collective(self, kind: str, bucket: str) -> None:
-        """Count it once, in its bucket."""
         self.add(kind, bucket, 1, 0)
 
     def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
@@ -117,7 +111,7 @@ class CollectiveMeter(Observer):
             self._muted.on = before
 
     def take(self) -> list[Row]:
-        """What was counted since the last call, in order of first use; the counts start anew."""
+        """Counts since the last call, in order of first use; the counts start anew."""
         with self._guard:
             taken, self._counts = self._counts, {}
         return [Row(kind, bucket, count, num_bytes) for (kind, bucket), (count, num_bytes) in taken.items()]
@@ -142,7 +136,6 @@ Cost = Callable[..., int]
 
 
 def _bytes(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(_bytes(tensor) for tensor in tensors)
@@ -211,7 +204,6 @@ OPERATIONS: dict[str, tuple[str, Cost]] = {
     "reduce_": ("reduce", _reduce),
     "send": ("send", _send),
 }
-"""Operations of the dispatcher that send, with their kind and cost."""
 
 METHODS: dict[str, tuple[str, Cost]] = {
     "_allgather_base": ("all_gather", _all_gather),

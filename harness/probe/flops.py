@@ -15,7 +15,6 @@ PEAK_OF_CARDS = {("H100", "NVL"): 835e12, ("H200", "NVL"): 835e12, ("A100", "PCI
 of 1,671 sparse TFLOP/s for the NVL ones). A card that is not here is not rated."""
 
 CARDS = ("PCIE", "NVL")
-"""Words of a device's name, in capitals, that say it is no SXM part."""
 
 
 def flops_per_token(config: Config) -> float | None:

@@ -33,7 +33,6 @@ class ParameterHooks:
         self._listened: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._hung = set[int]()
-        """Numbers of hooks on parameters."""
 
     def __enter__(self) -> ParameterHooks:
         names = {id(param): name for name, param in self._module.named_parameters()}

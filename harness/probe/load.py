@@ -17,9 +17,7 @@ class Reading(NamedTuple):
 
     wall_s: float
     machine_s: float
-    """Processor time of everything on this machine, over all cores."""
     process_s: float
-    """Processor time of this process, over all its threads."""
 
 
 class LoadMeter:
@@ -30,11 +28,10 @@ class LoadMeter:
         self._began: Reading | None = None
 
     def begin(self) -> None:
-        """The interval begins now."""
         self._began = _read()
 
     def take(self) -> Reading:
-        """What passed since `begin`.
+        """Load since `begin`.
 
         Raises:
             RuntimeError: it was not called.

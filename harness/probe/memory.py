@@ -16,14 +16,12 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Timed(NamedTuple):
-    """What this rank's device held over timed steps, in bytes."""
+    """Memory of this rank's device over timed steps, in bytes."""
 
     persistent: int
-    """Bytes of tensors after the last step."""
     peak: int
     """Most bytes of tensors at a time."""
     growth: int
-    """Bytes by which `persistent` grew from the first step to the last."""
     reserved: int
     """Most bytes the caching allocator held."""
     outside: int
@@ -44,7 +42,6 @@ class MemoryMeter:
         """Peaks of allocated and reserved bytes of the part of this step that `apart` broke off."""
 
     def begin(self) -> None:
-        """Forget the steps so far: timed ones follow."""
         self._persistent, self._peak, self._reserved = [], 0, 0
 
     def timed(self) -> Timed | None:
@@ -109,7 +106,6 @@ class MemoryMeter:
 
 
 _BEFORE: dict[torch.device, int] = {}
-"""What each device of this process held outside the allocator before its ranks met."""
 
 
 def outside_allocator(device: torch.device) -> int:
@@ -142,13 +138,11 @@ class ResidentSet:
             self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self) -> int:
-        """Bytes now."""
         if self._descriptor < 0:
             return int(self._process.memory_info().rss)
         return int(os.pread(self._descriptor, 128, 0).split()[1]) * PAGE_BYTES
 
     def close(self) -> None:
-        """Close the file; it can be read all the same."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

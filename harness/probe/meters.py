@@ -32,7 +32,6 @@ class Meters:
             yield
 
     def close(self) -> None:
-        """Stop counting; a second call does nothing."""
         self.collectives.close()
         self.waits.close()
         self.memory.resident.close()

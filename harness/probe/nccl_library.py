@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 
 LIBRARY = "libnccl.so.2"
-"""What the dynamic loader knows NCCL by, wherever the file came from."""
+"""Name of NCCL for the dynamic loader, wherever the file came from."""
 
 SEVERAL_RANKS_A_DEVICE = (2, 30)
 """The first NCCL that lets ranks share a device (NCCL_MULTI_RANK_GPU_ENABLE)."""
 
 
 class NcclVersion(NamedTuple):
-    """Major, minor, patch."""
-
     major: int
     minor: int
     patch: int

@@ -39,7 +39,6 @@ class Choice:
     """Most channels of one collective, which is its thread blocks; 0 where it takes none, or none were told."""
 
     def add(self, num_bytes: int, channels: int) -> None:
-        """Count one more."""
         self.count += 1
         self.bytes += num_bytes
         self.max_channels = max(self.max_channels, channels)
@@ -47,8 +46,6 @@ class Choice:
 
 @dataclass
 class Registered:
-    """Buffers of one kind of registration."""
-
     count: int = 0
     bytes: int = 0
     failed: int = 0
@@ -56,35 +53,29 @@ class Registered:
 
 @dataclass
 class NcclFacts:
-    """What a log tells; what it does not tell is None, False or empty."""
+    """Facts in a log; missing ones are None, False or empty."""
 
     version: str | None = None
     """NCCL's, with the CUDA it was built for: "2.28.9+cuda12.9"."""
     communicators: int = 0
-    """Communicators this process was part of, counted when complete."""
     channels: int = 0
-    """Most ordinary channels of a communicator."""
     nvls_channels: int = 0
     """Most NVLink SHARP channels of a communicator; 0: it is not used."""
     nvls_available: bool | None = None
     collnet_plugin: str | None = None
     """Name of the network plugin's collective part; loading it connects nothing."""
     collnet_connected: bool = False
-    """Whether a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
+    """True if a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
     collnet_refused: str | None = None
-    """Why CollNet or the SHARP library gave up."""
     gin_plugin: str | None = None
-    """What symmetric kernels use over the network (GIN)."""
     symmetric_memory: bool | None = None
-    """Whether a communicator reserved symmetric address space (True) or said it cannot (False)."""
+    """True if a communicator reserved symmetric address space (True) or said it cannot (False)."""
     settings: dict[str, str] = field(default_factory=dict)
     """Variables NCCL says it took from the environment, the last value of each."""
     registered: dict[str, Registered] = field(default_factory=dict)
-    """Registrations by kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
     choices: dict[str, dict[str, Choice]] = field(default_factory=dict)
     """NCCL's choices by collective ("AllGather") and by what ran it ("RING/SIMPLE", "copy engine")."""
     warnings: list[str] = field(default_factory=list)
-    """The first lines of level WARN."""
 
     @property
     def ran(self) -> set[str]:
@@ -93,7 +84,7 @@ class NcclFacts:
 
     @property
     def tells_choices(self) -> bool:
-        """Whether the log has a line for every collective."""
+        """True if the log has a line for every collective."""
         return bool(self.choices)
 
     def plain(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ NO_NCCL = "{backend} has no user buffers and no reductions inside the network"
 
 
 def without_effect(config: Config, backend: str) -> str | None:
-    """What this run asks of NCCL and cannot have on another backend, in a sentence; None where there is nothing."""
+    """Requests to NCCL that this run cannot have on another backend, in a sentence; None where there is nothing."""
     asked = []
     if config.nccl_ub.mode is not Registration.none:
         asked.append(f"nccl_ub={config.nccl_ub.mode.name}")
@@ -58,7 +58,7 @@ def _user_buffers(config: Config, backend: str, engine: Mapping[str, str], log: 
 
 
 def _kernels(log: NcclFacts) -> str:
-    """Whether collectives really ran on what is registered."""
+    """True if collectives really ran on what is registered."""
     if not log.tells_choices:
         return "not told; launch.nccl_log=choices has NCCL tell"
     special = sorted(name for name in log.ran if name.startswith(("symmetric", "copy engine")))
@@ -85,7 +85,7 @@ def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any
 
 
 def _left_to_nccl(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
-    """What NCCL chose where nobody told it: kinds it set up, and, where it tells, what ran collectives."""
+    """Choices of NCCL: kinds it set up, and, where it tells, what ran collectives."""
     if backend != "nccl":
         return _entry("default", "none")
     if log is None:
@@ -100,7 +100,6 @@ def _no_log(config: Config) -> str:
 
 
 def _found(log: NcclFacts) -> list[str]:
-    """Kinds that communicators were set up with."""
     kinds = {"nvlink": log.nvls_channels > 0, "infiniband": log.collnet_connected}
     return [kind for kind, there in kinds.items() if there]
 

@@ -42,15 +42,12 @@ def quantizing(model: nn.Module, recipe: str, rounded: Rounded) -> Iterator[None
 
 
 class _Forward:
-    """Stands in for a layer's forward: [..., in] to [..., out]."""
-
     def __init__(self, layer: nn.Linear, recipe: str, rounded: Rounded) -> None:
         self.layer, self.rounded = layer, rounded
         twin = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
         Fp8Linear.convert(twin, recipe, history=1, device=layer.weight.device)
         assert isinstance(twin, Fp8Linear)
         self.recipe = twin
-        """A layer of the recipe, without values of its own: how operands are quantized."""
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -79,7 +76,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Forward) -> Tensor:
-        """x [tokens, in], weight [out, in]; [tokens, out]."""
         with _disable_current_modes():
             (x1, x2), (w1, w2) = layer.input(x), layer.weight(weight)
             ctx.layer = layer
@@ -88,7 +84,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """grad [tokens, out]; of x and weight."""
         layer: _Forward = ctx.layer
         with _disable_current_modes():
             x2, w2 = ctx.saved_tensors

@@ -24,7 +24,6 @@ from harness.config.roundoff import RMS, UNIT, reach_name
 from harness.probe.quantizing import quantizing
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The mean loss of one microbatch."""
 
 EXACT = frozenset(
     {
@@ -58,13 +57,10 @@ EXACT = frozenset(
         *("nll_loss_backward", "threshold_backward", "_unsafe_view", "one_hot", "constant_pad_nd"),
     }
 )
-"""Operations that move or choose values and round none."""
 
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
-"""Operations whose last two arguments are multiplied as matrices."""
 
 SUMS = frozenset({"sum", "mean"})
-"""Operations that sum their first argument's elements."""
 
 SUMS_INSIDE = frozenset(
     {
@@ -124,7 +120,6 @@ class Roundings(TorchDispatchMode):
         return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
 
     def _in_the_dtype(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation with its own errors, on inputs that are perturbed already."""
         result = func(*(self._narrow(each) for each in args), **kwargs)
         if isinstance(result, Tensor):
             return result.to(torch.float64)
@@ -195,7 +190,6 @@ def moves(
 
 
 def _gradients(loss: Loss, model: nn.Module, batches: Sequence[Any]) -> tuple[dict[str, Tensor], float]:
-    """Gradients of the mean loss, by name; `.grad` is not touched."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     total = {name: torch.zeros_like(param) for name, param in named.items()}
     mean = 0.0

@@ -51,14 +51,10 @@ DISABLE = "_ZN5torch8autograd8profiler28disableProfilerInChildThreadEv"
 
 
 class StepBytes(NamedTuple):
-    """Tensor storage of this process over one step."""
-
     persistent: int
-    """Bytes that were there when the step began."""
     peak: int
     """Most bytes at any moment of the step."""
     left: int
-    """Bytes that were there when it ended: more than `persistent` as long as something still grows."""
 
 
 class Event(NamedTuple):
@@ -66,9 +62,7 @@ class Event(NamedTuple):
 
     time_ns: int
     size: int
-    """Bytes of the block, negative for one taken back."""
     total: int | None
-    """Bytes of all blocks afterwards."""
 
 
 class StorageMeter:
@@ -92,7 +86,6 @@ class StorageMeter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The body is one step."""
         with record_function(STEP):
             yield
 
@@ -106,7 +99,6 @@ class StorageMeter:
         return summed(list(_events(result.experimental_event_tree())))
 
     def close(self) -> None:
-        """Stop; a second call does nothing."""
         if self._threads is not None:
             self._stop(self._threads)
 
@@ -140,7 +132,6 @@ def summed(events: Sequence[Event]) -> list[StepBytes]:
 
 
 def _events(tree: Sequence[Any]) -> Iterator[Event]:
-    """Blocks of the CPU, and edges of steps, anywhere in the profiler's tree."""
     waiting = list(tree)
     while waiting:
         event = waiting.pop()
@@ -174,7 +165,6 @@ class _Threads:
         return not self._missed
 
     def _on_event(self, *_: object) -> None:
-        """Called in a new thread before anything else it does, then until the thread is let go."""
         joined = getattr(self._joined, "yes", False)
         with self._lock:
             if self._active and not joined:

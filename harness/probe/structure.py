@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 Range = tuple[int, int, str]
-"""First byte, one past the last, name."""
 
 
 def overlaps(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -47,7 +46,6 @@ def untied(fresh: nn.Module, module: nn.Module) -> list[str]:
 
 
 def _ties(fresh: nn.Module) -> dict[str, str]:
-    """Second names of parameters, with their first."""
     first: dict[int, str] = {}
     found = {}
     for name, param in fresh.named_parameters(remove_duplicate=False):
@@ -58,7 +56,6 @@ def _ties(fresh: nn.Module) -> dict[str, str]:
 
 
 def _at(module: nn.Module, name: str) -> object:
-    """The parameter registered under a dotted name; something of its own where there is none."""
     *path, slot = name.split(".")
     for step in path:
         child = module._modules.get(step)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 ASIDE = "aside"
-"""Name of what `Timers.aside` took, in all."""
 
 Elapsed = Callable[[], float]
 """Seconds of a span that ended; on CUDA known once the device was waited for."""
@@ -60,7 +59,6 @@ class Timers:
                 left_out.append(elapsed)
 
     def _begin(self) -> Callable[[], Elapsed]:
-        """Begin to measure; what is returned ends it."""
         if self.on_device:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()

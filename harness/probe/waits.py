@@ -28,12 +28,10 @@ class WaitMeter(Observer):
         return taken
 
     def close(self) -> None:
-        """Stop listening; a second call does nothing."""
         self.detach()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the waits of the body."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -41,6 +39,5 @@ class WaitMeter(Observer):
             self._paused = before
 
     def waited(self, seconds: float) -> None:
-        """Count a wait."""
         if not self._paused:
             self._seconds = (self._seconds or 0.0) + seconds

@@ -30,11 +30,8 @@ from harness.fsdp import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks
 
 UNSEEN = -1
-"""Stands for a checksum where a rank's forward did not use a parameter."""
 SEVERAL = -2
-"""Stands for a checksum where the forwards of one step used different values of a parameter."""
 TURNED = " (in the backward)"
-"""Added to the name of a parameter whose backward takes another payload than its forward."""
 
 
 @dataclass
@@ -52,8 +49,6 @@ class _Sum:
 
 @dataclass
 class _Restored:
-    """Takes a layer's way to its weight back off; `own` is what stood there before, if anything did."""
-
     layer: Fp8Linear
     own: Any
 
@@ -120,7 +115,8 @@ class Witness:
             self.checksums[name].add(checksum(weight))
 
     def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Any:
-        """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same, or
+        """Weight that a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and
+        the same, or
         the other one of its two payloads."""
         found = weight_for(turned=turned)
         if layer.weight.dtype.itemsize == 1:
@@ -133,11 +129,12 @@ class Witness:
 
     @property
     def saw_gradients(self) -> bool:
-        """Whether autograd handed this rank any gradient where it was expected."""
+        """True if autograd handed this rank any gradient where it was expected."""
         return any(each.total is not None for each in self._sums.values())
 
     def gradients(self, group: dist.ProcessGroup | None) -> list[tuple[str, Tensor, float]]:
-        """What the reduction must give, on the first rank: name, fp64 tensor, and the root of the sum of the squared
+        """Expected result of the reduction, on the first rank: name, fp64 tensor, and the root of the sum of the
+        squared
         norms of all terms, both over the divisor. *Collective* over `group`; None with one rank. Elsewhere nothing.
 
         Call it once: the sums are used up.
@@ -189,7 +186,7 @@ class Witness:
 
 
 def _has_two(layer: Fp8Linear) -> bool:
-    """Whether a layer's weight, where it is held in 8 bits, has other bits in the backward."""
+    """True if a layer's weight, where it is held in 8 bits, has other bits in the backward."""
     return not layer.recipe.weights.is_one_for_both
 
 
@@ -215,7 +212,7 @@ class WrongWeights:
 
 
 def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]:
-    """What the forwards used against what the first rank keeps.
+    """Compare weights used by forwards with those of the first rank.
 
     Args:
         names: parameters in model order.

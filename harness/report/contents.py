@@ -25,25 +25,20 @@ from harness.store.rundir import RunDir
 from harness.store.study import read_study
 
 MOST_LINES = 60
-"""Lines of an error that are shown; its file has all."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table."""
-
     text: str
     key: float | str | None
     """By what it is sorted; None is sorted last."""
 
     @property
     def numeric(self) -> bool:
-        """Whether the cell is sorted as a number."""
         return isinstance(self.key, float)
 
     @property
     def sorted_by(self) -> str:
-        """The key as a script reads it."""
         return str(self.key).replace("inf", "Infinity") if self.numeric else str(self.key)
 
 
@@ -58,14 +53,11 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether numbers stand in a column, a value for each."""
         return [any(row[place].numeric for row in self.rows) for place in range(len(self.head))]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The evidence of one verdict."""
-
     label: str
     sentence: str
     passed: bool
@@ -75,40 +67,32 @@ class Arm:
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not make it."""
-
     label: str
     state: str
     reason: str
     error: str
-    """The newest attempt's `error.txt`; empty where there is none."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is told."""
-
     study: str
     question: str
     outcome: str
-    """The study's answer; `NOT JUDGED` where there is none."""
     meaning: str
     told: str
-    """What a reader must know first: cells that are missing, runs that are not done."""
+    """Warnings for the reader: cells that are missing, runs that are not done."""
     tables: Sequence[Table]
     seeds: Sequence[str]
     arms: Sequence[Arm]
     failures: Sequence[Failure]
     origin: Origin
     commands: Sequence[str]
-    """What makes the runs and this report."""
     made: str
-    """When and by what this was made."""
     notes: Sequence[str] = field(default=())
 
 
 def contents(study: Study, root: Path | str, command: str) -> Contents:
-    """What there is to tell of a study.
+    """Contents of a study's report.
 
     Args:
         study: as `harness.analysis.judge.study` reads it.
@@ -141,7 +125,6 @@ def _made() -> str:
 
 
 def _commands(name: str, root: Path | str, command: str) -> list[str]:
-    """A study without a record was asked for run by run: `origins` has the command of each."""
     return [*([ask_again(root, name)] if read_study(Path(root), name) else []), command]
 
 
@@ -209,7 +192,6 @@ def _runs(study: Study) -> Table:
 
 
 def _filled(table: Table) -> Table:
-    """A table without the columns in which nothing stands."""
     kept = [place for place in range(len(table.head)) if any(row[place].text for row in table.rows)]
     rows = [[row[place] for place in kept] for row in table.rows]
     return replace(table, head=[table.head[place] for place in kept], rows=rows)
@@ -225,7 +207,6 @@ def _mib(num_bytes: float) -> str:
 
 
 def text(value: Any) -> Cell:
-    """A text; empty for what is missing."""
     shown = "" if value is None or value != value else str(value)
     return Cell(shown, shown or None)
 

@@ -10,7 +10,6 @@ from harness.store.screen import visible
 
 
 def markdown(contents: Contents) -> str:
-    """The whole text, with one newline at its end."""
     return "\n\n".join(_parts(contents)) + "\n"
 
 

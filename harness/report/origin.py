@@ -14,7 +14,6 @@ from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, flatten
 
 FIRST = ("git.sha", "git.branch", "git.dirty", "sources_digest", "cpu_model", "cpu_count", "device", "hosts")
-"""Facts that stand before the others."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,14 @@ class Run:
     path: str
     state: str
     overrides: str
-    """As typed after `run.py`, quoted for a shell."""
     command: str
-    """What runs the frozen cell again."""
     attempts: int
     facts: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the runs of a study come from."""
-
     common: Sequence[tuple[str, str]]
-    """Facts that every run has, and has alike."""
     runs: Sequence[Run]
 
 

@@ -36,7 +36,6 @@ def page(contents: Contents, pictures: Sequence[Picture]) -> str:
 
 
 def _digest(text: str) -> str:
-    """By which the policy knows an inline style or script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

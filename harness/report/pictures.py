@@ -16,8 +16,6 @@ from harness.analysis.judge import Study
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture and what it shows."""
-
     title: str
     caption: str
     svg: bytes

@@ -9,7 +9,6 @@ from harness.store.errors import StoreError
 from harness.store.reading import open_regular
 
 SUBMISSIONS = ".submit"
-"""Folder of a study's submissions."""
 
 TAIL_BYTES = 1 << 16
 
@@ -18,7 +17,7 @@ _MEMORY = re.compile(rb"exceeded (?:job |step )?memory limit|oom[-_ ]kill", re.I
 
 
 def memory(run: Path, submission: str, job: str) -> str:
-    """What to add to the reason of a job that was killed for its memory; empty where its log does not say so."""
+    """Addition to the reason of a job that was killed for its memory; empty where its log does not say so."""
     try:
         file = open_regular(run.parent / SUBMISSIONS / submission / f"{job}_0_log.out")
     except (OSError, StoreError):

@@ -38,9 +38,8 @@ FOLDERS = ("capture", "vouch")
 ASIDE = ("overrides.txt", "diff.patch")
 """Files of which no result is made. A diff may be its owner's secret, or taken out of a copy for others."""
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
-"""Files that tables and mirrors are made of."""
 SUFFIXES = (".json", ".safetensors", ".f64")
-"""What a file of a capture or a stream ends with; others are left by a crash, or are not the run's."""
+"""Suffixes of files of a capture or stream; others are left by a crash, or are not the run's."""
 RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
 BLOCK = 2**18
 
@@ -109,7 +108,7 @@ def unfit(run: Path, *names: str) -> list[str]:
 
 
 def told(run: Path) -> str:
-    """What a person is told of a run's record; empty where nothing was listed."""
+    """Sentence about a run's record; empty where nothing was listed."""
     found = damage(run)
     if found is None:
         return ""
@@ -119,7 +118,6 @@ def told(run: Path) -> str:
 
 
 def _recorded(run: Path) -> list[str]:
-    """Paths of what is there to be listed."""
     found = [name for name in FILES if os.path.isfile(run / name)]
     for folder in FOLDERS:
         names = (name for name in sorted(folder_names(run / folder)) if not name.startswith("."))
@@ -139,7 +137,6 @@ def _read(run: Path, checksum: str | None = None) -> dict[str, Any]:
 
 
 def _gone(run: Path, files: Iterable[str]) -> dict[str, str]:
-    """Whole folders that are missing."""
     found = {}
     for folder in FOLDERS:
         count = sum(name.startswith(f"{folder}/") for name in files)
@@ -149,7 +146,6 @@ def _gone(run: Path, files: Iterable[str]) -> dict[str, str]:
 
 
 def _added(run: Path, files: Mapping[str, Any]) -> dict[str, str]:
-    """Files that a reader would take for the run's."""
     return {name: f"{name} was added after the run ended" for name in _recorded(run) if name not in files}
 
 
@@ -159,7 +155,6 @@ def _attempts(run: Path, count: int) -> dict[str, str]:
 
 
 def _fault(path: Path, entry: Mapping[str, Any]) -> str:
-    """In what a file differs from its entry; empty if in nothing that is seen."""
     try:
         size = path.stat().st_size
         if size < entry["bytes"]:

@@ -16,13 +16,10 @@ from pathlib import Path
 from harness.store.provenance import ROOT, SHIPPED
 
 SCRIPT = "harness"
-"""The console script."""
 
 DISTRIBUTION = "sharding-harness"
-"""The package's name for pip, as in pyproject.toml."""
 
 USUAL = "runs"
-"""The store of a command without `--root` and `launch.root`."""
 
 TYPED = "HARNESS_TYPED"
 """The variable by which a process, and those it starts, know the console script they were started as, ready to type."""
@@ -65,7 +62,6 @@ def is_usual(root: Path | str) -> bool:
 
 
 def _harness(start: str | None = None) -> str:
-    """The start of a command, console script or module, typed in `start`, by default here."""
     typed = os.environ.get(TYPED)
     if typed and start:
         (typed,) = shlex.split(typed)
@@ -74,13 +70,13 @@ def _harness(start: str | None = None) -> str:
 
 
 def install(extra: str) -> str:
-    """What installs an optional part: from the checkout, or, of a wheel that is installed, by the package's name."""
+    """Command that installs an optional part: from the checkout, or, of a wheel that is installed, by the package's
+    name."""
     package = DISTRIBUTION if ROOT.name == SHIPPED else _nearest(ROOT)
     return f"{python()} -m pip install {shlex.quote(f'{package}[{extra}]')}"
 
 
 def script(path: Path | str) -> str:
-    """What runs a Python file."""
     return f"{python()} {shown(path)}"
 
 

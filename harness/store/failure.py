@@ -20,7 +20,7 @@ ECHOES = re.compile(
     r"communicator (encountered|was aborted)|heartbeat|the server socket has failed",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the store say when a peer is gone."""
+"""Messages of gloo, NCCL and the store when a peer is gone."""
 
 LOSERS = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError"}
@@ -28,7 +28,6 @@ LOSERS = frozenset(
 """Errors by which a rank says that it lost a peer: torch's, and our engine's around one of them."""
 
 SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
-"""What is said of a run in which nobody told a cause."""
 
 REPORT = "error.txt"
 _RANK_FILE = re.compile(r"error-rank([0-9]{1,9})\.txt")
@@ -36,17 +35,13 @@ _RANK_FILE = re.compile(r"error-rank([0-9]{1,9})\.txt")
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank."""
-
     rank: int
     text: str
-    """Traceback, or what is known of a rank that left none."""
     when: float = 0.0
     """Seconds, on one clock for all ranks of a run."""
 
     @property
     def echo(self) -> bool:
-        """Whether this rank only lost a peer."""
         return is_echo(self.text)
 
     def summary(self) -> str:
@@ -55,19 +50,18 @@ class Failure:
 
 
 def is_echo(text: str) -> bool:
-    """Whether a traceback only says that a peer is gone: one of `LOSERS`, with one of `ECHOES`."""
+    """True if a traceback only says that a peer is gone: one of `LOSERS`, with one of `ECHOES`."""
     message = _message(text)
     kind = message.partition(":")[0].rpartition(".")[2]
     return kind in LOSERS and ECHOES.search(message) is not None
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what happened."""
     return (_message(text).splitlines() or ["unknown"])[0].strip()[:300]
 
 
 def _message(text: str) -> str:
-    """What the last traceback in `text` ends with: from its first line that is not indented; else the first line."""
+    """Message of the last traceback in `text`: from its first line that is not indented; else the first line."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     headers = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not headers:
@@ -78,7 +72,6 @@ def _message(text: str) -> str:
 
 
 def rank_file(attempt: Path, rank: int) -> Path:
-    """Where a rank leaves its traceback."""
     return attempt / f"error-rank{rank}.txt"
 
 
@@ -90,7 +83,6 @@ def forget(attempt: Path, rank: int) -> None:
 
 
 def record(attempt: Path, rank: int, text: str) -> None:
-    """Leave a rank's traceback."""
     write_atomic(rank_file(attempt, rank), text)
 
 
@@ -111,12 +103,11 @@ def ordered(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def has_cause(attempt: Path) -> bool:
-    """Whether any rank has told more than that it lost a peer."""
+    """True if any rank has told more than that it lost a peer."""
     return any(not failure.echo for failure in collect(attempt))
 
 
 def report(failures: Sequence[Failure]) -> str:
-    """The cause whole, every other rank in a line."""
     cause, *others = failures
     lines = [f"rank {cause.rank} failed first:", "", cause.text.rstrip(), ""]
     lines += [f"then {other.summary()}" for other in others]
@@ -124,5 +115,4 @@ def report(failures: Sequence[Failure]) -> str:
 
 
 def write_report(attempt: Path, failures: Sequence[Failure]) -> None:
-    """Write `error.txt`."""
     write_atomic(attempt / REPORT, report(failures))

@@ -13,23 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """One number, or one text, of a step."""
-
     path: str
-    """Keys from the line inwards, joined by slashes; `*` stands for keys that the run chooses."""
     unit: str
-    """Unit of the number; empty for texts and ratios."""
     meaning: str
-    """One sentence or more."""
     cost: bool = False
-    """Whether the metric says what the step took, which differs from one execution of a run to the next. All else must
+    """True if the metric says what the step took, which differs from one execution of a run to the next. All else must
     have the same bits in a run that was interrupted and resumed."""
     mirrored: bool = True
-    """Whether Weights & Biases is sent it."""
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
         return self.path.rpartition("/")[2]
 
 
@@ -200,7 +193,6 @@ def as_line(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a line with their paths."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}/")
@@ -209,13 +201,13 @@ def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def compared(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an interruption must not change: every leaf that no metric declares a cost."""
+    """Values that an interruption must not change: every leaf that no metric declares a cost."""
     declared = ((path, value, metric_of(path)) for path, value in leaves(record))
     return {path: value for path, value, metric in declared if metric is None or not metric.cost}
 
 
 def mirrored(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What Weights & Biases is sent: every leaf with a value, but those that its metric keeps back."""
+    """Values sent to Weights & Biases: every leaf with a value, but those that its metric keeps back."""
     declared = ((path, value, metric_of(path)) for path, value in leaves(record) if value is not None)
     return {path: value for path, value, metric in declared if metric is None or metric.mirrored}
 

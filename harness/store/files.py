@@ -19,7 +19,6 @@ from harness.store.errors import Busy, StoreError
 from harness.store.redaction import redacted
 
 PRIVATE = 0o600
-"""Mode of a file that only its owner may read."""
 
 
 def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -52,7 +51,6 @@ class SameFiles:
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[Path, int]] = {}
-        """By text: a file that holds it, and its inode."""
 
     def write(self, path: Path, text: str, *, mode: int = 0o666) -> None:
         """`write_atomic`, or a second name of the file that was written before; what cannot be linked is written."""
@@ -62,7 +60,6 @@ class SameFiles:
 
 
 def _linked(first: Path, inode: int, path: Path) -> bool:
-    """Whether `path` is now a name of the file that `first` was when it was written."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         os.link(first, temporary)

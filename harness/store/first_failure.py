@@ -13,7 +13,6 @@ FILE = ".failed"
 
 
 def tell(run: RunDir) -> None:
-    """Say that a run has failed."""
     write_atomic(run.path.parent / FILE, f"{run.path.name}\n")
 
 

@@ -25,8 +25,6 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Forward:
-    """Sketches of one step's forwards."""
-
     rows: int
     batch: tuple[int, int]
     modules: Mapping[str, tuple[tuple[float, ...], float]]

@@ -21,23 +21,19 @@ from harness.store.screen import counted
 from harness.store.status import JobProbe, State, Status
 
 SETTLED_S = 3600.0
-"""Age at which a leftover is nobody's any more."""
 
 MOVING = frozenset({State.queued, State.running, State.preempted})
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that can go."""
-
     path: Path
     why: str
     size: int
-    """Bytes."""
 
 
 def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = False) -> list[Item]:
-    """What can be removed; nothing is touched.
+    """Removable files; nothing is touched.
 
     Args:
         store: where.
@@ -118,7 +114,6 @@ def _run_folders(root: Path) -> Iterator[Path]:
 
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_.-]+\.[0-9a-f]{12}\.tmp")
-"""Names that `files.write_atomic` gives."""
 _MADE_BEFORE_CONFIG = frozenset({status.WRITE_LOCK, status.OWNER_LOCK, "overrides.txt"})
 
 
@@ -134,14 +129,12 @@ def _temporary(run: Path) -> Iterator[Item]:
 
 
 def _half_made(run: Path) -> Iterator[Item]:
-    """A folder that holds nothing but what `Store.create` makes before the configuration."""
     others = [n for n in folder_names(run) if n not in _MADE_BEFORE_CONFIG and not _TEMPORARY.fullmatch(n)]
     if not others and not os.path.lexists(run / CONFIG) and _old(run):
         yield _item(run, f"a run without {CONFIG}, left by a crash")
 
 
 def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
-    """Folders of ended submissions, the code nobody runs from any more, and scripts of dry runs."""
     known = [_found(run, jobs) for run in store.runs()]
     living = {found.submission for found in known if isinstance(found, Status) and found.state in MOVING}
     if any(isinstance(found, StoreError) for found in known):
@@ -169,11 +162,9 @@ def _lines(path: Path) -> list[str]:
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
 _COPY = re.compile(r"(own-)?[0-9a-f]{16}|\.(own-)?[0-9a-f]{16}\.[0-9a-f]{12}\.tmp")
-"""Names that `launch.snapshot` gives."""
 
 
 def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:
-    """The state that holds now, or why it cannot be told."""
     try:
         return status.effective(run.path, jobs)
     except StoreError as error:

@@ -15,7 +15,6 @@ from typing import Any
 from harness.fsdp.vocabulary import OuterStrategy
 
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
-"""Top-level keys that say where, how or why a cell runs, not what it computes."""
 
 AXES = (
     "engine",
@@ -44,7 +43,6 @@ FREE = (
     "model.name",
     "model.activation_checkpointing",
 )
-"""Single settings that may differ."""
 
 HELD = ("cluster.device", "cluster.threads_per_rank")
 """Settings of a free group that must agree: sums depend on both."""
@@ -67,7 +65,6 @@ ADDED: dict[tuple[str, str], Any] = {
 """Settings that came later, each with the value under which a run is what it was before they were there."""
 
 SHORT = 8
-"""Characters of the signature in a directory's name."""
 
 MAX_NAME = 80
 

@@ -25,7 +25,7 @@ def require() -> None:
 
 
 def lacking() -> str:
-    """What this interpreter lacks, as the end of a sentence; empty if nothing."""
+    """Parts that this interpreter lacks, as the end of a sentence; empty if nothing."""
     if sys.version_info < OLDEST:
         return f"is Python {sys.version.split()[0]}, and 3.11 is the oldest that can be used"
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

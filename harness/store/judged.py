@@ -57,7 +57,8 @@ def outcomes(root: Path, study: str) -> dict[Path, str]:
 
 
 def _mark(run: Path) -> str:
-    """What changes when a run is made again; empty for one that cannot be read, which is no run's that was judged."""
+    """Mark that changes when a run is made again; empty for one that cannot be read, which is no run's that was
+    judged."""
     try:
         state, origin = status.read(run), provenance.read(run)
     except StoreError:

@@ -20,10 +20,8 @@ from harness.store.reading import open_regular
 from harness.store.shapes import STEP, fault
 
 TAIL_BYTES = 65536
-"""What is read of a file's end: some fifty steps."""
 
 MAX_LINE = 1 << 24
-"""Longest line that is read: a step of a hundred thousand numbers has a third of it."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -73,7 +71,6 @@ class MetricsWriter:
     """Appends records to `metrics.jsonl`. One process writes; any number may read meanwhile."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending, and cut a torn last line off first."""
         _cut_torn_end(path)
         self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -99,7 +96,6 @@ class MetricsWriter:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -190,7 +186,6 @@ def read_columns(path: Path, keys: Sequence[str]) -> dict[str, list[Any]]:
 
 
 _NUMBERS = (float, int)
-"""Types that need no closer look."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -25,10 +25,8 @@ from harness.store.reading import read_json
 from harness.store.shapes import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""Folder of the `harness` package."""
 
 SHIPPED = "shipped"
-"""The folder in an installed package that holds what a checkout has beside it."""
 
 ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
 """Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
@@ -37,7 +35,6 @@ SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
     *("config/derived.py", "config/schedule.py", "config/data_source.py"),
 )
-"""What can change a number, relative to the package. Meters, records and the desk cannot."""
 
 PACKAGES = (
     "torch",
@@ -49,7 +46,6 @@ PACKAGES = (
     "submitit",
     "wandb",
 )
-"""Distributions whose versions are recorded of every run; a caller adds those of engines."""
 
 ENVIRONMENT = (
     "OMP_NUM_THREADS",
@@ -101,7 +97,6 @@ ENVIRONMENT = (
     "SLURM_RESTART_COUNT",
     "SLURM_NTASKS",
 )
-"""Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
 
 MAX_DIFF_BYTES = 8 * 2**20
 
@@ -110,7 +105,7 @@ OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTOR
 
 
 def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
-    """What the desk knows of a run it is about to start.
+    """Facts of a run about to start.
 
     Args:
         peers: distributions of engines, whose versions are recorded beside those of `PACKAGES`.
@@ -125,7 +120,6 @@ def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def machine_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What any process knows of the machine it stands on."""
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -159,7 +153,6 @@ def _version(name: str) -> str | None:
 
 @cache
 def cpu_model() -> str:
-    """Name of the processor, as the system tells it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -176,7 +169,6 @@ def _sysctl_cpu() -> str:
 
 
 def source_files(package: Path = PACKAGE) -> list[Path]:
-    """The files under `SOURCES`, sorted by their path."""
     found: list[Path] = []
     for name in SOURCES:
         entry = package / name
@@ -255,7 +247,6 @@ def git_diff(folder: Path = PACKAGE.parent) -> str:
 
 
 def _is_tracked(folder: Path) -> bool:
-    """Whether a repository has any file of a folder."""
     return bool(_git(folder, "ls-files", "--", "."))
 
 
@@ -293,13 +284,12 @@ def merge(run: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read(run: Path) -> dict[str, Any]:
-    """`provenance.json`; empty where there is none."""
     value: dict[str, Any] | None = read_json(run / "provenance.json", PROVENANCE)
     return value or {}
 
 
 def is_stale(run: Path, digest: str | None = None, own: Iterable[Mapping[str, Any]] | None = None) -> bool:
-    """Whether a run was made by sources that differ from today's (or from `digest`), the user's own included.
+    """True if a run was made by sources that differ from today's (or from `digest`), the user's own included.
 
     `own` is the record of what would be used now; without it, the files of then are looked at again.
     """

@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEASH = "HARNESS_LEASH_FD"
-"""Descriptor of a pipe that closes when the launcher is gone."""
 PROGRESS = "HARNESS_PROGRESS_FD"
-"""Descriptor a rank writes its progress to, a JSON object a line."""
 START = "HARNESS_START"
-"""Token of one start of one attempt: tells this start's rendezvous from an older one's."""
 FORK_FDS = (LEASH, PROGRESS, "")
 """Variables that name the descriptors a forked rank is given, in their order; the last, the run's lock, has none."""
 DIES_WITH = "HARNESS_DIES_WITH"
-"""Process id of a fork server's launcher: where that is gone, the server is not wanted any more."""
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
 
@@ -26,7 +22,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
 def stop_reason(asked: signal.Signals) -> str:
-    """What a run's status says of a signal that ended it."""
     return "interrupted by Ctrl-C" if asked is signal.SIGINT else f"{asked.name} received"
 
 
@@ -42,8 +37,6 @@ def stop_signals_blocked() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank stands, and who put it there."""
-
     rank: int
     world_size: int
     local_rank: int
@@ -56,7 +49,7 @@ class RankPlace:
 
     @property
     def watched(self) -> bool:
-        """Whether a launcher of ours sees this rank's progress, its death and its exit code."""
+        """True if a launcher of ours sees this rank's progress, its death and its exit code."""
         return self.launcher == "local"
 
 
@@ -88,12 +81,12 @@ def _place(environment: Mapping[str, str]) -> RankPlace:
 
 
 def is_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or something that speaks its language, started this process as a rank."""
+    """True if torchrun, or something that speaks its language, started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a rank. An sbatch script has SLURM_PROCID too, but is in no step."""
+    """True if srun started this process as a rank. An sbatch script has SLURM_PROCID too, but is in no step."""
     return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 

@@ -25,7 +25,6 @@ from harness.store.shapes import Shape, fault
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 MAX_BYTES = 256 * 2**20
-"""Largest file that is read whole; records of steps are read line by line and may be larger."""
 
 MAX_YAML_BYTES = 2**23
 """Largest YAML file that is read: a frozen configuration has a thousandth of it, and reading takes seconds for each."""
@@ -34,21 +33,17 @@ MAX_DEPTH = 64
 """Nesting that no file of ours comes near. The YAML reader recurses in C, without a limit of its own."""
 
 _MAY_NEST = re.compile(rf"^[ \t?-]{{{MAX_DEPTH}}}|[&*]", re.MULTILINE)
-"""Indentation or nodes that refer to each other: where neither is, only brackets nest deeply."""
 
 _TABLE = re.compile(r"^(?=[A-Za-z_]\w*:(?: |$))", re.MULTILINE)
-"""Where an entry of a table begins that is not indented."""
 
 _NO_TABLE = re.compile(r"^(?![A-Za-z_]\w*:(?: |$)|[ #]|$)", re.MULTILINE)
 """A line that is neither such a beginning nor indented: another document, a list, what is left of a text."""
 
 _SMALL = 2**16
-"""Characters of a file whose parts are kept."""
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 _BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What PyYAML raises on text that is not what it says: `!!int x`, a thirteenth month."""
 
 
 def open_regular(path: Path, *, own: bool = False) -> BinaryIO | None:
@@ -207,19 +202,16 @@ def _by_entries(text: str) -> Any:
 
 @lru_cache(maxsize=512)
 def _entry(text: str) -> Any:
-    """One entry of a table; who is given it changes nothing in it."""
     return yaml.load(text, Loader)
 
 
 def _own(value: Any) -> Any:
-    """The value with tables and lists of its own."""
     if isinstance(value, dict):
         return {key: _own(each) for key, each in value.items()}
     return [_own(each) for each in value] if isinstance(value, list) else value
 
 
 def _check_nesting(text: str, where: str) -> None:
-    """Walk through the text event by event, which takes no stack."""
     depth = 0
     for event in yaml.parse(text, Loader):
         if isinstance(event, yaml.AliasEvent):

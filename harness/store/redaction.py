@@ -20,22 +20,16 @@ LEAST = 8
 """Characters from which on the value of a variable is searched for: `0` and `true` stand everywhere."""
 
 LONG = 10_000
-"""Characters from which on a text is looked through once only."""
 
 _TELLING = re.compile(
     r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
     re.IGNORECASE,
 )
-"""What the name of a variable holds whose value is nobody's business."""
 
 _NAME = r"(?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|account|auth|private)[_-]?(?:key|token))"
-"""Part of a name, in any case, whose value is hidden whatever it is made of."""
 _TOKEN = r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?![\w-])"
-"""Models have tokens of their own."""
 _ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
-"""Where a value goes on: also in the next line, which a diff begins with a sign."""
 _TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
-"""Types and constants, which stand after the colon of a declaration."""
 
 _ASSIGNED = (
     re.compile(
@@ -74,7 +68,6 @@ _ASSIGNED = (
     re.compile(r"(?m)^([+\- ]?)(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/]{60,76}={0,2}$"),
     re.compile(r"(?m)^([+\- ]?)[A-Za-z0-9+/]{8,76}={0,2}$(?=\n[+\- ]?-----END [A-Z ]*PRIVATE KEY)"),
 )
-"""Each keeps its first group."""
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -84,10 +77,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 LEAST_TOLD = 6
-"""As `LEAST`, of a refusal: nothing is read from it again."""
 
 _TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
-"""A name within a word of a request, and what stands between it and its value."""
 
 
 def without_secrets(
@@ -114,11 +105,9 @@ def without_secrets(
 
 
 _PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
-"""A part of a value that is told as it is, whatever is quoted around it."""
 
 
 def _typed(word: str) -> Iterator[tuple[str, str]]:
-    """Each name in a word with all that follows it."""
     return ((found[1].lstrip("+~-"), word[found.end() :].strip("'\"")) for found in _TYPED.finditer(word))
 
 
@@ -139,7 +128,6 @@ def _without(text: str, values: tuple[str, ...]) -> str:
 
 
 _kept = lru_cache(maxsize=4)(_without)
-"""The diff of a thousand cells is one text."""
 
 
 def secrets_of(environment: Mapping[str, str], least: int = LEAST) -> dict[str, str]:
@@ -156,10 +144,10 @@ _OF_PATHS = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
 
 
 def _is_count(name: str, value: str) -> bool:
-    """Whether a variable counts something (`MAX_TOKENS=20000000`): its value may stand in any record, as a number."""
+    """True if a variable counts something (`MAX_TOKENS=20000000`): its value may stand in any record, as a number."""
     return value.isdecimal() and bool(re.search(r"(?:TOKEN|KEY)S(?:_|$)", name, re.IGNORECASE))
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether a variable says where something lies. Keys in base 64 may begin with a slash, too."""
+    """True if a variable says where something lies. Keys in base 64 may begin with a slash, too."""
     return "/" in value and bool(_OF_PATHS.search(name) or os.path.lexists(value))

@@ -25,9 +25,7 @@ LAST = ".last"
 CANCEL = "cancel"
 CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
-"""Folder under the root: the code jobs run from, a folder for each state of it."""
 CODE_OF = "code"
-"""File in a submission's folder: names of the folders under `CODE` that its jobs run from."""
 DRY_RUN = ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
@@ -37,19 +35,17 @@ _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch", CHECKSUMS)
-"""What a run produced; moved aside when it starts again from step 0."""
+"""Files that a run produced; moved aside when it starts again from step 0."""
 
 
 class CellLike(Protocol):
-    """A frozen cell, as the store sees it."""
-
     @property
     def config(self) -> dict[str, Any]:
         """Plain, resolved, complete."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What the person typed."""
+        """Overrides as typed."""
 
 
 class RunDir:
@@ -69,12 +65,10 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """Written at the end."""
         return self.path / "summary.json"
 
     @property
@@ -84,12 +78,10 @@ class RunDir:
 
     @property
     def ckpt(self) -> Path:
-        """Folder of checkpoints."""
         return self.path / "ckpt"
 
     @property
     def capture(self) -> Path:
-        """Folder of captured gradients."""
         return self.path / "capture"
 
     @property
@@ -120,7 +112,6 @@ class RunDir:
         return found[path]
 
     def overrides(self) -> tuple[str, ...]:
-        """What the person typed, one override each."""
         return tuple((read_text(self.path / "overrides.txt") or "").splitlines())
 
     def signature(self) -> str:
@@ -128,15 +119,13 @@ class RunDir:
         return identity.signature(self.config())
 
     def status(self) -> status.Status | None:
-        """What `status.json` says, believed or not; see `status.effective`."""
+        """Contents of `status.json`, believed or not; see `status.effective`."""
         return status.read(self.path)
 
     def attempts(self) -> list[int]:
-        """Numbers of the attempts so far, ascending."""
         return sorted(int(name) for name in folder_names(self.path / "attempts") if _ATTEMPT.fullmatch(name))
 
     def attempt_dir(self, number: int) -> Path:
-        """Folder of one attempt: script, rank logs, `error.txt`."""
         return self.path / "attempts" / str(number)
 
     def next_attempt(self) -> int:
@@ -181,7 +170,7 @@ class RunDir:
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
 
     def has_record(self) -> bool:
-        """Whether the run directory holds steps or a checkpoint of an earlier attempt."""
+        """True if the run directory holds steps or a checkpoint of an earlier attempt."""
         return self.metrics.exists() or bool(self.checkpoints())
 
     def checkpoints(self) -> list[Path]:
@@ -205,7 +194,6 @@ def request_cancel(run: Path, attempt: int) -> None:
 
 
 def cancel_requested(run: Path, attempt: int) -> bool:
-    """Whether somebody asked for the end of an attempt."""
     return (run / "attempts" / str(attempt) / CANCEL).exists()
 
 
@@ -254,8 +242,6 @@ def check_name(what: str, name: str) -> str:
 
 
 class Store:
-    """All runs under one root."""
-
     def __init__(self, root: Path | str) -> None:
         """
         Args:
@@ -272,7 +258,6 @@ class Store:
         self.root = _anchored(root)
 
     def path_of(self, cell: CellLike) -> Path:
-        """Where a cell's run lies; nothing is made."""
         study = check_name("study.name", identity.study_name(cell.config))
         return self.root / study / identity.directory_name(cell.config)
 
@@ -303,7 +288,6 @@ class Store:
             write_atomic(self.root / MARK, MARK_TEXT)
 
     def is_marked(self) -> bool:
-        """Whether the root bears the mark of a store."""
         try:
             return read_text(self.root / MARK) == MARK_TEXT
         except StoreError:
@@ -320,11 +304,9 @@ class Store:
         return lock
 
     def remember(self, run: RunDir) -> None:
-        """Make `@last` mean this run."""
         write_atomic(self.root / LAST, f"{run.path.relative_to(self.root)}\n")
 
     def studies(self) -> list[str]:
-        """Names of the studies that have runs."""
         return sorted({run.path.parent.name for run in self.runs()})
 
     def runs(self, study: str | None = None) -> list[RunDir]:

@@ -20,7 +20,6 @@ UNLIMITED = 10_000
 LEAST = 12
 """A column is never made narrower: a run's signature stays whole."""
 TAIL = 9
-"""Characters kept at the end of what is shortened: a run's signature and its dash."""
 GAP, INDENT = "  ", "    "
 COLOURS = {
     "32": ("done", "EQUAL", "EQUIVALENT"),
@@ -28,12 +27,11 @@ COLOURS = {
     "33": ("preempted", "cancelled", "stale", "UNDECIDED", "NOT_COMPARABLE"),
     "36": ("queued", "running"),
 }
-"""ANSI's green, red, yellow and cyan: states of runs, and verdicts."""
 _CODE = {word: code for code, words in COLOURS.items() for word in words}
 _WHOLE = re.compile(
     r"`[^`\n]*`|(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|(?<!\S)(\S*python[\d.]* |harness [a-z]|pip |git )[^;`\n]*"
 )
-"""What is copied, and stays in one line: what stands in quotes, and a command up to where the sentence goes on."""
+"""Texts to copy, kept in one line: those in quotes, and a command up to where the sentence goes on."""
 _HEAD = re.compile(r" *(?:(?:valid|fix|about): +)?")
 _WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
 
@@ -57,12 +55,10 @@ class Visible:
         self.plain = plain
 
     def write(self, text: str) -> int:
-        """Write it; returns the characters that were given."""
         self.plain.write(visible(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each."""
         for line in lines:
             self.write(line)
 
@@ -71,13 +67,11 @@ class Visible:
 
 
 def plain(stream: IO[str]) -> IO[str]:
-    """The stream behind a `Visible` one."""
     return stream.plain if isinstance(stream, Visible) else stream
 
 
 @contextmanager
 def filtered() -> Iterator[None]:
-    """Standard output and error as `Visible` streams."""
     out, errors = (cast("IO[str]", Visible(plain(stream))) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(errors):
         yield
@@ -102,7 +96,7 @@ def width() -> int:
 
 
 def coloured(out: IO[str] | None = None) -> bool:
-    """Whether `out` (by default standard output) is a terminal that shows colours, and NO_COLOR is not set."""
+    """True if `out` (by default standard output) is a terminal that shows colours, and NO_COLOR is not set."""
     stream = out or sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -149,12 +143,10 @@ def named(names: Collection[str], room: int) -> dict[str, str]:
 
 
 def _kinds(rows: Sequence[Sequence[str]], places: Sequence[int]) -> int:
-    """How many rows differ in these places."""
     return len({tuple(row[place] for place in places) for row in rows})
 
 
 def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> list[str]:
-    """Parts of a name, each run of those left out as one ellipsis."""
     found = [row[place] if place in kept else "…" for place in differ]
     return [each for place, each in enumerate(found) if each != "…" or found[place - 1 : place] != ["…"]] + [row[-1]]
 
@@ -234,7 +226,6 @@ def table(
 
 
 Part = tuple[str, dict[int, int]]
-"""A line of a row: what it begins with, and the width of each of its columns, by place."""
 
 
 def _lines(row: Sequence[str], parts: Sequence[Part], folded: Sequence[int]) -> list[str]:
@@ -255,7 +246,6 @@ def _parts(
     firm: Sequence[int],
     breaks: Sequence[int],
 ) -> list[Part]:
-    """The lines that every row has."""
     parts: list[Part] = []
     left = list(range(len(everything[0])))
     while left:
@@ -275,7 +265,6 @@ def _sizes(
     flexible: Sequence[int],
     firm: Sequence[int],
 ) -> tuple[dict[int, int], int]:
-    """Widths of some columns side by side, and by how much they are still too wide."""
     sizes = {place: max(len(row[place]) for row in everything) for place in places}
     excess = sum(sizes.values()) + len(GAP) * (len(sizes) - 1) - columns
     while excess > 0:

@@ -42,7 +42,7 @@ _NAMES = {
 
 
 def fault(value: Any, shape: Shape, at: str = "") -> str:
-    """What keeps `value` from having this shape, in a sentence; empty if nothing does."""
+    """Reason that keeps `value` from having this shape, in a sentence; empty if nothing does."""
     if isinstance(shape, Maybe):
         return "" if value is None else fault(value, shape.of, at)
     if isinstance(shape, Each):
@@ -134,7 +134,6 @@ TIMED: Shape = {
     "measure": {"mode": str, "warmup_steps": int},
     "cluster": {"device": str},
 }
-"""What a table of step times reads of a configuration."""
 
 _OWN: Shape = {"kind": str, "name": str, "root": str, "files": Each(list, str), "digest": str}
 
@@ -224,9 +223,7 @@ WITNESS: Shape = {
     "kept": Each(dict, int),
     "wrong_weights": Each(list, _WRONG_WEIGHT),
 }
-"""Beside a `witness-*.safetensors`; terms that are not finite are texts."""
 
 ROUNDING: Shape = {"draws": int, "moves": Each(dict, Each(dict, Each(dict, NUMBER)))}
 
 VIEW: Shape = {"name": str, "id": str, "project": str}
-"""A dashboard that was made on a wandb server."""

@@ -61,7 +61,6 @@ def _report(run: RunDir, found: status.Status | None) -> list[str]:
 
 
 def _job(run: RunDir, found: status.Status | None) -> list[str]:
-    """The SLURM job of a run and the nodes of its last start, if a job runs it."""
     if found is None or not found.job:
         return []
     facts = provenance.read(run.path).get("environment", {})
@@ -110,14 +109,12 @@ def _progress(run: RunDir) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """A text as it is, numbers as JSON, a table of them as `name value, ...`."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _counters(counted: dict[str, Any]) -> list[str]:
-    """What the engine counted of itself in the last step; nothing for engines that do not."""
     told = [f"{name} {with_unit(f'counters/{name}', value)}" for name, value in counted.items() if value is not None]
     return [_field("counters", ", ".join(told))] if told else []
 
@@ -156,7 +153,7 @@ def _traffic(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _asked(entry: dict[str, Any]) -> str:
-    """What was asked of NCCL and what became of it: `auto -> none (why)`."""
+    """Request to NCCL and its outcome: `auto -> none (why)`."""
     more = "; ".join(
         f"{key}: {', '.join(value) if isinstance(value, list) else value}"
         for key, value in entry.items()
@@ -182,7 +179,6 @@ def diff(a: RunDir, b: RunDir) -> str:
 
 
 def _damaged(*runs: RunDir) -> list[str]:
-    """What of two runs is told below, and is not what they recorded."""
     texts = [(checksums.damage(run.path, CONFIG, run.provenance.name) or {}).values() for run in runs]
     return [f"{name}  damaged: {text}" for name, each in zip("ab", texts, strict=True) for text in each]
 

@@ -28,8 +28,6 @@ FULL_BYTES = 2**20
 
 
 class State(Enum):
-    """Where a run stands."""
-
     queued = "queued"
     running = "running"
     preempted = "preempted"
@@ -64,12 +62,9 @@ RESTARTS = frozenset({State.queued, State.running})
 
 @dataclass(frozen=True)
 class Status:
-    """What `status.json` says."""
-
     state: State
     reason: str
     attempt: int
-    """Number of the attempt this is about."""
     keeper: Keeper = Keeper.process
     host: str = ""
     """Host of the process that keeps the run alive, or of rank 0."""
@@ -80,13 +75,10 @@ class Status:
     submission: str = ""
     """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
     index: int = 0
-    """Place of this cell in the submission's array."""
     mirror: str = ""
-    """Why the wandb mirror of this attempt failed; empty where it did not."""
     steps: int = 0
     """Steps the run is to make, so that a table of a thousand runs reads no configuration; 0: look there."""
     checksums: str = ""
-    """Checksum of `checksums.json`; empty while an attempt is under way, and of runs that have none."""
     updated: str = ""
     """UTC, ISO 8601."""
 
@@ -95,7 +87,7 @@ _FIELDS = tuple(field.name for field in fields(Status))
 
 
 def read(run: Path) -> Status | None:
-    """What the file says; None for a run that was never started.
+    """Status in the file; None for a run that was never started.
 
     Raises:
         StoreError: the file is damaged.
@@ -220,7 +212,7 @@ def _of_process(run: Path, status: Status) -> Status | None:
 
 
 def _if_full(run: Path) -> str:
-    """What a disk without room adds to the end of a run that could not say why it ended; empty where there is room."""
+    """Addition by a full disk to the end of a run that could not say why it ended; empty where there is room."""
     try:
         free = shutil.disk_usage(run).free
     except OSError:

@@ -66,7 +66,6 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str], request
 
 
 ONCE = ("launch.root", "launch.rerun", "launch.dry_run", "launch.preempt_at")
-"""Settings that say where and how one request was carried out, not what it asked for."""
 
 
 def asked(root: Path, study: str) -> tuple[list[str], str]:

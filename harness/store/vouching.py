@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 FOLDER = "vouch"
 VERSION = 4
 DENSE = 512
-"""Steps from the first on of which every tensor's sketches are kept."""
 BYTES = 8
 
 ONCE = ("again", "drift")
-"""What is looked at in the last captured step alone."""
 CHECKS = ("sum", "gather", "kept", "replicas", "rule", *ONCE)
-"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor."""
+"""Checks of every step, each the largest over all tensors, beside the index of that tensor."""
 
 MOMENTS = ("first", "second")
 """Columns of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so
@@ -87,12 +85,10 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 def is_kept(step: int, every: int) -> bool:
-    """Whether the tensors of a step are kept."""
     return step <= DENSE or step % every == 0
 
 
 def kept_until(step: int, every: int) -> int:
-    """How many of the first so many steps are kept."""
     return step if step <= DENSE else DENSE + step // every - DENSE // every
 
 
@@ -145,17 +141,14 @@ class StreamWriter:
             self._tensors.write(tensors.astype("<f8").tobytes())
 
     def write_closing(self, row: Sequence[float]) -> None:
-        """The row after the last step."""
         self._steps.write(_packed(row))
 
     def sync(self) -> None:
-        """Have everything on disk: a checkpoint stands on it."""
         for file in (self._steps, self._tensors):
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Finish writing."""
         self._steps.close()
         self._tensors.close()
 
@@ -181,8 +174,6 @@ def _packed(values: Sequence[float]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """One run's stream, read where it is asked for."""
-
     folder: Path
     tensors: tuple[VouchedTensor, ...]
     sketches: int
@@ -243,7 +234,6 @@ def _last(
 
 
 def _table(path: Path, columns: int) -> NDArray[np.float64]:
-    """Whole rows of a file, mapped into memory; what is left of a torn last row is not one."""
     import numpy as np
 
     rows = path.stat().st_size // (columns * BYTES) if path.is_file() and columns else 0

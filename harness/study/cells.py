@@ -25,13 +25,10 @@ from harness.study.expand import Point
 
 @dataclass(frozen=True)
 class Desired:
-    """The set of cells a request asks for."""
-
     cells: tuple[Cell, ...]
     """Distinct cells, in the order they are started: controls stand before the arms that need them, timed cells last,
     in blocks (`order`)."""
     controls: dict[str, str]
-    """Signature of an arm -> signature of its control; controls, and arms without one, are left out."""
 
 
 class Composer:
@@ -61,7 +58,6 @@ class Composer:
         return freeze(cfg, overrides)
 
     def _root(self, chosen: tuple[str, ...]) -> DictConfig:
-        """A typed root of one's own with these options."""
         apart = chosen_apart(chosen)
         asked = tuple(text for text in chosen if text not in apart)
         if asked not in self._composed:
@@ -73,7 +69,6 @@ class Composer:
 
 
 def set_value(cfg: DictConfig, override: Override) -> None:
-    """Put one value where Hydra would put it."""
     OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
 
 
@@ -102,7 +97,6 @@ def desired(points: Sequence[Point], composer: Composer) -> Desired:
 
 
 def _same_or_refuse(first: Cell, second: Cell) -> None:
-    """Refuse an axis that makes no new run, such as two roots or two machines for one cell."""
     one, other = flatten(first.config), flatten(second.config)
     differing = [key for key in one if one[key] != other.get(key)]
     if differing:

@@ -11,7 +11,6 @@ from harness.config.overrides import Word, check_overrides
 from harness.config.schema import StudyConfig
 
 Assignment = dict[str, str]
-"""Value by key; the key is a group or a setting."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ def _texts(assignment: Assignment) -> tuple[str, ...]:
 
 
 def _typed_axes(words: Sequence[Word]) -> Iterator[list[Assignment]]:
-    """One axis for each word; a single value is an axis of one."""
     for word in words:
         yield [{word.key: value} for value in word.values]
 
@@ -73,7 +71,6 @@ def _file_axes(study: StudyConfig, typed: set[str]) -> Iterator[list[Assignment]
 
 
 def _check_file(study: StudyConfig) -> None:
-    """Read every override of the file as if it were typed, so that a typo there gets the same hints."""
     violations = []
     lengths = {key: len(values) for key, values in study.zip.items()}
     if len(set(lengths.values())) > 1:

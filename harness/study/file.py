@@ -17,7 +17,6 @@ from harness.store.reading import Loader, read_text, read_yaml
 from harness.store.shapes import Shape
 
 CONTENT: Shape = {}
-"""A study file is a mapping; what is in it is checked when it is put into the typed root."""
 
 PAIRS = ("control", "base")
 AXES = ("grid", "zip")
@@ -43,7 +42,6 @@ def normalise(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 _typed: dict[str, str] = {}
-"""What Hydra was told of a study file -> how it was typed."""
 
 
 def as_asked(words: Sequence[str]) -> list[str]:
@@ -74,7 +72,6 @@ def register(overrides: Sequence[str]) -> None:
 
 
 def _said_twice(path: Path) -> Iterator[Violation]:
-    """Keys that stand in one table of the file twice, of which YAML would take the last."""
     nodes = [yaml.compose(read_text(path) or "", Loader)]
     while nodes:
         node = nodes.pop()
@@ -90,7 +87,6 @@ def _said_twice(path: Path) -> Iterator[Violation]:
 
 
 def _dates(value: Any, where: str) -> Iterator[Violation]:
-    """What YAML reads as a date, which no setting is."""
     if isinstance(value, date):
         yield Violation(f"{where}: {value}", "YAML reads this as a date", fix=f'"{value}"')
     elif isinstance(value, Mapping):

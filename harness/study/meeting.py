@@ -40,18 +40,14 @@ _NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "
 
 @dataclass(frozen=True)
 class Answer:
-    """What rank 0 decided."""
+    """Decision of rank 0."""
 
     exit_code: int | None = None
-    """Set where there is nothing to run: the request was refused, or the run is done already."""
     message: str = ""
-    """What rank 0 tells the user."""
+    """Message of rank 0 to the user."""
     run: str = ""
-    """The run directory."""
     attempt: int = 0
-    """Number of the attempt all ranks belong to."""
     start: str = ""
-    """Token of this start, for ranks whose launcher has given them none."""
 
 
 def meeting_folder(root: Path, environment: Mapping[str, str]) -> Path:

@@ -34,14 +34,13 @@ from harness.study.replay import replay
 
 PREEMPTED = 75
 WEIGHTS = {"initial_weights": str, "final_weights": str}
-"""What is read of a summary, as a shape."""
+"""Shape of the parts read of a summary."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What became of it.
-
-    differences: one sentence each, the earliest step first. numbers: logged numbers that were compared, over `steps`
+    """Outcome of a rehearsal. differences: one sentence each, the earliest step first. numbers: logged numbers that
+    were compared, over `steps`
     lines. interrupted, resumed: the run directories of the two parts (the same one under the same layout).
     """
 
@@ -54,11 +53,9 @@ class Rehearsal:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
         return {
             "equal": self.equal,
             "preempt_at": self.preempt_at,
@@ -110,7 +107,7 @@ def rehearse(
 
 
 ALONE = ("ckpt.policy=last", "wandb.mode=disabled", "launch.inline=false", "launch.rerun=never")
-"""What both parts are told, whatever the run was: they save, and are mirrored nowhere, for the run's own mirror has the
+"""Overrides of both parts, whatever the run was: they save, and are mirrored nowhere, for the run's own mirror has the
 same id."""
 
 

@@ -76,7 +76,7 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
 
 
 def _of_another_version(run: RunDir, frozen: dict[str, Any], overrides: Sequence[str]) -> list[Violation]:
-    """What keeps this version from reading a frozen file, each with what helps; nothing where it can be read.
+    """Reasons that keep this version from reading a frozen file, each with what helps; nothing where it can be read.
 
     No file of conf/ is at fault, and no other name in the request would mend it.
     """
@@ -114,7 +114,6 @@ def _choose(cfg: DictConfig, options: Sequence[str]) -> None:
 
 
 def plain_composed(options: Sequence[str]) -> dict[str, Any]:
-    """Plain values of the default cell with these options."""
     return plain(composed(options))
 
 

@@ -59,7 +59,6 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) ->
 
 
 def _own_options() -> list[str]:
-    """The flag without which a request typed here would miss a folder of options."""
     own = catalog.own_folder()
     return [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
 
@@ -79,7 +78,6 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
 
 
 SHARED = ("root", "dry_run", "wait", "fail_fast")
-"""Settings of `launch` that a request has one of."""
 
 
 def _carried_out_as_one(cells: Sequence[Cell]) -> None:
@@ -105,7 +103,6 @@ def _carried_out_as_one(cells: Sequence[Cell]) -> None:
 
 
 def carry_out(cells: Sequence[Cell]) -> int:
-    """Preview or start cells; returns the exit code."""
     from harness.launch.submit import submit  # late: a refusal needs none of it, and stays quick
 
     return submit(cells)

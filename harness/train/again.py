@@ -43,7 +43,7 @@ HANDFUL = 32
 them."""
 
 COPIES = 4
-"""What there must be room for, in the size of the main weights: weights, their cast, gradients, and some of what a
+"""Copies that need room, in the size of the main weights: weights, their cast, gradients, and some of what a
 forward keeps. A device that has no room for the rest of that says so, and then nobody looks either."""
 
 
@@ -75,7 +75,7 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
 
 
 def have_room(session: Session, control: Control) -> bool:
-    """Whether every rank has room for the whole model. *Collective.*"""
+    """True if every rank has room for the whole model. *Collective.*"""
     return all(fits for (fits,) in control.gather([int(_fits(workload_for(session.config), session))]))
 
 
@@ -103,7 +103,6 @@ def local_gradients(
 
 
 def _fits(workload: TokenWorkload, session: Session) -> bool:
-    """Whether this rank has room for the whole model."""
     main = TORCH_DTYPES[session.config.dtype.main_params]
     whole = sum(param.nbytes for param in workload.build("meta", main).parameters())
     return COPIES * whole <= free_bytes(session.ranks.device, session.ranks.world_size)

@@ -59,7 +59,7 @@ class Bench:
         return self.settled
 
     def facts(self) -> dict[str, Any]:
-        """What the run's summary says of it, on rank 0. *Collective.*"""
+        """Facts for the run's summary, on rank 0. *Collective.*"""
         own = self.load.take()
         self._gather_timed()
         rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])

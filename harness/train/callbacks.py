@@ -20,7 +20,6 @@ class Callback(ABC):
     """
 
     def __init__(self, config: Config) -> None:
-        """Called before the first step, with the whole configuration."""
         self.config = config
 
     @abstractmethod
@@ -58,7 +57,6 @@ class Callbacks:
         return joined
 
     def end(self, status: str, engine: Engine) -> None:
-        """Tell all that the last step is done."""
         for each in self.each:
             each.end(status, engine)
 

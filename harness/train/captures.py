@@ -60,7 +60,7 @@ class Captures:
             write_plan(self.folder, self.plan)
 
     def structure(self) -> dict[str, Any] | None:
-        """What of the engine's tensors stands in the same memory and should not, or the other way round; *collective*.
+        """Engine's tensors that share memory and should not, or the other way round; *collective*.
         None where nothing is captured."""
         seen = self.session.engine.seen() if self.steps else None
         if seen is None:
@@ -127,7 +127,6 @@ class Captures:
         return self._weights()
 
     def _begins_anew(self, step: int) -> bool:
-        """Whether nothing that was captured before leads to what a step begins with."""
         return step - 1 not in self.update_steps
 
     def _moments(self, step: int) -> None:
@@ -153,7 +152,6 @@ class Captures:
             yield name, weight
 
     def final(self) -> None:
-        """Write the weights that `looking` saw."""
         if self._last:
             write_final(self.folder, self.config.train.steps, self._last)
             self._last = {}

@@ -26,11 +26,10 @@ from harness.train.again import have_room, local_gradients, step_of
 from harness.train.session import Session
 
 TOKENS_OF = 1
-"""The step whose microbatches are taken."""
 
 
 def is_looked_for(config: Config, done: int) -> bool:
-    """Whether a run that goes on after so many steps is to ask the plain model twice."""
+    """True if a run that goes on after so many steps is to ask the plain model twice."""
     return step_of(config) > done + 1
 
 
@@ -46,7 +45,6 @@ def asked(session: Session, control: Control, names: list[str], signs: Signs) ->
 
 @torch.no_grad()
 def _fill(model: nn.Module, session: Session) -> None:
-    """Give the plain model the weights that a run of this seed begins with."""
     workload = workload_for(session.config)
     for name, weight in model.named_parameters():
         session.alive()

@@ -21,7 +21,6 @@ from harness.train.session import Session
 Build = Callable[[], Session]
 
 AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
-"""Share of a fault, by its strength."""
 
 
 def build_session(config: Config, build: Build) -> Session:
@@ -67,8 +66,6 @@ def _duplicating(fold: Callable[..., None], rank: int, amount: float) -> Callabl
 
 
 def scale_by_two(config: Config, build: Build) -> Session:
-    """All gradients are twice what they should be."""
-
     def change(engine: Any, amount: float) -> None:
         engine.model._parts.reduce.factor *= 1.0 + amount
 
@@ -76,8 +73,6 @@ def scale_by_two(config: Config, build: Build) -> Session:
 
 
 def lr_of_a_group(config: Config, build: Build) -> Session:
-    """The last parameter group's learning rate is double."""
-
     def change(engine: Any, amount: float) -> None:
         step = engine.optimizer.step
 

@@ -26,7 +26,6 @@ class FeedDigests(NamedTuple):
     held: int
     """Hash of what the data source holds."""
     fed: int
-    """Hash of what the engine was given."""
 
 
 class Feed:

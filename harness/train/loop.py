@@ -52,23 +52,17 @@ def run(session: Session) -> Outcome:
 
 @dataclass(frozen=True)
 class Fetched:
-    """One step's data."""
-
     seconds: float
-    """What loading it took this rank."""
     data: list[Microbatch] | None
     error: Exception | None
 
     def take(self) -> list[Microbatch]:
-        """The data; raises what loading it raised."""
         if self.data is None:
             raise self.error or RuntimeError("a batch is neither there nor refused")
         return self.data
 
 
 class Loop:
-    """State of one call of `run`."""
-
     def __init__(self, session: Session) -> None:
         self.session = session
         self.config = session.config
@@ -134,7 +128,6 @@ class Loop:
             self.vouching = None
 
     def _begin(self) -> int:
-        """Restore, or note the weights a new run begins with; returns the steps already done."""
         self.captures.begin()
         with self.session.meters.paused():
             self.structure = self.captures.structure()
@@ -171,7 +164,6 @@ class Loop:
         return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir, self.session.warn)
 
     def _step(self, step: int) -> tuple[dict[str, Any], StepReport]:
-        """One update: its record, and what the ranks know after it."""
         session = self.session
         session.begins(step)
         before = self.captures.before(step)
@@ -199,7 +191,6 @@ class Loop:
         return record, report
 
     def _update(self, step: int) -> tuple[list[Tensor], Measured]:
-        """Feed the engine one step and measure it; losses are this rank's, one a microbatch."""
         session, meters = self.session, self.session.meters
         lr = lr_at(self.config, step)
         meters.collectives.take()  # what was issued, or waited for, between steps is no step's
@@ -244,7 +235,6 @@ class Loop:
         self.given = joined(microbatches)
 
     def _vouch(self, step: int, measured: Measured) -> Callable[[], None]:
-        """Look at what the step left; what is returned waits until the first rank knows."""
         if self.vouching is None:
             return lambda: None
         with self.session.meters.paused():
@@ -266,7 +256,6 @@ class Loop:
         return Microbatch(tokens, targets)
 
     def _outside(self, work: Callable[[], None]) -> None:
-        """Do the harness's own work in the middle of a step, uncounted."""
         with self.session.meters.paused(), self.session.meters.timers.aside():
             work()
 
@@ -278,7 +267,6 @@ class Loop:
             return self.session.engine.weight_norm()
 
     def _is_save_due(self) -> bool:
-        """Whether the time between saves is over, by the first rank's clock."""
         pause_s = 60 * self.config.ckpt.minutes
         return self.is_first_rank and 0 < pause_s <= time.monotonic() - self.saved_at
 
@@ -308,7 +296,7 @@ class Loop:
         )
 
     def _network(self) -> dict[str, Any]:
-        """What was asked of NCCL, and what became of it; of rank 0's own log."""
+        """Request to NCCL and its outcome, from rank 0's own log."""
         path = nccl_log.log_of_process(os.environ, os.getpid())
         log = None if path is None else nccl_log.read(path)
         backend = dist.get_backend() if dist.is_initialized() else "one process"

@@ -27,14 +27,11 @@ LOG = "mirror.log"
 
 
 class Mirror:
-    """The process, or nothing."""
-
     def __init__(self, run_dir: Path, process: subprocess.Popen[bytes] | None, warn: Callable[[str], None]) -> None:
         self._run_dir, self._process, self._warn = run_dir, process, warn
 
     @classmethod
     def disabled(cls) -> Mirror:
-        """A mirror that does nothing."""
         return cls(Path(), None, print)
 
     @classmethod
@@ -82,7 +79,6 @@ class Mirror:
             self._fail(self._last_word() or f"its process ended with {process.returncode}")
 
     def _last_word(self) -> str:
-        """The last line of its log; empty where there is none, or somebody has tidied it away."""
         try:
             lines = (read_text(self._run_dir / "wandb" / LOG) or "").strip().splitlines()
         except StoreError:
@@ -99,7 +95,6 @@ class Mirror:
 
 
 def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:
-    """A session of its own: what ends the ranks leaves it the moment it needs to write down the end."""
     folder = run_dir / "wandb"
     private_folder(folder)
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -65,8 +65,6 @@ def weights_digest(
 
 
 class Measured(NamedTuple):
-    """One step as this rank's meters saw it."""
-
     lr: float
     grad_norm: float
     step_time_s: float
@@ -76,14 +74,10 @@ class Measured(NamedTuple):
     rows: list[Row]
     """Collectives issued."""
     scaled: Scaled | None
-    """What the engine multiplied the loss with."""
     counters: Mapping[str, int]
-    """What the engine counted of itself."""
 
 
 class StepRecords:
-    """Makes a step's line out of what was measured."""
-
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.tokens = tokens_per_step(config)
         flops = flops_per_token(config)
@@ -99,7 +93,6 @@ class StepRecords:
         memory: Mapping[str, int | None],
         param_norm: float | None,
     ) -> dict[str, Any]:
-        """The record of one step."""
         rate = None if self.flops_per_rank is None else self.flops_per_rank / measured.step_time_s
         parts = _parts(measured.spans)
         return as_line(

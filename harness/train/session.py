@@ -23,14 +23,10 @@ class Progress:
     step: int
     """Steps done, counted from 1."""
     steps: int
-    """Steps in all."""
     loss: float
-    """Mean loss of the global batch, in nats a token."""
     step_time_s: float
     tokens: int
-    """Tokens of the global batch."""
     memory_bytes: int
-    """Device memory allocated, or the resident set of the process on CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,13 @@ class Session:
     run_dir: Path
     """The run's directory. Rank 0 writes metrics.jsonl, summary.json and capture/; every rank its part of ckpt/."""
     should_stop: Callable[[], bool]
-    """Whether this rank was asked to stop; asked once a step. One rank's yes stops all at the same step boundary."""
+    """True if this rank was asked to stop; asked once a step. One rank's yes stops all at the same step boundary."""
     progress: Callable[[Progress], None]
-    """Called by every rank after every step."""
     warn: Callable[[str], None] = print
     """Told what a person should know at once; called by rank 0."""
     alive: Callable[[], None] = lambda: None
     """Called by every rank between the parts of work that is no step and may take minutes in a large model."""
     begins: Callable[[int], None] = lambda _: None
-    """Called by every rank before every step, with its number."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,4 @@ class Outcome:
 
     status: Literal["done", "preempted"]
     step: int
-    """Steps completed."""
     saved: bool
-    """Whether a checkpoint of exactly this step lies in ckpt/."""

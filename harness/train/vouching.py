@@ -53,10 +53,8 @@ from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
 
 NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-"""Sketches of a tensor that a rank has no part of."""
 
 EXACT = 1e-9
-"""Relative: beyond it, what a step that was left out has changed is a change."""
 
 
 def _skipped_before(session: Session, control: Control, done: int) -> int:
@@ -98,7 +96,6 @@ class Vouching:
         self.cast = None if compute is main else compute
         self.is_first_rank = session.ranks.rank == 0
         self.left: tuple[Sketch, Values] | None = None
-        """What the step before left: sketches by piece, and the sample."""
         self.whole: Table | None = None
         """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
         self.moments: Table | None = None
@@ -107,9 +104,7 @@ class Vouching:
         self.again_at = step_of(config)
         self.looks_for_drift = drift.is_looked_for(config, done)
         self.first: Sketch | None = None
-        """What the plain model said before the first step, where it is asked twice."""
         self.skipped = _skipped_before(session, control, done)
-        """Steps so far whose updates a dynamic loss scale left out, which an optimizer does not count."""
         self.least = integer_floor(config, [piece.shape for piece in pieces])
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
@@ -149,9 +144,7 @@ class Vouching:
         self.summed = SummedTable(len(self.pieces), SKETCHES)
         self.largest = LargestTable(len(self.pieces), SKETCHES)
         self.begun: dict[int, Sketch] = {}
-        """What the step begins with, by place."""
         self.in_forward: dict[int, Tensor] = {}
-        """Weights, by place, that the step's first forward looks at for `begun`."""
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
         self.again: Sketch | None = None
@@ -209,7 +202,6 @@ class Vouching:
                 self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
 
     def watch(self, step: int) -> AbstractContextManager[Any]:
-        """Surrounds the step's forwards and backwards."""
         seen = self.session.engine.seen()
         if seen is None:
             return nullcontext()
@@ -320,7 +312,6 @@ class Vouching:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Have the stream on disk."""
         if self.writer is not None:
             self.writer.sync()
 
@@ -335,7 +326,6 @@ class Vouching:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the files, and nothing else."""
         if self.writer is not None:
             self.writer.close()
 
@@ -348,7 +338,8 @@ class Vouching:
         )
 
     def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | None]]:
-        """What is this rank's to look at of gradients that lie where its pieces do: each of the ranks that keep copies
+        """This rank's part of gradients to look at, where these lie where its pieces do: each of the ranks that
+        keep copies
         has some of the rows. What one copy has and others have not shows in the weights after the step (`dissent`)."""
         for piece, portion in zip(self.pieces, self.portions, strict=True):
             gradient = gradients.get(piece.name)
@@ -368,7 +359,6 @@ class Vouching:
         return Sketch.stack(found)
 
     def _kept(self, sketches: Sketch, values: Values) -> Tensor:
-        """By tensor: how far what is here is from what the step before left."""
         assert self.left is not None
         left, sampled = self.left
         off = (sketches.values - left.values).abs().amax(1)

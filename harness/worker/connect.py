@@ -98,7 +98,7 @@ def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) 
 
 
 def owner_is_default(config: Config) -> bool:
-    """Whether the communicator of sharp.group is that of all ranks: the inner axis, where there is no outer one."""
+    """True if the communicator of sharp.group is that of all ranks: the inner axis, where there is no outer one."""
     return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
 
 

@@ -30,7 +30,6 @@ from harness.fsdp.options import steps_elementwise
 from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
-"""Weights above which a model's loss is not tried before ranks start."""
 
 SAMPLE = 16
 """Sequences of a source that are looked at."""
@@ -38,7 +37,6 @@ SAMPLE = 16
 ZEROS = "its entries set to zeros of the weight's shape, as a checkpoint has them before the first step"
 
 WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
-"""What a model's class does; `harness.engines.protocol.Workload` says each."""
 
 
 def main() -> int:
@@ -68,7 +66,7 @@ def _tell(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> NoR
 
 
 def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class is, the folder its module is imported from, and the sources it loads from there.
+    """Facts about the class, the folder its module is imported from, and the sources it loads from there.
 
     Raises:
         Unusable: the module or class is not there, or is not what its kind demands.
@@ -90,7 +88,7 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
 
 @contextmanager
 def trying(what: str) -> Iterator[None]:
-    """What the user's code raises becomes one sentence with its place.
+    """Turn an error of the user's code into one sentence with its place.
 
     Raises:
         Unusable: in place of any other exception.
@@ -149,7 +147,6 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
 
 
 def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Try the initial value of the smallest parameter: in a large model all would take long."""
     name, param = min(parameters.items(), key=lambda item: item[1].numel())
     with trying(f"initial_weight({name!r}, ...)"):
         value, again = (workload.initial_weight(name, param.shape) for _ in range(2))
@@ -191,7 +188,6 @@ def _check_buffers(workload: Any, model: nn.Module) -> None:
 
 
 def try_data(kind: type, config: Config) -> dict[str, Any]:
-    """Open it, and look at a few sequences."""
     if getattr(kind, "__getitem__", None) in (None, Dataset.__getitem__):
         fix = "def __getitem__(self, index): resuming and several ranks need any sequence by its index"
         raise Unusable("lacks __getitem__, so it can only be read in order", fix=fix)
@@ -246,7 +242,6 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:
-    """A whole Callback; it is made where it runs."""
     if not issubclass(kind, Callback):
         raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
     if inspect.isabstract(kind):
@@ -271,7 +266,6 @@ TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "callback": try_callback,
     "fault": try_fault,
 }
-"""By kind: what is demanded of it, and told."""
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ PR_SET_PDEATHSIG = 1
 """prctl(2): a signal that this process is sent when its parent ends."""
 
 MESSAGE_BYTES = 1 << 20
-"""Longest request: an environment."""
 
 USED_BY_ALL = (
     "torch",
@@ -49,7 +48,6 @@ USED_BY_ALL = (
     "harness.probe.meters",
     "harness.train",
 )
-"""What every rank imports sooner or later."""
 
 
 def serve(connection: socket.socket) -> None:
@@ -98,7 +96,6 @@ def _fork(connection: socket.socket, request: Mapping[str, Any], descriptors: Se
 
 
 def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Never returns."""
     code = 1
     try:
         os.setpgid(0, 0)

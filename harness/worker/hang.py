@@ -13,7 +13,6 @@ from typing import IO
 from harness.worker.report import Reporter
 
 BACKUP_S = 30.0
-"""How much later the dump that needs no interpreter lock fires."""
 
 
 class Hang(RuntimeError):
@@ -21,7 +20,6 @@ class Hang(RuntimeError):
 
 
 def stacks_file(attempt: Path, rank: int) -> Path:
-    """Where a rank's stacks are dumped."""
     return attempt / f"stacks-rank{rank}.txt"
 
 
@@ -62,7 +60,6 @@ class HangWatch:
             faulthandler.cancel_dump_traceback_later()
 
     def step(self) -> None:
-        """Say that the run moves."""
         self._last = time.monotonic()
         if self._armed:
             self._arm_backup()

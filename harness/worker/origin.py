@@ -37,7 +37,6 @@ def find_own(run: Path) -> None:
 
 
 def _sources(run: Path, resuming: bool) -> dict[str, Any]:
-    """The digest of what is loaded now, which edits since the submission may have changed."""
     origin = provenance.read(run)
     recorded, current = origin.get("sources_digest"), provenance.sources_digest()
     if resuming and recorded is not None and recorded != current:

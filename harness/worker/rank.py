@@ -78,7 +78,7 @@ def _mark_failure(run: RunDir, place: RankPlace) -> None:
 
 
 def _after_interrupt(place: RankPlace) -> Any:
-    """What a second Ctrl-C does: it ends a rank at once, also one that waits for others inside a collective."""
+    """Handler of a second Ctrl-C, which ends a rank at once, also one that waits for others inside a collective."""
     if place.watched:
         return None
     return signal.default_int_handler if place.world_size == 1 else signal.SIG_DFL
@@ -151,7 +151,6 @@ class Divergence:
     step = 0
 
     def see(self, step: int, loss: float) -> None:
-        """Look at a step's loss."""
         self.step = self.step or (0 if math.isfinite(loss) else step)
 
     def __str__(self) -> str:
@@ -168,12 +167,9 @@ def _progress(reporter: Reporter, watch: HangWatch, seen: Divergence) -> Callabl
 
 
 HEARTBEAT_S = 1.0
-"""How often a rank that makes no step says that it moves."""
 
 
 class Signs(NamedTuple):
-    """How a run tells that it moves."""
-
     progress: Callable[[Progress], None]
     warn: Callable[[str], None]
     alive: Callable[[], None]

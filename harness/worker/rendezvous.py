@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks of one start share once they have met.
+    """Facts shared by the ranks of one start.
 
     host: an address by which all of them reach rank 0; `LOOPBACK` where they are on one host.
     """
@@ -84,7 +84,6 @@ def _check_private(folder: Path) -> None:
 
 
 def _publish(path: Path, address: Mapping[str, Any]) -> None:
-    """Not by `write_atomic`, which replaces secrets."""
     temporary = path.with_suffix(".part")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
         json.dump(address, file)
@@ -92,7 +91,6 @@ def _publish(path: Path, address: Mapping[str, Any]) -> None:
 
 
 def _serve(host: str, world_size: int, limit: timedelta) -> TCPStore:
-    """A store in this process, at a free port of the interface the others reach this host by."""
     listener = socket.create_server((host, 0), backlog=max(128, world_size))
     return TCPStore(
         host,
@@ -116,7 +114,7 @@ def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, 
 
 
 def is_one_host(place: RankPlace, environment: Mapping[str, str]) -> bool:
-    """Whether all ranks of this start are known to be on this machine."""
+    """True if all ranks of this start are known to be on this machine."""
     if place.launcher == "torchrun":
         return environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.launcher != "slurm" or environment.get("SLURM_STEP_NUM_NODES", "1") == "1"

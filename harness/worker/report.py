@@ -21,13 +21,11 @@ from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
 
 ECHO_PATIENCE_S = 5.0
-"""How long a rank that only lost its peer waits for that peer to tell the cause."""
 
 LONGEST = 2000
 """Characters of a log line that are told: a message must fit into a pipe at once."""
 
 ERROR_PATIENCE_S = 2.0
-"""How long a rank waits for room in its launcher's pipe to hand over a traceback."""
 
 
 Listener = Callable[[dict[str, Any]], None]
@@ -69,8 +67,6 @@ def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Reporter:
-    """Tells how one rank of one attempt fares."""
-
     def __init__(self, run: Path, attempt: int, place: RankPlace, listener: Listener | None = None) -> None:
         self.run = run
         self.attempt = attempt
@@ -91,7 +87,7 @@ class Reporter:
             self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
 
     def is_superseded(self) -> bool:
-        """Whether a job starts too late: its run was cancelled, or given to a newer attempt because it seemed lost."""
+        """True if a job starts too late: its run was cancelled, or given to a newer attempt because it seemed lost."""
         present = status.read(self.run)
         if self.place.watched or present is None:
             return False

@@ -22,12 +22,10 @@ TRIES, PAUSE_S = 3, 2.0
 
 @dataclass(frozen=True)
 class Fate:
-    """What SLURM has decided about a job that was sent SIGTERM."""
+    """Decision of SLURM about a job that was sent SIGTERM."""
 
     cancelled: bool = False
-    """Whether somebody cancelled the job; scancel and preemption send the same signal."""
     requeued: bool = False
-    """Whether the job is in the queue again already."""
 
 
 def fate(place: RankPlace) -> Fate:
@@ -58,7 +56,6 @@ def _number(record: Mapping[str, str]) -> str:
 
 
 def restarts() -> int:
-    """How often this job was requeued before this start."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 

@@ -76,7 +76,6 @@ class SignedStore(Store):
         return number
 
     def has_extended_api(self) -> bool:
-        """Torch asks for one key at a time then."""
         return False
 
     def clone(self) -> SignedStore:
@@ -92,14 +91,12 @@ class SignedStore(Store):
         return self._signer.verified(key, self._inner.get(key))
 
     def _held(self, key: str) -> bytes:
-        """What is under a key, with its proof; nothing where there is none."""
         return self._inner.get(key) if self._inner.check([key]) else b""
 
     def _verified(self, key: str, held: bytes) -> bytes:
         return self._signer.verified(key, held) if held else b""
 
     def _replaced(self, key: str, held: bytes, value: bytes | str) -> bool:
-        """Whether `value` came in the place of what was held: no other rank was faster."""
         new = self._signed(key, value)
         found: bytes = self._inner.compare_set(key, held, new)
         return found == new

@@ -26,10 +26,8 @@ class StopFlag:
         self._after_interrupt = after_interrupt
         self.reason = ""
         self.first: signal.Signals | None = None
-        """The signal that came first."""
         self.cancelled = False
         self.rehearsed = False
-        """Whether the rehearsed stop came, and none before it."""
         self._rehearsed_after = 0
         self._asked = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -57,7 +55,6 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -39,7 +39,6 @@ class StudySource(FileConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """The word before `://`."""
         return "study"
 
     def _name(self, config_path: str) -> str | None:
@@ -47,11 +46,9 @@ class StudySource(FileConfigSource):
         return name if group == self.GROUP and name else None
 
     def is_group(self, config_path: str) -> bool:
-        """Whether this is the root or the one group."""
         return config_path in ("", self.GROUP)
 
     def is_config(self, config_path: str) -> bool:
-        """Whether `study/NAME` has a file."""
         name = self._name(config_path)
         return name is not None and super().is_config(name)
 

@@ -1,4 +1,7 @@
-"""A docstring is read on hover, where nothing stands beside it, so it must not lean on its neighbour."""
+"""A docstring is read on hover, where nothing stands beside it, so it must not lean on its neighbour, nor begin vaguely.
+
+What a name and a signature say needs none.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ LEANING = re.compile(
     r"These (in|are|too)|As (above|before|it|they)|Each of them|One of them|(Whether|What|Where|How) (that|it|they))\b"
 )
 """First words that refer to something said before: `Of these, in the same order.`"""
+VAGUE = re.compile(r"\s*(What|Whether)\b")
+DONE = ("fsdp/runtime",)
+"""Folders in which no docstring begins so."""
 
 
 class Documented(NamedTuple):
@@ -55,14 +61,9 @@ def literal(node: ast.stmt | None) -> str | None:
 
 
 def problems(source: str) -> list[str]:
-    """What is wrong in a module, a line each.
-
-    Methods may go without: they then have the docstring of the method that they override.
-    """
+    """What is wrong in a module, a line each."""
     found = []
     for each in documented(ast.parse(source)):
-        if each.text is None and not each.name.startswith("_") and "." not in each.name:
-            found.append(f"line {each.line}: {each.name} has no docstring")
         if each.text is not None and LEANING.match(each.text):
             found.append(f"line {each.line}: {each.name} leans on its neighbour: {each.text.splitlines()[0]}")
     return found
@@ -71,6 +72,12 @@ def problems(source: str) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_docstrings_stand_alone(path: Path) -> None:
     assert not problems(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", [each for each in FILES if each.relative_to(PACKAGE).as_posix().startswith(DONE)], ids=str)
+def test_no_docstring_begins_vaguely(path: Path) -> None:
+    vague = [each for each in documented(ast.parse(path.read_text(encoding="utf-8"))) if VAGUE.match(each.text or "")]
+    assert not vague
 
 
 def arguments(source: str, entry: str) -> set[str]:
@@ -99,7 +106,6 @@ def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str) -
         ('class A:\n    @property\n    def b(self):\n        """Whether that takes memory."""', "A.b leans"),
         ('class A:\n    """A."""\n    x: int\n    """Its place."""', "A.x leans"),
         ('@cached\ndef _f():\n    """They differ."""', "_f leans"),
-        ("def f(): ...", "f has no docstring"),
         (
             'class A:\n    """A."""\n    def __init__(self):\n        self.x = 1\n        """Of those."""',
             "__init__.self.x leans",
@@ -107,10 +113,10 @@ def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str) -
         ('def _f():\n    if a:\n        x = 1\n        """The same as it is."""', "_f.x leans"),
     ],
 )
-def test_a_leaning_or_missing_docstring_is_found(source: str, told: str) -> None:
+def test_a_leaning_docstring_is_found(source: str, told: str) -> None:
     assert told in " ".join(problems(source))
 
 
-@pytest.mark.parametrize("source", ['"""M."""\nX = 1\n"""Item of these."""', "def _f(): ..."])
+@pytest.mark.parametrize("source", ['"""M."""\nX = 1\n"""Item of these."""', "def f(): ..."])
 def test_what_stands_alone_passes(source: str) -> None:
     assert not problems(source)

@@ -151,13 +151,11 @@ class DeepspeedEngine(Engine):
         }
 
     def close(self) -> None:
-        """Take DeepSpeed's hooks off the model."""
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
 
     def _main_weights(self) -> dict[str, Tensor]:
-        """What the base optimizer steps on this rank, by a name of ours."""
         if self.stage == 0:
             return dict(self.trained)
         optimizer = self.engine.optimizer
@@ -168,7 +166,6 @@ class DeepspeedEngine(Engine):
 
     @torch.no_grad()
     def _fill_main_weights(self) -> None:
-        """DeepSpeed made them from weights that were rounded already."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param
 
         for name, param in self.trained.items():
@@ -181,7 +178,6 @@ class DeepspeedEngine(Engine):
                 part[: mine.numel()].copy_(mine)
 
     def _publish(self) -> None:
-        """Bring main weights to where they are computed with."""
         if self.stage == 3:
             kept = (
                 self.engine.optimizer.persistent_parameters
@@ -211,7 +207,6 @@ class DeepspeedEngine(Engine):
         return [param.grad for param in self.trained.values() if param.grad is not None]
 
     def _padding_here(self) -> int:
-        """Elements of this rank's main weights that are no weight's."""
         rank, size = self.ranks.rank, self.ranks.world_size
         if self.stage == 0:
             return 0
@@ -228,7 +223,6 @@ class DeepspeedEngine(Engine):
         return found
 
     def _compute_elements(self) -> int:
-        """Weights this rank computes with between steps, frozen ones too, without padding."""
         if self.stage < 3:
             return sum(shape.numel() for shape in self.shapes.values())
         rank, size = self.ranks.rank, self.ranks.world_size
@@ -296,7 +290,6 @@ def _quiet_deepspeed() -> Any:
 
 @contextmanager
 def _surroundings(ranks: Ranks) -> Iterator[None]:
-    """What DeepSpeed reads from the environment, there for the time of a call."""
     wanted = {"LOCAL_RANK": str(ranks.local_rank), "LOCAL_SIZE": str(ranks.world_size)}
     wanted["DS_ACCELERATOR"] = ranks.device.type
     before = {name: os.environ.get(name) for name in wanted}

@@ -56,7 +56,7 @@ KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"The `NO_SHARD` sharding strategy is deprecated\. If having issues, please use ", FutureWarning),
     (r"\S* has both parameters with requires_grad=True and False\. We do not recommend wrapping such", UserWarning),
 )
-"""What FSDP1 says of choices made on purpose: the strategy, and units of a model that freezes part of them."""
+"""Warnings of FSDP1 about choices made on purpose: the strategy, and units of a model that freezes part of them."""
 
 
 class Fsdp1Engine(ShardedEngine):
@@ -99,7 +99,6 @@ class Fsdp1Engine(ShardedEngine):
                 use_orig_params=True,
             )
         self.whole = strategy is ShardingStrategy.NO_SHARD
-        """Whether every rank keeps all weights: pieces are whole tensors."""
         self.sums_here = self.whole and config.sharding.strategy is not Strategy.no_shard
         self.sums: dict[nn.Parameter, Tensor] = {}
         weights = {name: filler.made[name] for name in shapes}
@@ -138,7 +137,6 @@ class Fsdp1Engine(ShardedEngine):
                 weight.grad = self.sums.pop(weight, None)
 
     def _flat_elements(self) -> tuple[int, int]:
-        """Elements this rank keeps of all flat parameters, and of those that have a gradient."""
         handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
         flats = [handle.flat_param for handle in handles if handle is not None]
         trained = [flat for flat in flats if any(param.requires_grad for param in flat._params or ())]

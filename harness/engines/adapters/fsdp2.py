@@ -47,7 +47,7 @@ from harness.engines.protocol import Ranks, Seen, State, Workload
 from harness.fsdp import Portion
 
 AGREES_ON_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether ranks that left a parameter unused send zeros for it: from torch 2.13 on."""
+"""True if ranks that left a parameter unused send zeros for it: from torch 2.13 on."""
 
 TOO_OLD = (
     "engine=fsdp2 on torch {version} reduces only the parameters that this rank used, and the model may leave others"
@@ -159,7 +159,6 @@ class Fsdp2Engine(ShardedEngine):
         return nullcontext()
 
     def _padding_elements(self) -> tuple[int, int]:
-        """Each rank stores as many rows of a weight as the first one does, and of its gradient."""
         own = self.mesh.get_local_rank("dp_shard") if self.group is not None else 0
         unused = {name: max(extents) - extents[own] for name, extents in self.extents.items()}
         return sum(unused.values()), sum(unused[name] for name in self.trained)

@@ -134,7 +134,6 @@ class MegatronEngine(Engine):
         return ((name, tensor.to(dtype)) for name, tensor in whole)
 
     def weight_norm(self) -> float:
-        """Norm of the main weights, where they lie."""
         return self._norm([_local(weight) for weight in self.weights.values()])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -152,7 +151,7 @@ class MegatronEngine(Engine):
         self.model.install_optimized_model_weights()
 
     def user_buffers(self) -> dict[str, str]:
-        """What was asked of the package; whether its registration succeeded it only logs (NCCL's log tells)."""
+        """Request made of the package; whether its registration succeeded it only logs (NCCL's log tells)."""
         asked = _user_buffers(self.config, self.ranks.device)
         if not asked:
             return {}
@@ -225,7 +224,6 @@ class MegatronEngine(Engine):
         return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
     def _norm(self, tensors: list[Tensor]) -> float:
-        """Euclidean norm over this rank's tensors and those of its shard group."""
         return norms.euclidean_norm(tensors, self.ranks.device, self._total)
 
     def _total(self, squares: Tensor) -> Tensor:
@@ -248,7 +246,6 @@ class Buckets:
         self.sharded = sharded
         self.groups: list[Any] = list(storage.parameter_groups)
         self.places: dict[str, tuple[int, int]] = {}
-        """Parameter -> (bucket, number within it)."""
         for number, group in enumerate(self.groups):
             for item, param in enumerate(group.params):
                 self.places[storage.param_to_name[param]] = number, item
@@ -277,7 +274,6 @@ class Buckets:
                 del whole[number]
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of persistent storage by role, padding apart."""
         total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
         for group in self.groups:
             compute = group.hfsdp_helper_wbuf or group.model_weight_buffer
@@ -297,7 +293,6 @@ class Buckets:
         return total
 
     def _orders(self, device: torch.device) -> dict[Any, list[int]]:
-        """For each process group that shards: which piece of a bucket each of its ranks holds."""
         orders: dict[Any, list[int]] = {}
         for group in self.groups:
             buffer = group.main_weight_buffer
@@ -310,7 +305,6 @@ class Buckets:
         return orders
 
     def _whole(self, buffer: Any) -> Tensor:
-        """A bucket of all ranks on the CPU, flat."""
         order = self.orders.get(buffer.data_parallel_group)
         if order is None:
             data: Tensor = buffer.data
@@ -323,32 +317,28 @@ class Buckets:
 
 
 def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:
-    """What the package is told of NCCL user buffers, which imply its double buffer; nothing where there is no NCCL."""
+    """Arguments for the package about NCCL user buffers, which imply its double buffer; nothing where there is no
+    NCCL."""
     if config.nccl_ub.mode is Registration.none or device.type != "cuda":
         return {}
     return {"nccl_ub": True, "disable_symmetric_registration": not config.nccl_ub.symmetric}
 
 
 def _used(buffer: Any) -> int:
-    """Elements of a buffer on this rank that belong to a parameter."""
     spans = (buffer.locate_item_in_global_item(item) for item in range(len(buffer.params)))
     return sum(end - start for start, end in spans)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, detached, sharing memory."""
     part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
 
 def _has_ties(module: nn.Module) -> bool:
-    """Whether a parameter stands in two places: materialising each place from meta would untie them."""
     return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
 
 
 def _filler(part: nn.Module, prefix: str, workload: Workload) -> Callable[[], None]:
-    """What fills a module's own parameters once they have memory."""
-
     def fill() -> None:
         for name, param in part.named_parameters(prefix, recurse=False):
             _fill(param, name, workload)

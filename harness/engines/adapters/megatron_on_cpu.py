@@ -37,7 +37,6 @@ import torch.distributed as dist
 CPU = torch.device("cpu")
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-"""What the package may leave in flight."""
 
 
 def install() -> None:
@@ -74,8 +73,6 @@ def install() -> None:
 
 
 class _Face:
-    """A module as seen through a few replaced names."""
-
     def __init__(self, module: Any, **replaced: Any) -> None:
         self.__dict__.update(replaced)
         self._module = module
@@ -85,8 +82,6 @@ class _Face:
 
 
 class _Done:
-    """What is already over: a work handle, an event."""
-
     def wait(self, *_: object) -> bool:
         return True
 

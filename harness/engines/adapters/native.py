@@ -21,7 +21,6 @@ from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import MixedPrecisionPolicy, create_state, fully_shard_model, fully_shard_optimizer
 
 LOSS_SCALE = "loss_scale/"
-"""Prefix of the loss scale's state."""
 
 
 class NativeEngine(Engine):
@@ -112,7 +111,6 @@ class NativeEngine(Engine):
         return ((name, weight.to(main)) for name, weight in self.model.full_weights())
 
     def weight_norm(self) -> float:
-        """Norm of the main weights, without gathering them."""
         return self.model.weight_norm()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -121,7 +119,6 @@ class NativeEngine(Engine):
         return self.model.local_state() | {f"{LOSS_SCALE}{key}": value for key, value in scale.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` gave."""
         scale = {key.removeprefix(LOSS_SCALE): value for key, value in state.items() if key.startswith(LOSS_SCALE)}
         if self.loss_scale is not None:
             self.loss_scale.check_state(scale)
@@ -158,7 +155,6 @@ class NativeEngine(Engine):
         )
 
     def scaled(self) -> Scaled | None:
-        """The loss scale of the step taken last."""
         return self._scaled
 
     def facts(self) -> dict[str, str]:
@@ -166,22 +162,19 @@ class NativeEngine(Engine):
         return self.model.transport()
 
     def counters(self) -> dict[str, int]:
-        """What the model's `counters` say of the time since the last call."""
+        """The model's `counters` of the time since the last call."""
         counted = self.model.counters()
         self.model.reset_counters()
         return counted
 
     def user_buffers(self) -> dict[str, str]:
-        """What became of nccl_ub."""
         return self.model.user_buffers()
 
     def close(self) -> None:
-        """Take hooks off and end threads."""
         self.model.close()
 
 
 def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:
-    """The engine's words for a role are the settings', and so are its defaults."""
     asked = {role: getattr(dtype, role) for role in DTYPE_ROLES if role != "compute"}
     formats: dict[str, Any] = {f"{role}_dtype": format and TORCH_DTYPES[format] for role, format in asked.items()}
     return MixedPrecisionPolicy(**formats, allow_low_precision_grads=dtype.allow_low_precision_grads)

@@ -33,7 +33,6 @@ class SingleEngine(ReplicatedEngine):
         self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None
 
     def seen(self) -> Seen | None:
-        """The user's module; its losses are unscaled."""
         if super().seen() is None:
             return None
         return Seen(self.model, global_microbatches(self.config), self.compute_dtype)
@@ -87,7 +86,6 @@ class IntegerSums:
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Add one microbatch's gradients and drop them."""
         for weight, total in zip(self.weights, self.sums, strict=True):
             if weight.grad is not None:
                 self.fixed.encode(weight.grad.reshape(-1), total, self.beyond, add=True)

@@ -10,7 +10,6 @@ from harness.engines.protocol import Ranks
 from harness.fsdp import Fp8Linear
 
 FP8 = "fp8/"
-"""Prefix of what delayed scaling knows in an engine's state, as our own engine has it."""
 
 
 def end_step(model: nn.Module, ranks: Ranks) -> None:
@@ -19,7 +18,7 @@ def end_step(model: nn.Module, ranks: Ranks) -> None:
 
 
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
-    """What delayed scaling knows, the same on all ranks between steps; the buffers themselves."""
+    """State of delayed scaling, the same on all ranks between steps; the buffers themselves."""
     return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(model).items()}
 
 

@@ -24,7 +24,7 @@ Slots = list[tuple[nn.Module, str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Planned:
-    """What this rank has of each weight, by name; all of it without a plan.
+    """This rank's part of each weight, by name; all of it without a plan.
 
     group: ranks of the tensor-parallel axis; None without one. specs: how the cut model has a weight as a DTensor.
     """
@@ -45,7 +45,7 @@ class Planned:
         return _described(value, spec)
 
     def is_counted(self, name: str) -> bool:
-        """Whether this rank counts a weight's elements where each counts once."""
+        """True if this rank counts a weight's elements where each counts once."""
         return self.portions[name].is_counted_here
 
     def total(self, counters: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ from harness.fsdp import create_state
 
 
 class ReplicatedEngine(Engine):
-    """Everything but `forward_backward`."""
-
     def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
         """Build the model and fill it by name.
 
@@ -45,7 +43,6 @@ class ReplicatedEngine(Engine):
         self.model = workload.build(ranks.device, self.main_dtype)
         workload.quantize(self.model, ranks.device)  # before they are cut: a plan replaces what a layer looks at
         self.grid = grid_mesh(config, ranks) if config.mesh.tp > 1 else None
-        """Ranks by axis, where tensor parallelism is one."""
         if self.grid is not None:
             workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
         self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
@@ -60,7 +57,6 @@ class ReplicatedEngine(Engine):
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.reduced = False
-        """Whether the step's last microbatch has been run."""
         groups = {True: list[Tensor](), False: list[Tensor]()}
         for name, weight in self.trained.items():
             groups[workload.decays(name, shapes[name])].append(weight)
@@ -71,7 +67,8 @@ class ReplicatedEngine(Engine):
         create_state(self.local_optimizer)
 
     def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """What is stepped, and what holds this rank's state; of an optimizer over all weights that has no state yet."""
+        """Optimizer that is stepped, and the one that holds this rank's state; of an optimizer over all weights
+        that has no state yet."""
         return whole, whole
 
     def step(self, lr: float) -> float:
@@ -88,21 +85,17 @@ class ReplicatedEngine(Engine):
         return norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the averaged gradients on the CPU."""
         for name, gradient in self._gradients():
             yield name, self.planned.whole(name, gradient).to("cpu", copy=True)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies of the main weights on the CPU."""
         for name, weight in self.weights.items():
             yield name, self.planned.whole(name, weight).to("cpu", copy=True)
 
     def weight_norm(self) -> float:
-        """Norm of the main weights, where they lie."""
         return self._norm(self.weights)
 
     def _norm(self, tensors: Mapping[str, Tensor]) -> float:
-        """Euclidean norm over all elements of the whole model."""
         counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
         return norms.euclidean_norm(counted, self.ranks.device, self.planned.total)
 

@@ -36,7 +36,6 @@ class ShardedEngine(Engine):
     """
 
     model: nn.Module
-    """The wrapped module: what a forward calls."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
@@ -91,7 +90,7 @@ class ShardedEngine(Engine):
 
     @abstractmethod
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
-        """What surrounds one microbatch's forward and backward."""
+        """Context of one microbatch's forward and backward."""
 
     def _after_backward(self, last: bool) -> None:
         """Called when a microbatch's gradients have been reduced, or not, as `_rhythm` arranged."""
@@ -132,16 +131,13 @@ class ShardedEngine(Engine):
             yield name, self._gather(name, self._piece(gradient))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main weights on the CPU, gathered one at a time."""
         for name, weight in self.weights.items():
             yield name, self._gather(name, self._piece(weight))
 
     def local_gradients(self) -> Mapping[str, Tensor]:
-        """Gradients of this rank's pieces."""
         return {name: self._piece(gradient) for name, gradient in self._gradients().items()}
 
     def weight_norm(self) -> float:
-        """Norm of the main weights, where their pieces lie."""
         return self._norm({name: self._piece(weight) for name, weight in self.weights.items()})
 
     def state_dict(self) -> dict[str, Tensor]:

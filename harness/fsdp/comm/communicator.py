@@ -26,7 +26,7 @@ from harness.fsdp.options import Options
 
 
 def _has_spare_cores(num_ranks: int) -> bool:
-    """Whether this host has a core for each rank beyond those its ranks compute with.
+    """True if this host has a core for each rank beyond those its ranks compute with.
 
     [Note: Spare cores] Reading and summing are done by cores. Where each of them computes already, a thread that reads
     or sums beside the backward hides nothing and disturbs it: then that work is done when its result is wanted.
@@ -83,7 +83,7 @@ class Communicator:
 
     @property
     def goes_on_alone(self) -> bool:
-        """Whether a collective that all ranks have issued ends whatever they do next. On gloo a rank may wait until
+        """True if a collective that all ranks have issued ends whatever they do next. On gloo a rank may wait until
         another one takes what it has laid out."""
         return not self.by_peers
 
@@ -134,13 +134,13 @@ class Communicator:
         return Pending([work], parts, finish=partial(_copy_back, evened) if any(e.is_copy for e in evened) else None)
 
     def reads(self, parts: Sequence[Part]) -> bool:
-        """Whether peers read what these parts hold for them; the same on all ranks."""
+        """True if peers read what these parts hold for them; the same on all ranks."""
         if self.memory is None or self.eager_limit is None:
             return False
         return sum([part.longest for part in parts]) > self.eager_limit
 
     def reads_when_wanted(self, num_bytes: int) -> bool:
-        """Whether a gather to which every rank gives so many bytes is best made in two halves, by `lay_out`."""
+        """True if a gather to which every rank gives so many bytes is best made in two halves, by `lay_out`."""
         if self.memory is None or self.eager_limit is None or self.threads_help:
             return False
         return num_bytes > self.eager_limit
@@ -185,12 +185,11 @@ class Communicator:
         return self._reader
 
     def laid_by(self, peer: int, tag: int) -> Laid:
-        """What a peer lays out for this rank under a tag."""
         return Laid(self.peer_memory, peer, tag)
 
     @property
     def peer_memory(self) -> PeerMemory:
-        """What the ranks of this group hold.
+        """Memory of this group's ranks.
 
         Raises:
             RuntimeError: they cannot read each other.
@@ -200,7 +199,6 @@ class Communicator:
         return self.memory
 
     def close(self) -> None:
-        """End the reading thread."""
         if self._reader is not None:
             self._reader.shutdown(wait=True)
 
@@ -214,7 +212,6 @@ class Communicator:
         return pending
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
-        """Send to a group rank; nothing for an empty tensor."""
         return [self.group.send([tensor], peer, tag)] if tensor.numel() else []
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
@@ -222,7 +219,7 @@ class Communicator:
         return [self.group.recv([tensor], peer, tag)] if tensor.numel() else []
 
     def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """What the group's first rank holds; `value` has its shape and dtype on every rank. *Collective.*"""
+        """Value of the group's first rank; `value` has its shape and dtype on every rank. *Collective.*"""
         value = value.detach()
         if self.size == 1:
             return value
@@ -236,7 +233,6 @@ class Communicator:
         return shared
 
     def _sparse_from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """As `from_first`, of a sparse tensor; the first rank's may have another number of elements."""
         mine = _dense_parts(value)
         is_coalesced = value.layout is torch.sparse_coo and value.is_coalesced()
         sizes = [size for part in mine for size in part.shape]
@@ -283,7 +279,7 @@ class Communicator:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """What a sparse tensor is made of, in the order in which torch makes it: indices, then values."""
+    """Dense tensors of a sparse one, in torch's order: indices, then values."""
     if value.layout is torch.sparse_coo:
         return [value._indices(), value._values()]
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -306,10 +302,8 @@ class Pending:
     incoming: list[Any]
     keeps: Sequence[Any] = ()
     finish: Callable[[], None] | None = None
-    """Called once, when everything has come in."""
     outgoing: list[Any] = field(default_factory=list)
     is_taken: Callable[[], bool] = lambda: False
-    """Whether the others are known to have theirs, asked without waiting."""
 
     def let_go(self) -> bool:
         """Drop what was given, if the others are known to have it, though who waits for that has not; whether it is
@@ -335,8 +329,6 @@ class Pending:
 
 
 class _Reads:
-    """Reads that a thread of their own makes, or whoever waits for them first."""
-
     def __init__(self, laid: Sequence[Laid], parts: Sequence[Part]) -> None:
         self._laid = laid
         self._parts = parts

@@ -9,13 +9,10 @@ from typing import Any
 
 
 class _Span(ctypes.Structure):
-    """struct iovec."""
-
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 def is_there() -> bool:
-    """Whether this system has the call."""
     return _READV is not None
 
 

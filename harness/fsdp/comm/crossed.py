@@ -11,8 +11,6 @@ from harness.fsdp.comm.device import DeviceRuntime
 
 
 class Everyone(Protocol):
-    """Ranks that tell each other a few numbers."""
-
     runtime: DeviceRuntime
 
     @property
@@ -27,7 +25,7 @@ class Everyone(Protocol):
         """Sum a few fp64 or int64 values, in place; returns them. *Collective.*"""
 
     def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """What the first rank holds; `value` has its shape and dtype on every rank. *Collective.*"""
+        """Value of the first rank; `value` has its shape and dtype on every rank. *Collective.*"""
 
 
 class Crossed:
@@ -49,7 +47,6 @@ class Crossed:
 
     @property
     def size(self) -> int:
-        """Ranks of the grid."""
         return self.data.size * self.tensor.size
 
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
@@ -58,6 +55,6 @@ class Crossed:
         return self.tensor.sum_scalars(values, f"{purpose} over tensor-parallel ranks")
 
     def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """What the grid's first rank holds. *Collective.*"""
+        """Value of the grid's first rank. *Collective.*"""
         along = self.tensor.from_first(value, f"{purpose} over tensor-parallel ranks")
         return self.data.from_first(along, purpose)

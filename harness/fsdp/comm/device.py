@@ -27,20 +27,17 @@ from harness.fsdp.comm import events
 HEAP_BYTES = 31 << 20
 """Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
 NEVER_SENT = (1 << 31) - 2
-"""Tag of no message."""
 
 cuda: Any = torch.cuda
 """Streams, events and memory pools; a recorder in tests."""
 QUEUED = ("cuda",)
-"""Kinds of device that are given work by a host which runs ahead of it."""
 
 
 _HERE = nullcontext()
-"""Where there are no side streams."""
 
 
 def is_queued(device: torch.device) -> bool:
-    """Whether the host runs ahead of what it gives this device: then a look at a result stops it, and few large
+    """True if the host runs ahead of what it gives this device: then a look at a result stops it, and few large
     operations are better than many small ones that stay in a cache."""
     return device.type in QUEUED
 
@@ -59,7 +56,7 @@ class Event:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has come to this point; asked without waiting, from any thread."""
+        """True if the device has come to this point; asked without waiting, from any thread."""
         return self._recorded is None or bool(self._recorded.query())
 
 
@@ -81,7 +78,6 @@ class DeviceRuntime:
 
     @cached_property
     def has_streams(self) -> bool:
-        """Whether work on side streams overlaps with compute."""
         return is_queued(self.device)
 
     def stream(self, name: str) -> AbstractContextManager[None]:
@@ -146,7 +142,6 @@ class DeviceRuntime:
             cuda.synchronize(self.device)
 
     def record(self) -> Event:
-        """Mark the present end of the current stream."""
         if not self.has_streams:
             return Event()
         event = cuda.Event()
@@ -172,7 +167,7 @@ class DeviceRuntime:
 
 
 def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """Whether the program has destroyed a group: nobody comes to a collective of it any more."""
+    """True if the program has destroyed a group: nobody comes to a collective of it any more."""
     return group not in dist.distributed_c10d._world.pg_map
 
 

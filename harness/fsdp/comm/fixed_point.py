@@ -27,7 +27,6 @@ from harness.fsdp.vocabulary import Numerics
 RANGE_BITS = 62
 """Bits of the largest sum: one less than an int64 has, so that a sum of numbers within the limit cannot wrap."""
 _BLOCK = 1 << 16
-"""Elements converted at a time, so that they stay in cache."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,7 @@ from harness.fsdp.policy import Dtypes
 
 
 class Numbers(ABC):
-    """How gradients are written down while they are summed."""
-
     scales_sums = True
-    """Whether sums may be multiplied by a factor as they are made."""
 
     @abstractmethod
     def encode(self, gradients: Tensor) -> Tensor:

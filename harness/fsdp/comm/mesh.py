@@ -40,8 +40,6 @@ class Groups:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in its grid."""
-
     inner_rank: int = 0
     inner_size: int = 1
     outer_rank: int = 0
@@ -49,7 +47,6 @@ class Place:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the grid."""
         return self.inner_size * self.outer_size
 
 
@@ -110,12 +107,11 @@ class Mesh:
 
     @property
     def has_outer(self) -> bool:
-        """Whether anything goes over the outer axis."""
         return self.outer is not None and self.outer.size > 1
 
     @property
     def threads_help(self) -> bool:
-        """Whether a thread that sums beside the backward hides anything; one rank has nothing to sum."""
+        """True if a thread that sums beside the backward hides anything; one rank has nothing to sum."""
         return self.everyone.size > 1 and self.inner.threads_help
 
     @property
@@ -124,7 +120,6 @@ class Mesh:
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
     def close(self) -> None:
-        """End the threads of the communicators."""
         for each in self.communicators:
             each.close()
 
@@ -157,12 +152,10 @@ class Meshes:
 
     @cached_property
     def everyone(self) -> Everyone:
-        """All ranks of the model."""
         data = self.dense.everyone
         return data if self.tensor is None else Crossed(data, self.tensor)
 
     def __iter__(self) -> Iterator[Mesh]:
-        """The meshes, each once."""
         return iter([self.dense] if self.experts is self.dense else [self.dense, self.experts])
 
     @property
@@ -183,5 +176,4 @@ class Meshes:
         return [comm.memory for comm in communicators if comm.memory is not None]
 
     def of(self, *, expert: bool) -> Mesh:
-        """The mesh of dense or of expert parameters."""
         return self.experts if expert else self.dense

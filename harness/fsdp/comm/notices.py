@@ -27,7 +27,6 @@ _WORD = ctypes.sizeof(ctypes.c_int64)
 
 
 def is_there() -> bool:
-    """Whether this system has files without a name."""
     return hasattr(os, "memfd_create")
 
 
@@ -45,7 +44,6 @@ class Notices:
         self.rank = rank
         self._size = size
         self.file = os.memfd_create("fsdp-notices", os.MFD_CLOEXEC)
-        """Descriptor of this rank's board, until `close_file`."""
         os.ftruncate(self.file, size * _PART * _WORD)
         self._own = _mapped(self.file, size)
         self._others: dict[int, ctypes.Array[ctypes.c_int64]] = {}
@@ -68,7 +66,6 @@ class Notices:
             os.close(descriptor)
 
     def close_file(self) -> None:
-        """Everybody who is to has mapped the board."""
         os.close(self.file)
 
     def tell(self, peer: int, numbers: Sequence[int]) -> bool:
@@ -97,20 +94,18 @@ class Notices:
         return True
 
     def end(self) -> None:
-        """Tell all peers that nothing more will be told."""
         for peer in self._others:
             self._own[peer * _PART + _ENDS] = 1
 
     def has_ended(self, peer: int) -> bool:
-        """Whether a peer has told that it will tell nothing more."""
+        """True if a peer has told that it will tell nothing more."""
         return self._others[peer][self.rank * _PART + _ENDS] != 0
 
     def has_news(self, peer: int) -> bool:
-        """Whether a peer has told what was not heard yet."""
         return self._others[peer][self.rank * _PART] != self._heard[peer]
 
     def hear(self, peer: int) -> list[list[int]]:
-        """What a peer has told since this was asked last, in order. One thread at a time."""
+        """Messages of a peer since this was asked last, in order. One thread at a time."""
         ring, part = self._others[peer], self.rank * _PART
         with self._order:
             told = ring[part]

@@ -23,7 +23,6 @@ _NUM_LIMBS = 4
 NUM_COUNTERS = _NUM_LIMBS + 2
 """The limbs from the highest, the number of elements beyond the limit, the number of non-finite ones."""
 _BLOCK = 1 << 20
-"""Elements counted at a time, on a CPU."""
 _QUEUED_BLOCK = 1 << 23
 """Elements counted at a time where work is queued: 45 launches, and some 400 MB. The counters are those of any other
 length."""

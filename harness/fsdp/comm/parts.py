@@ -39,7 +39,6 @@ class Cut:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Length of each rank's chunk."""
         return [end - begin for begin, end in self.spans]
 
     @cached_property
@@ -49,12 +48,10 @@ class Cut:
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest chunk."""
         return max(self.sizes)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all chunks have one length."""
         return len(set(self.sizes)) == 1
 
     @cached_property
@@ -66,7 +63,7 @@ class Cut:
 
     @cached_property
     def is_short_at_end(self) -> bool:
-        """Whether chunks lie one after another and only the last ones are shorter, if any."""
+        """True if chunks lie one after another and only the last ones are shorter, if any."""
         return self.covers is not None and self.sizes == even_cut(sum(self.sizes), len(self.sizes)).sizes
 
     @cached_property
@@ -78,8 +75,6 @@ class Cut:
 
 
 class Part(NamedTuple):
-    """A flat tensor cut into one chunk a rank."""
-
     tensor: Tensor
     cut: Cut
 
@@ -90,7 +85,6 @@ class Part(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Length of each rank's chunk."""
         return self.cut.sizes
 
     @property
@@ -124,7 +118,6 @@ class Part(NamedTuple):
         )
 
     def chunk(self, rank: int) -> Tensor:
-        """A rank's chunk, a view."""
         begin, end = self.cut.spans[rank]
         return self.tensor[begin:end]
 
@@ -153,7 +146,6 @@ class Evened:
 
     @staticmethod
     def fits(parts: Sequence[Part]) -> bool:
-        """Whether all can be made so."""
         return all(part.cut.is_short_at_end or part.cut.spacing is not None for part in parts)
 
     @classmethod
@@ -174,7 +166,6 @@ class Evened:
             given.copy_(own)
 
     def _both(self, rank: int | None) -> tuple[Tensor, Tensor]:
-        """Elements of all chunks, or of one rank's, in the given part and in the even one."""
         given = self._given
         if rank is not None:
             chunk = given.chunk(rank)
@@ -186,12 +177,11 @@ class Evened:
 
 
 def worth_packing(parts: Sequence[Part]) -> bool:
-    """Whether to send one message a peer; the same on all ranks."""
+    """True if to send one message a peer; the same on all ranks."""
     return len(parts) > 1 and sum([part.longest for part in parts]) <= PACK_BYTES
 
 
 def joined(parts: Sequence[Part]) -> Cut:
-    """One after another, what each rank has of all parts."""
     return Cut.at([0, *accumulate(sum(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True))])
 
 

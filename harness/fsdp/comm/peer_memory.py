@@ -60,12 +60,10 @@ PAUSES_S = 20e-6, 1e-3
 EXIT_S = 2.0
 """Seconds that the program's end waits for readers."""
 _READ = -1
-"""Stands for a tag in a notice that tells of a reading."""
 
 
 _living: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 _ends_by_multiprocessing: set[int] = set()
-"""Processes that do not end as the interpreter does, and wait for readers then."""
 
 
 @atexit.register
@@ -107,16 +105,12 @@ class PeerMemory:
         self._canaries = canaries
         self._notices = board
         self._awaited: dict[tuple[int, int], int] = defaultdict(int)
-        """How often something was to be read here, by peer and tag."""
         self._came: dict[tuple[int, int], int] = defaultdict(int)
-        """How often a peer has told that something can be."""
         self._told: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
         """Number and addresses of what was laid out here, by peer, tag and which time it was, until it is asked for."""
         self._laid = [0] * len(pids)
         self._read = [0] * len(pids)
-        """How many of this rank's layings a peer has read, with none before them unread."""
         self._read_beyond: list[set[int]] = [set() for _ in pids]
-        """Numbers of what a peer has read while something earlier was not."""
         self._is_given_up = False
         self._guard = threading.Lock()
         events.on_give_up(group, self._give_up)
@@ -144,15 +138,12 @@ class PeerMemory:
         return Receipt(self, peer, number)
 
     def note_read(self, peer: int, number: int) -> None:
-        """All of what a peer laid out under a number is read."""
         with self._guard:
             is_told = self._notices.tell(peer, [_READ, number])
         if not is_told:
             self._tell_late(peer, [_READ, number])
 
     def _tell_late(self, peer: int, numbers: list[int]) -> None:
-        """Tell a peer that is far behind."""
-
         def is_told() -> bool:
             with self._guard:
                 return self._notices.tell(peer, numbers)
@@ -160,7 +151,6 @@ class PeerMemory:
         self.wait(peer, is_told)
 
     def _hear(self, peer: int) -> None:
-        """Take in what a peer has told."""
         if not self._notices.has_news(peer):
             return
         with self._guard:
@@ -180,7 +170,7 @@ class PeerMemory:
         self._read[peer] = count
 
     def is_taken(self, peer: int, number: int) -> bool:
-        """Whether a peer has told that it has read all that was laid out for it under a number; see [Note: Taken]."""
+        """True if a peer has told that it has read all that was laid out for it under a number; see [Note: Taken]."""
         self._hear(peer)
         return number < self._read[peer] or number in self._read_beyond[peer]
 
@@ -232,12 +222,10 @@ class PeerMemory:
                 time.sleep(PAUSES_S[1])
 
     def _give_up(self) -> None:
-        """This process waits for nobody any more, and nobody is to wait for it."""
         self._is_given_up = True
         self._notices.end()
 
     def _gone(self, peer: int) -> str:
-        """Why nothing more will come from a peer; "" where it may."""
         if self._is_given_up:
             return f"Connection closed: this process has given up the group in which it waits for {self._named(peer)}"
         if self._notices.has_ended(peer):
@@ -285,7 +273,6 @@ class Receipt:
         self._number = number
 
     def is_here(self) -> bool:
-        """Whether the peer has read it, asked without waiting."""
         return self._memory.is_taken(self._peer, self._number)
 
     def wait(self, limit: timedelta | None = None) -> None:
@@ -294,7 +281,7 @@ class Receipt:
 
 
 class Laid:
-    """What a peer has laid out for this rank, or is going to.
+    """Buffers that a peer publishes for this rank.
 
     Args:
         tag: under which it tells so: of one tag, what is made first is what it lays out first.
@@ -308,7 +295,7 @@ class Laid:
         self._told: tuple[int, list[int]] | None = None
 
     def is_there(self) -> bool:
-        """Whether the peer has told, so that reading waits for nobody."""
+        """True if the peer has told, so that reading waits for nobody."""
         if self._told is None:
             self._told = self.memory.told_by(self.peer, self._tag, self._count)
         return self._told is not None
@@ -318,7 +305,6 @@ class Laid:
         self.memory.wait(self.peer, self.is_there, limit)
 
     def _listen(self) -> tuple[int, list[int]]:
-        """What the peer tells, which is waited for."""
         if self._told is None:
             events.wait_for(self)
         assert self._told is not None
@@ -331,7 +317,6 @@ class Laid:
             self.memory.read(self.peer, addresses[index] + offset, into)
 
     def finish(self) -> None:
-        """Tell the peer that all is read."""
         number, _ = self._listen()
         self.memory.note_read(self.peer, number)
 
@@ -366,7 +351,7 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | N
 
 
 def _board(rank: int, size: int) -> Notices | None:
-    """What this rank tells others on; None where the system has no such."""
+    """Mailbox for messages to others; None where the system has no such."""
     try:
         return Notices(rank, size) if notices.is_there() else None
     except OSError:
@@ -374,7 +359,6 @@ def _board(rank: int, size: int) -> Notices | None:
 
 
 def _limit_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a wait for a group's ranks may last."""
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
 
@@ -409,7 +393,6 @@ def _first_failure(everyone: Tensor, board: Notices) -> int:
 
 
 def _host() -> int:
-    """A number that two processes share if one can name the other by its process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -419,5 +402,4 @@ def _host() -> int:
 
 
 def _let_siblings_read() -> None:
-    """Under Yama, allow the parent's descendants; fails harmlessly on a kernel without it."""
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)

@@ -37,12 +37,10 @@ from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
 
 PIECE_BYTES = 4 << 20
-"""Bytes of one piece over all peers; two pieces are in flight."""
 PACKED_BYTES = 32 << 20
 """A bucket of at most so many bytes is sent as one message where work is queued: copying that takes some 20 us on a
 GPU, about what giving it another message takes the host."""
 FOLD_BLOCK = 1 << 16
-"""Elements summed at a time, so that the running sum stays in cache."""
 
 
 @dataclass
@@ -60,10 +58,9 @@ class Exchange:
     received: list[Tensor] = field(default_factory=list)
     evened: list[Evened] = field(default_factory=list)
     laid: list[Laid] = field(default_factory=list)
-    """What each other rank has laid out for this one to read."""
 
     def is_there(self) -> bool:
-        """Whether all contributions are known to lie where they can be read, so that folding them waits for nobody."""
+        """True if all contributions are known to lie where they can be read, so that folding them waits for nobody."""
         return bool(self.laid) and all(laid.is_there() for laid in self.laid)
 
 
@@ -169,7 +166,6 @@ class PeerReduction(Reduction):
                     ahead.append(self._post(todo[index + 2][0], tag, index))
 
     def _fold_reads(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
-        """Fetch a block from every peer and sum while all of them are in cache."""
         comm = self.comm
         for index, (part, target) in enumerate(zip(exchange.parts, into, strict=True)):
             own = part.chunk(comm.rank)
@@ -191,7 +187,6 @@ class PeerReduction(Reduction):
         return buffers, works
 
     def _pieces(self, chunk: Tensor) -> Sequence[Tensor]:
-        """Cut a chunk as both its sender and its owner do: a function of its length and the group alone."""
         peers = max(1, self.comm.size - 1)
         longest = max(1, PIECE_BYTES // (peers * self.dtypes.wire.itemsize))
         if chunk.numel() <= longest:
@@ -320,12 +315,10 @@ def make_reduction(
 
 
 def _is_small(parts: Sequence[Part]) -> bool:
-    """Whether several parts are worth a copy that makes one message of them; the same on all ranks."""
     return len(parts) > 1 and sum(sum(part.sizes) * part.tensor.itemsize for part in parts) <= PACKED_BYTES
 
 
 def _rank_by_rank(parts: Sequence[Part]) -> Part:
-    """All parts as one, copied: what belongs to a rank lies together."""
     size, evened = len(parts[0].sizes), Evened.all_of(parts)
     if evened is None:
         return Part(torch.cat([part.chunk(rank) for rank in range(size) for part in parts]), joined(parts))

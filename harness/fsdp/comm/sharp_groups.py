@@ -39,7 +39,6 @@ class SharpOwnership:
     def __init__(self, device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
         self.device = device
         self.owner: str | None = None
-        """Description of the group that owns it."""
         self._environment = environment
 
     @contextmanager
@@ -105,7 +104,6 @@ class SharpOwnership:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Changes nothing."""
     yield
 
 
@@ -185,7 +183,6 @@ def communicator_options(
 
 
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:
-    """Create every group of an axis; returns the one this rank is in."""
     own: dist.ProcessGroup
     assert dist.group.WORLD is not None
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout_of(dist.group.WORLD), group_desc=name)

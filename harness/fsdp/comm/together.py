@@ -14,7 +14,6 @@ from harness.fsdp.comm.device import is_queued
 
 
 def _is_one(tensors: Sequence[Tensor]) -> bool:
-    """Whether these tensors are worth one launch."""
     return len(tensors) > 1 and is_queued(tensors[0].device)
 
 
@@ -71,7 +70,6 @@ def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def zero_together(tensors: Sequence[Tensor]) -> None:
-    """Make each of them zeros."""
     if _is_one(tensors):
         torch._foreach_zero_(list(tensors))
         return

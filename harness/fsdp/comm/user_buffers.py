@@ -38,7 +38,7 @@ NCCL_NEEDS = {
 
 
 class Backend(Protocol):
-    """What of torch's NCCL backend is used. Others lack `register_mem_pool`, and are left alone."""
+    """The used part of torch's NCCL backend. Others lack `register_mem_pool`, and are left alone."""
 
     @property
     def mem_allocator(self) -> Any:
@@ -52,11 +52,11 @@ class Backend(Protocol):
 
 
 class PoolRuntime(Protocol):
-    """What of a device is used; `harness.fsdp.comm.device.DeviceRuntime` is one."""
+    """The used part of a device; `harness.fsdp.comm.device.DeviceRuntime` is one."""
 
     @property
     def has_streams(self) -> bool:
-        """Whether the device is one that NCCL moves memory of."""
+        """True if the device is one that NCCL moves memory of."""
 
     @property
     def nccl_version(self) -> tuple[int, int, int] | None:
@@ -91,7 +91,7 @@ class Member:
         self.backend: Backend = backend if backend is not None else group._get_backend(device)  # type: ignore[assignment]
 
     def all_succeeded(self, mine: bool) -> bool:
-        """Whether every rank of this communicator says so. *Collective*; makes a lazy communicator exist."""
+        """True if every rank of this communicator says so. *Collective*; makes a lazy communicator exist."""
         flag = torch.tensor([int(mine)], dtype=torch.int32, device=self.device)
         with events.resume(CONTROL), events.waiting():  # no traffic of the step's
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
@@ -140,21 +140,19 @@ class UserBuffers:
 
     @property
     def active(self) -> bool:
-        """Whether buckets are, or will be, registered."""
         return self._pool is not None and not self._failure and not self._closed
 
     @property
     def due(self) -> bool:
-        """Whether a registration waits for the end of the first step; nothing may be in flight when it is made."""
+        """True if a registration waits for the end of the first step; nothing may be in flight when it is made."""
         return self.active and self.mode is Registration.manual and not self._registered
 
     @property
     def symmetric(self) -> bool:
-        """Whether registrations are, or would be, symmetric windows."""
+        """True if registrations are, or would be, symmetric windows."""
         return not self._plain_because
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Surrounds every allocation of a bucket."""
         return self._runtime.allocating_from(self._pool) if self.active else nullcontext()
 
     def model_built(self) -> None:
@@ -252,7 +250,7 @@ class UserBuffers:
             self._registered.pop().backend.deregister_mem_pool(self._pool)
 
     def _agree(self, mine: bool) -> bool:
-        """Whether all ranks of all communicators succeeded: over one after the other, which reaches a whole grid."""
+        """True if all ranks of all communicators succeeded: over one after the other, which reaches a whole grid."""
         for member in self._members:
             mine = member.all_succeeded(mine)
         return mine
@@ -291,7 +289,6 @@ def _why_unable(members: Sequence[Member], runtime: PoolRuntime) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of an error, with its type."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 

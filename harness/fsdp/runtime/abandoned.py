@@ -29,7 +29,6 @@ EXIT_S = 1.0
 """Seconds that the program's end waits for a thread; one that came back later would abort the interpreter."""
 
 _waiting: dict[threading.Thread, Callable[[], None]] = {}
-"""Threads that wait for other ranks, and what ends their waits."""
 
 
 def abandon(
@@ -65,8 +64,6 @@ def abandon(
 
 
 def _hand_over(work: Callable[[], None], give_up: Callable[[], None]) -> None:
-    """Do the work in a thread, which is made to give up when the program ends."""
-
     def run() -> None:
         try:
             work()

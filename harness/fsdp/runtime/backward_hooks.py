@@ -55,13 +55,11 @@ from harness.fsdp.storage.sides import BACKWARD
 
 
 class BackwardHooks:
-    """Hangs hooks on the parameters of one model, and on what passes through it, and drives its two pipelines.
+    """Hooks of a backward, on parameters and on inputs and outputs of units; they drive gather and reduce.
 
     Args:
         units: in forward order, the root first.
-        step: asked as each backward begins what it is to do; told when it ends.
-        forward: of the model; no backward may run inside it.
-        guard: told when a backward begins; None: nobody looks for gradients that are not finite.
+        guard: reports gradients that are not finite; None: nobody looks.
     """
 
     def __init__(
@@ -80,24 +78,16 @@ class BackwardHooks:
         self.forward = forward
         self.guard = guard
         self.reached = units[0].name
-        """The unit whose backward began last."""
         self._task: int | None = None
-        """Autograd's number of the backward that began last, until it ends."""
         self._end: Callable[[], BackwardEnd | None] = lambda: None
-        """What the autograd engine holds as long as the backward that began last runs."""
         self._entered: set[Unit] = set()
-        """Units of which only the order of nodes tells when they are over; see [Note: Sequence numbers]."""
+        """Units whose end only the order of nodes tells; see [Note: Sequence numbers]."""
         self._rested: set[Unit] = set()
-        """Units that the backward has passed a call of, whose weights may have been dropped since."""
         self._number = ABOVE_ALL
-        """What the backward has come to."""
         self._coming: list[tuple[int, Unit]] = []
-        """Calls it is to come to, each with the number it began at: the next one last."""
         self._params: set[int] = set()
         self.before_backward: Callable[[], None] = lambda: None
-        """Called before a backward of the step begins."""
         self.after_backward: Callable[[], None] = lambda: None
-        """Called after a backward has ended."""
         self.handles: list[RemovableHandle] = []
         for unit in units:
             for bucket in unit.trainable:
@@ -117,7 +107,6 @@ class BackwardHooks:
 
     @by_engine
     def take_in(self, buckets: Sequence[Bucket]) -> None:
-        """Further buckets get gradients. No backward may be running."""
         taken = {id(bucket) for bucket in buckets}
         for unit in self.units:
             for bucket in unit.trainable:
@@ -125,7 +114,7 @@ class BackwardHooks:
                     self._watch_gradients(unit, bucket)
 
     def recover(self) -> None:
-        """Settle a backward that raised: autograd then never tells that it ended, but drops what it was to call."""
+        """Reset after a backward that raised: autograd then calls no end callback."""
         runs = torch._C._current_graph_task_id() != -1 and self._end() is not None
         if runs or not self.step.in_backward:
             return
@@ -142,10 +131,9 @@ class BackwardHooks:
         self.step.fail()
 
     def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None, forward: int = 0) -> None:
-        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of a forward of the
-        model, whose number that is.
+        """Hook the first gradient of a call's outputs, or of the model's forward of this number.
 
-        A leaf (an input or a parameter that is handed on) was made by no call, and would keep the hook for ever.
+        A leaf (an input or parameter handed on) is left out: it would keep the hook for ever.
         """
         leaves = [each for each in leaves if each.grad_fn is not None]
         if leaves:
@@ -157,8 +145,6 @@ class BackwardHooks:
                 torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
     def _root_pre_backward(self, forward: int = 0) -> None:
-        """The first thing that any hook of a backward does; further calls do nothing. forward: of the model, whose
-        outputs the hook stands on; 0: on no such."""
         if torch._C._current_graph_task_id() == self._task:
             return
         self.recover()
@@ -191,8 +177,6 @@ class BackwardHooks:
         self._unshard_next()
 
     def _show_own(self) -> None:
-        """Let unsharded parameters be trained or frozen as the program has set it, and those that are shown, the
-        root's, be of their own class, having counted edits since the forward."""
         for bucket in buckets_of(self.units):
             sharded = bucket.views.sharded()
             if sharded is not None and sharded.shows_unsharded:
@@ -202,10 +186,9 @@ class BackwardHooks:
 
     @property
     def _is_of_inputs(self) -> bool:
-        """Whether the backward that begins was asked for gradients of inputs alone (`torch.autograd.grad`).
+        """True for `torch.autograd.grad` of inputs alone.
 
-        Calls without gradients do not speak against it: what reentrant checkpointing hides in them lies beyond the
-        graph, and torch lets no `autograd.grad` go through that. A parameter that is frozen since is due in none.
+        Calls hidden by reentrant checkpointing do not count: `autograd.grad` cannot reach through them.
         """
         if any(unit.readiness.is_due for unit in self.units):
             return False
@@ -218,11 +201,11 @@ class BackwardHooks:
     @property
     @by_engine
     def _is_all_frozen(self) -> bool:
-        """Whether no parameter is trained at all, on any rank, as ranks agree on that."""
         return not any(any(bucket.views.flags()) for bucket in buckets_of(self.units) if bucket.trainable)
 
     def _refuse_unsupported(self) -> None:
-        """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
+        """Raise for a backward inside a forward, with create_graph, or through an unfrozen parameter without
+        storage."""
         late = unfrozen_too_late(buckets_of(self.units))
         if late is not None:
             self.step.fail()
@@ -234,13 +217,8 @@ class BackwardHooks:
     def _pre_backward(
         self, unit: Unit, call: Call | None, forward: int, newest: int, num_updates: int, gradient: Tensor
     ) -> None:
-        """The first gradient of a call's outputs is here.
-
-        Args:
-            call: of the unit; None: the model's, and `forward` is its number.
-            newest: highest number of the nodes that made the outputs.
-            num_updates: of the weights, when these were computed.
-        """
+        """First gradient of a call's outputs. call: None for the model's forward. newest: highest number of its
+        nodes."""
         self.step.check_forward(num_updates, is_stale=self._is_stale)
         self._root_pre_backward(forward)
         self._pass_to(newest)
@@ -255,12 +233,10 @@ class BackwardHooks:
 
     @property
     def _is_stale(self) -> bool:
-        """Main weights were written to since the forwards that a backward goes through, which begins now."""
         begins = torch._C._current_graph_task_id() != self._task
         return begins and any(bucket.is_stale for bucket in buckets_of(self.units))
 
     def _pass_to(self, number: int) -> None:
-        """Autograd has come to a node of this number: end the units which that passes."""
         self._number = min(self._number, number)
         for unit in list(self._entered):
             unit.readiness.pass_to(number)
@@ -281,7 +257,7 @@ class BackwardHooks:
             self._unshard_next()
 
     def _unshard_next(self) -> None:
-        """Have the unit whole that the backward comes to next; see [Note: What the hooks cannot see]."""
+        """Unshard the next unit of the backward; see [Note: What the hooks cannot see]."""
         if not self.gather.order:
             return
         while self._coming and self._coming[-1][0] > self._number:
@@ -289,7 +265,6 @@ class BackwardHooks:
         self.gather.unshard_next(self._coming[-1][1] if self._coming else None)
 
     def _is_sharded(self, unit: Unit) -> bool:
-        """Whether the backward came through a unit whose weights were not whole."""
         return not (self.gather.is_whole(unit) or unit.is_root or self.reduce.is_done_with(unit))
 
     def inputs_passed(self, unit: Unit, node: Any) -> None:
@@ -322,7 +297,6 @@ class BackwardHooks:
 
     @by_engine
     def _begin_with(self, name: str, param: nn.Parameter) -> None:
-        """A backward begins with a gradient that has come already."""
         early = grad_of(param)
         if early is not None and early is finished_grad(param):
             self.step.fail()
@@ -333,11 +307,10 @@ class BackwardHooks:
         put_grad(param, early)
 
     def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
-        """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
+        """`param.get_main_grad()`, to which a kernel adds a weight's gradient itself.
 
-        Flat storage in the parameter's shape and in the dtype its gradients wait in. The kernel adds to it, within the
-        backward, and gives autograd no gradient for that weight; or a stand-in, and says so by setting
-        `param.grad_added_to_main_grad` (TransformerEngine's way).
+        Flat storage in the parameter's shape, in the dtype its gradients wait in. The kernel sets
+        `param.grad_added_to_main_grad` (TransformerEngine's protocol).
 
         Raises:
             NotImplementedError: under grad_buffer=concat there is no such place.
@@ -351,7 +324,6 @@ class BackwardHooks:
         return gradients.written_by(index)
 
     def _post_backward(self, unit: Unit) -> None:
-        """A unit needs its weights no more, and its gradients are complete; the root's end with the backward."""
         if unit.is_root:
             return
         self.gather.reshard(unit)
@@ -361,7 +333,6 @@ class BackwardHooks:
             self.reduce.mark_ready(unit)
 
     def _root_post_backward(self) -> None:
-        """The whole backward has ended: the autograd engine calls back."""
         self._task = None
         self._entered.clear()
         self._rested.clear()

@@ -33,13 +33,11 @@ from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Ope
 
 @dataclass(frozen=True)
 class Reductions:
-    """How one bucket's sums are made along each axis."""
-
     inner: Reduction
     outer: Reduction | None = None
 
     def scales_as_it_sums(self, gradients: Gradients) -> bool:
-        """Whether the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
+        """True if the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
         return self.inner.numbers.scales_sums and gradients.placements.reduces_once
 
 
@@ -76,29 +74,22 @@ class Job:
         self.done: Event | None = None
         self.future: Future[None] | None = None
         self.may_sum_early = False
-        """Whether `sum_early` has anything to do."""
         self._failure: Exception | None = None
-        """What a sum that was made early raised."""
         self._route = deque(bucket.placements.reduction(last=plan.last))
         sums = [step.axis for step in bucket.placements.reduction(last=True) if step.operation is _SUM]
         self._last_sum = sums[-1]
-        """The axis whose sum is the last one of a step: it applies the factor."""
         self._stages: deque[Callable[[], None]] = deque()
         self._stream = "reduce"
         self._exchanges: dict[Axis, Exchange] = {}
         self._sums: list[Tensor] = []
-        """What the inner axis has summed on this rank, a tensor a part."""
         self._outer_sums: list[Part] = []
-        """What the inner axis has summed on this rank, cut by outer rank."""
         self._copies: list[Tensor] = []
-        """Encoded gradients beside those they were made of."""
         self._sent: list[Exchange] = []
         self._staying: list[Exchange] = []
-        """Exchanges whose parts lie in whole sums, which stay as they are until they are forgotten."""
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether its sums over microbatches are made on this rank, so that it is the step's one reduction."""
+        """True if its sums over microbatches are made on this rank, so that it is the step's one reduction."""
         return self.bucket.placements.accumulates_locally
 
     def _label(self, axis: Axis) -> Label:
@@ -136,7 +127,6 @@ class Job:
         self.may_sum_early = bool(exchange.laid) and not (adds or self._route)
 
     def _noted(self, wire: Tensor, source: Tensor) -> Tensor:
-        """What is sent; counted as long as it lives where it is a copy."""
         if wire is not source:
             self._copies.append(self.bucket.memory.note(wire))
         return wire
@@ -150,13 +140,11 @@ class Job:
             self.guard.look(self.bucket, wire, source)
 
     def _issue_next(self) -> None:
-        """Issue the next operation of the route, whose own stage waits for it."""
         if self._route:
             step = self._route.popleft()
             _ISSUE[step.axis, step.operation](self)
 
     def _sum_inner(self) -> None:
-        """The inner reduce-scatter has come in: sum it into this rank's shards."""
         gradients, reduction = self.gradients, self.reductions.inner
         add = self.plan.adds and gradients.accumulation is Accumulation.reduced
         gradients.claim()
@@ -167,7 +155,6 @@ class Job:
         self._issue_next()
 
     def _reduce_outer(self) -> None:
-        """Encode what the inner axis has summed, and send it over the outer one."""
         outer = self._outer
         in_order = SHARD in self.bucket.placements.main_grads
         sums = self.cuts.outer_parts(self.gradients.inner_shards if in_order else self._sums)
@@ -191,11 +178,9 @@ class Job:
         self._issue_next()
 
     def _gather_outer(self) -> None:
-        """The second leg of an outer all-reduce."""
         self._await(self._outer.spread(self._exchanges[Axis.outer], self._outer_sums))
 
     def _gather_inner(self) -> None:
-        """The second leg of an inner all-reduce."""
         back = self.cuts.second_leg_parts(self.gradients.sums)
         self._await(self.reductions.inner.spread(self._exchanges[Axis.inner], back))
 
@@ -233,14 +218,13 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether sums within the backward are made and others are known to have taken what they need of them, so that
+        """True if sums within the backward are made and others are known to have taken what they need of them, so that
         `wait` waits for nobody."""
         if self._stages or self._failure is not None or not self._sent:
             return False
         return all(exchange.pending.is_taken() for exchange in self._sent)
 
     def run(self) -> None:
-        """Run all stages."""
         while self.advance():
             pass
         if self.runtime.has_streams:
@@ -263,7 +247,7 @@ class Job:
 
     @property
     def sending(self) -> list[Pending]:
-        """What other ranks may still take from whole sums after `wait`."""
+        """Exchanges of whole sums that other ranks may still read after `wait`."""
         return [exchange.pending for exchange in self._staying]
 
     def free(self) -> None:
@@ -280,7 +264,6 @@ _ISSUE: dict[tuple[Axis, Operation], Callable[[Job], None]] = {
     (Axis.outer, Operation.all_gather): Job._gather_outer,
     (Axis.inner, Operation.all_gather): Job._gather_inner,
 }
-"""How each operation after the first, which is always the inner reduce-scatter, is issued."""
 
 
 def _encoded(part: Part, reduction: Reduction) -> Part:

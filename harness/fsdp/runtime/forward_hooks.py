@@ -35,13 +35,10 @@ from harness.fsdp.storage.whereabouts import Whereabouts
 
 
 class ForwardHooks:
-    """Hangs hooks on the modules of one model: they have each unit's weights whole while it runs.
+    """Forward hooks on the modules of all units.
 
     Args:
         units: in forward order, the root first.
-        step: whether a backward runs, whose recomputations are no forwards.
-        forward: of the model; told what begins and ends.
-        backward: watches what goes into a call and what comes out of it.
     """
 
     def __init__(
@@ -53,20 +50,15 @@ class ForwardHooks:
         self.forward = forward
         self.backward = backward
         self.before_gradients: Callable[[], None] = lambda: None
-        """Called before every forward of the model with gradients."""
         self.before_forward: Callable[[], None] = lambda: None
-        """Called before weights are used in a forward of the model."""
         self.whereabouts = Whereabouts(units[0].modules[0])
         self.lost_edits = LostEdits(next(buckets_of(units)).memory.device)
         self.handles: list[RemovableHandle] = []
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
         self._passed: dict[str, list[Passed | None]] = {unit.name: [] for unit in units}
-        """Inputs of calls in which the program is, by unit: a unit may call itself. None: nothing to watch."""
         self._inputs_passed = {unit.name: WeakHook(backward.inputs_passed, unit) for unit in units}
-        """Told when a backward has passed the inputs of a call, by unit."""
         self._num_updates = 0
-        """How often weights had been installed when the model's forward began last."""
         for unit in units:
             self._install(unit)
 
@@ -120,7 +112,6 @@ class ForwardHooks:
 
     @by_engine
     def _take_up_weights(self) -> None:
-        """Have weights that are whole ready to be used, with all that the program did to them since."""
         for bucket in buckets_of(self.units):
             bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
@@ -128,8 +119,7 @@ class ForwardHooks:
             bucket.use()
 
     def check_module(self) -> None:
-        """Raise RuntimeError where a parameter that the engine does not know came into the module, or one was moved or
-        cast."""
+        """Raise RuntimeError for a parameter that was added, replaced, moved or cast."""
         for bucket in buckets_of(self.units):
             if (sharded := bucket.views.sharded()) is not None:
                 sharded.check()
@@ -152,7 +142,7 @@ class ForwardHooks:
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module that runs parts of it; see [Note: Methods as forwards]. *Collective.*"""
+        """Call a method that runs parts of the module; see [Note: Methods as forwards]. *Collective.*"""
         self.backward.recover()
         if self.forward.in_model or self.step.in_backward:
             return method(*args, **kwargs)
@@ -202,7 +192,6 @@ class ForwardHooks:
         return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
-        """A forward is over, also by an exception."""
         if not self.step.in_backward:
             if self._passed[unit.name]:
                 self._passed[unit.name].pop()
@@ -213,7 +202,6 @@ class ForwardHooks:
                 self._rest(raised=sys.exc_info()[1] is not None)
 
     def _rest(self, *, raised: bool) -> None:
-        """The root's parameters stay unsharded for a loss, until the backward ends."""
         stays = self.forward.with_gradients and not raised
         rest(self.units[1:] if stays else self.units)
         for bucket in self.units[0].buckets if stays else ():
@@ -221,7 +209,7 @@ class ForwardHooks:
                 sharded.count_edits()
 
     def break_off(self) -> None:
-        """The model's forward was interrupted in the middle, and no hook was told."""
+        """Reset after a forward that was interrupted without its hooks."""
         if self.step.in_backward:
             return
         for unit in self.units:
@@ -249,10 +237,10 @@ class ForwardHooks:
         return output
 
     def _own(self, unit: Unit, output: Any) -> Any:
-        """What a call gives, with copies in place of weights that are about to be released.
+        """Output with copies of weights that are about to be released.
 
         Raises:
-            RuntimeError: the call has given a parameter other `data`, which is lost then.
+            RuntimeError: the call has assigned `data` of a parameter, which is lost then.
         """
         if isinstance(output, GeneratorType) and any(bucket.views.is_sharded for bucket in unit.buckets):
             refuse_generator(unit.name)
@@ -262,7 +250,7 @@ class ForwardHooks:
         return without_weights(output, [bucket.compute for bucket in released], unit.name) if released else output
 
     def _keep_unseen(self, unit: Unit) -> None:
-        """What a unit took and gave lies where no hook finds it; see [Note: What the hooks cannot see]."""
+        """Keep a unit unsharded whose inputs and outputs no hook can see."""
         unit.readiness.note_unseen()
         if unit.shares_buffers and not self.gather.is_resident(unit):
             raise RuntimeError(

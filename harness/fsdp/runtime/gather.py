@@ -50,23 +50,20 @@ class GatherPipeline:
         self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
         self._outgoing: list[LateGather] = []
         self._copies: list[LateGather] = []
-        """Gathers that this rank gives copies to, which some others may not have read yet."""
         self._ahead: dict[Unit, None] = {}
         """Units on their way, not the root, that have memory for that already, in the order they were begun."""
         self._whole: set[Unit] = set()
-        """Units, not the root, that are whole from a gather."""
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
         """Each unit's place in the sweep, counted from 0."""
         self._passed = 0
-        """The place in the sweep before which no gather is under way."""
         self._resting: list[Unit] = []
         self._kept: list[Unit] = []
         self._next = 0
         self._ran: list[Unit] = []
         self._late = False
         self.is_read = False
-        """Whether a forward has begun since a backward ended last: others, or a device, may still read main weights."""
+        """True if a forward has begun since a backward ended last: others, or a device, may still read main weights."""
         self._held: set[str] = set()
         self._dropped_while_held: set[str] = set()
         self.num_alive_peak = 0
@@ -195,11 +192,9 @@ class GatherPipeline:
             self.reshard(unit)
 
     def is_whole(self, unit: Unit) -> bool:
-        """Whether a unit's weights are here."""
         return self.is_resident(unit) or self._is(unit, WeightState.UNSHARDED)
 
     def is_resident(self, unit: Unit) -> bool:
-        """Whether a unit's weights are always here."""
         return unit.name not in self._weights
 
     def reshard(self, unit: Unit) -> None:
@@ -249,12 +244,12 @@ class GatherPipeline:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether some weights are on their way or whole, or others may still take this rank's part."""
+        """True if some weights are on their way or whole, or others may still take this rank's part."""
         return bool(self._outgoing) or any(not self._is(unit, WeightState.SHARDED) for unit in self.order)
 
     @property
     def holds(self) -> bool:
-        """Whether some unit's weights stay whole until they are let go."""
+        """True if some unit's weights stay whole until they are let go."""
         return bool(self._held)
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
@@ -322,7 +317,6 @@ class GatherPipeline:
         self._places = {unit: place for place, unit in enumerate(sweep)}
 
     def _reach(self, unit: Unit) -> None:
-        """Bring the sweep to a unit: those before it take their turn, or it is out of turn."""
         place = self._places.get(unit, -1)
         self._take_turns(max(place, 0))
         if place == self._next:
@@ -354,17 +348,14 @@ class GatherPipeline:
             self._start_unshard(self._sweep[self._next - 1])
 
     def _bytes_with(self, following: Unit) -> int:
-        """Bytes of the weights that are gathered ahead, one unit more counted."""
         return sum(unit.weight_bytes(self._wanted(unit)) for unit in [*self._ahead, following])
 
     def _wanted(self, unit: Unit) -> int:
-        """Directions that a sweep gathers the weights of a unit with two sides for."""
         if unit.is_root:
             return BOTH
         return self.recomputation.directions(unit) if self._in_backward else FORWARD
 
     def _start_unshard(self, unit: Unit) -> None:
-        """Start gathering a unit, unless it is on its way or here."""
         weights = self._weights[unit.name]
         if weights.state is not WeightState.SHARDED:
             return
@@ -376,7 +367,6 @@ class GatherPipeline:
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
-        """Units, the root apart, whose gathered weights take memory now."""
         return len(self._ahead) + len(self._whole)
 
     def _wait_for_unshard(self, unit: Unit) -> None:

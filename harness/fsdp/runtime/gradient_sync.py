@@ -24,22 +24,14 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import by_engine
 
 Kept = tuple[ShardedParameters, list[Tensor], set[int]]
-"""Parameters of a bucket, their main gradients, and which of them had one."""
 
 
 class GradientSync:
-    """Finishes or forgets the gradients of one model's step, as far as the step's state allows it.
+    """Finishes or forgets the gradients of a step.
 
     Args:
-        units: whose gradients these are.
-        step: asked before anything is done, told afterwards.
-        hooks: settle a backward that raised.
-        reduce: whose reductions are waited for.
-        weights: waited for as well: the update that follows changes what other ranks may still be taking.
         guard: reports gradients that are not finite; None reports none.
-        integers: under numerics=exact, how gradients are written as integers; else None.
-        usage: finds out which parameters got no gradient; its ranks agree on what they raise, too.
-        copies: compares what tensor-parallel ranks bring for parameters that each of them has whole.
+        integers: format of gradients under numerics=exact, else None.
     """
 
     def __init__(
@@ -64,13 +56,9 @@ class GradientSync:
         self.usage = usage
         self.copies = copies
         self.sharded: list[ShardedParameters] = []
-        """Parameters whose `.grad` shows finished gradients; see `harness.fsdp.storage.at_rest`."""
         self._kept: list[Kept] = []
-        """Gradients that parameters had when the step began, which are added to what it brings."""
         self._has_begun = False
-        """A backward of the step has begun, and none has ended."""
         self._settled = False
-        """Main gradients are what no backward has brought: zeros, or what the program has given."""
         self._watch_hooks()
 
     def _watch_hooks(self) -> None:
@@ -79,7 +67,7 @@ class GradientSync:
     # -- `.grad` of sharded parameters -------------------------------------------------------------------------------
 
     def show(self, sharded: list[ShardedParameters]) -> None:
-        """Let `.grad` of these parameters be their finished gradients, from the end of each synchronising backward."""
+        """Set `.grad` of these parameters at the end of each synchronising backward."""
         self.sharded = sharded
         for each in sharded:
             each.sync = weakref.ref(self)
@@ -87,7 +75,7 @@ class GradientSync:
         self.hooks.of_backward.after_backward = WeakHook(self._end_backward)
 
     def forget_one(self, bucket: Bucket, index: int) -> None:
-        """The program sets `.grad` of a parameter to None. *Collective* before the gradients are finished."""
+        """`param.grad = None`. *Collective* before the gradients are finished."""
         if bucket.gradients is None:
             return
         if self.step.state in (StepState.ACCUMULATED, StepState.SUMMED):
@@ -101,7 +89,6 @@ class GradientSync:
 
     @by_engine
     def _begin_backward(self) -> None:
-        """A backward begins: the first of a step keeps the gradients that parameters have, to add to them."""
         state = self.step.state
         if state is StepState.FAILED and self.step.num_backwards <= 1:
             self._restore()
@@ -121,7 +108,6 @@ class GradientSync:
 
     @by_engine
     def _restore(self) -> None:
-        """A backward that raised has left no gradient: parameters have those from before it."""
         kept, self._kept = self._kept, []
         for each in self.sharded if self._has_begun else ():
             each.drop_grads()
@@ -147,7 +133,6 @@ class GradientSync:
 
     @by_engine
     def _install(self) -> None:
-        """The step's gradients are finished: parameters show them."""
         kept, self._kept = self._kept, []
         had = {id(each): names for each, _, names in kept}
         for each, flats, _ in kept:
@@ -157,11 +142,7 @@ class GradientSync:
             each.install_grads(had.get(id(each), set()) | each.add_own_grads())
 
     def take_in(self, usage: Usage, *, late: Sequence[Bucket]) -> None:
-        """Finish and forget gradients of further buckets, too, of which no backward of the step has brought any.
-
-        Args:
-            usage: of the gradients of all trained buckets.
-        """
+        """Take up further buckets, of which no backward of the step has brought gradients."""
         self.usage = usage
         self._watch_hooks()
         for bucket in late if self.step.has_gradients else ():
@@ -169,7 +150,7 @@ class GradientSync:
                 bucket.gradients.begin_late()
 
     def finish(self) -> None:
-        """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
+        """Wait for the step's reductions and scale the gradients, once; repeatable. *Collective.*
 
         Raises:
             StepError: the last backward ran inside no_sync(), or raised; or this is called inside a backward.
@@ -198,12 +179,11 @@ class GradientSync:
 
     @by_engine
     def collect(self) -> None:
-        """Let main gradients be what parameters have as `.grad`, zeros for None."""
+        """Copy `.grad` of all parameters into main gradients; None gives zeros."""
         for each in self.sharded:
             each.collect_grads()
 
     def drain(self) -> None:
-        """Wait until all reductions that were issued have landed; one that raises fails the step."""
         try:
             self.reduce.drain()
         except BaseException:
@@ -212,10 +192,10 @@ class GradientSync:
 
     @by_engine
     def forget(self, *, set_to_none: bool = True) -> None:
-        """Forget all gradients of the step, whatever became of them: the next step begins.
+        """Zero all gradients.
 
         Args:
-            set_to_none: False: parameters whose `.grad` is not None have one of zeros from now on.
+            set_to_none: False: parameters whose `.grad` is not None get one of zeros.
 
         Raises:
             StepError: inside a backward.
@@ -235,7 +215,7 @@ class GradientSync:
 
     @by_engine
     def forget_unfinished(self) -> None:
-        """Forget what backwards have brought and no `.grad` shows yet; inside a backward it raises StepError."""
+        """Forget unfinished gradients. Raises StepError inside a backward."""
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         if self.step.state not in (StepState.IDLE, StepState.FINISHED):
@@ -244,12 +224,11 @@ class GradientSync:
 
     @by_engine
     def let_go(self) -> None:
-        """Free the memory of finished gradients that no `.grad` shows any more."""
+        """Free finished gradients that no `.grad` shows any more."""
         if self.step.state is StepState.FINISHED and not any(each.with_grads for each in self.sharded):
             self._forget()
 
     def _forget(self) -> None:
-        """Forget what backwards have brought; `.grad` of parameters is what it was."""
         self._settled = False
         self.reduce.discard()
         added_to = {id(each) for each, *_ in self._kept}
@@ -268,8 +247,6 @@ class GradientSync:
         return [gradients for unit in self.units for gradients in unit.gradients]
 
     def _agree(self) -> None:
-        """Find out with all ranks which parameters are unused; and raise OverflowError on all of them if a gradient of
-        any could not be written as an integer."""
         if self.integers is None:
             self.usage.find(self.step.num_updates)
             return

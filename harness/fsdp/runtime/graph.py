@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_flatten
 from harness.fsdp.runtime.refusals import refuse_edit
 
 ABOVE_ALL = 2**64 - 1
-"""Above the number of every node; see [Note: Sequence numbers]."""
 
 
 class PassedInputs(torch.autograd.Function):
-    """Aliases of a unit's inputs; its backward says that the unit's backward has passed them."""
+    """Aliases of a unit's inputs, whose backward runs when the unit's is over."""
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[Any], None], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -40,7 +39,7 @@ class PassedInputs(torch.autograd.Function):
 
 
 class EditedInput(torch.autograd.Function):
-    """The caller's tensor takes over the history of its alias, which a unit has edited; see [Note: Edited inputs]."""
+    """Gives the caller's tensor the history of its alias; see [Note: Edited inputs]."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
@@ -54,8 +53,6 @@ class EditedInput(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Passed:
-    """A unit's inputs as its caller has them, the aliases it computes with, and the node these came from."""
-
     own: Sequence[Tensor]
     aliases: Sequence[Tensor]
     node: Node | None
@@ -77,13 +74,12 @@ class Passed:
 
 
 def number_of(output: Tensor) -> int:
-    """Autograd's number of the node that made a tensor; for a leaf, which says nothing, one above all of them."""
+    """Sequence number of a tensor's node; for a leaf, above all of them."""
     return ABOVE_ALL if output.grad_fn is None else output.grad_fn._sequence_nr()
 
 
 def could_reach(params: Set[int]) -> bool:
-    """Whether the graph below the node that runs holds one of these parameters: a backward that brings none of them a
-    gradient was then asked for other inputs alone (`torch.autograd.grad`)."""
+    """True if the graph below the running node holds one of these parameters."""
     todo: list[Node | None] = [torch._C._current_autograd_node()]
     seen: set[Node] = set()
     while todo:
@@ -107,7 +103,7 @@ def direct_tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
-    """The arguments with `tensors` in the places `direct_tensors` found."""
+    """Arguments with `tensors` in the places found by `direct_tensors`."""
     return tuple(
         next(tensors)
         if isinstance(value, Tensor) and value.requires_grad
@@ -119,7 +115,7 @@ def replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, .
 
 
 def tensors_with_grad(output: Any) -> list[Tensor]:
-    """Tensors with gradients anywhere in an output: nested containers, and dataclasses."""
+    """Tensors with gradients in nested containers and dataclasses."""
     if isinstance(output, Tensor):  # as almost always
         return [output] if output.requires_grad else []
     found = []
@@ -132,7 +128,7 @@ def tensors_with_grad(output: Any) -> list[Tensor]:
 
 
 class BackwardEnd:
-    """What is called when a backward has ended. Only the autograd engine holds it, until then or until it raises."""
+    """End callback of a backward; only the autograd engine holds it."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then

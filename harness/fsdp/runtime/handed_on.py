@@ -20,10 +20,10 @@ from harness.fsdp.storage.parameter_access import by_engine
 
 @by_engine
 def without_weights(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
-    """An output with a copy of each tensor in it that lies in the storage of one of `weights`; itself if none does.
+    """Output with copies of tensors that lie in the storage of `weights`.
 
     Raises:
-        RuntimeError: one is in a dataclass, which nobody can rebuild.
+        RuntimeError: one is in a dataclass, which cannot be rebuilt.
     """
     places = {weight.untyped_storage().data_ptr() for weight in weights if weight.numel()}
     if isinstance(output, Tensor):  # as almost always

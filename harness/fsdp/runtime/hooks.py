@@ -15,14 +15,6 @@ from harness.fsdp.runtime.units import Unit
 
 
 class Hooks:
-    """The hooks of one model, which drive its two pipelines.
-
-    Args:
-        units: in forward order, the root first.
-        step: asked as each backward begins what it is to do; told when it ends.
-        guard: told when a backward begins; None: nobody looks for gradients that are not finite.
-    """
-
     def __init__(
         self,
         units: Sequence[Unit],
@@ -38,27 +30,23 @@ class Hooks:
 
     @property
     def is_installed(self) -> bool:
-        """Whether hooks are on."""
         return bool(self.of_forward.handles)
 
     def remove(self) -> None:
-        """Take all hooks off."""
         for handles in (self.of_forward.handles, self.of_backward.handles):
             for handle in handles:
                 handle.remove()
             handles.clear()
 
     def recover(self) -> None:
-        """Settle a backward that raised: autograd then never tells that it ended, but drops what it was to call."""
         self.of_backward.recover()
 
     @property
     def is_inside(self) -> bool:
-        """Whether the program is in the model's forward or backward."""
+        """True inside the model's forward or backward."""
         return self.forward.in_model or self.step.in_backward
 
     def where(self) -> str:
-        """Where the program is, for whoever looks from another thread."""
         if self.step.in_backward:
             return f"in the backward of {self.of_backward.reached}"
         running, root = tuple(self.forward.running), self.forward.root

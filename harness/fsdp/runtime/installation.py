@@ -18,10 +18,9 @@ from harness.fsdp.storage.parameter_access import by_engine
 
 
 def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
-    """After an update: bring main weights into compute weights that are kept (others are cast when gathered).
+    """Copy updated main weights into compute weights that are kept. *Collective.*
 
-    Returns what must be waited for before this rank changes them again, where others may still take them from it. What
-    buckets await is theirs to be received; see [Note: Weights on their way].
+    Returns gathers to wait for before main weights change again.
     """
     pending = [each for bucket in buckets for each in bucket.install()]
     with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident and pending)):
@@ -31,15 +30,10 @@ def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
 
 
 class WeightInstaller:
-    """Brings updated main weights into the compute weights of one model.
+    """Installs updated main weights as compute weights.
 
     Args:
         buckets: all of the model's.
-        gather: whose unsharded weights are stale after an update.
-        user_buffers: told after the first step, where registration waits for it.
-        replicas: compares, every few updates, weights that several ranks hold.
-        step: told that weights have changed.
-        scales: of FP8 weights, which follow from those.
     """
 
     def __init__(
@@ -58,24 +52,21 @@ class WeightInstaller:
         self.step = step
         self.scales = scales
         self.pending: list[Pending] = []
-        """Gathers in which other ranks may still take this rank's weights."""
 
     def bring_up_to_date(self) -> None:
-        """Install main weights that were written to since the last time, by an optimizer, a load or an edit.
-        *Collective* if there are any: all ranks write to the same parameters."""
+        """Install main weights written since the last install. *Collective* if any were."""
         if any(bucket.is_stale for bucket in self.buckets):
             self.install(step_ended=self.step.has_ended)
 
     @by_engine
     def install(self, *, step_ended: bool = False) -> None:
-        """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
+        """Install main weights as compute weights and reshard. *Collective.*
 
         Args:
-            step_ended: it was the optimizer that changed them, which ends a step of delayed scaling.
+            step_ended: after an optimizer step, which ends a step of delayed scaling.
 
         Raises:
-            RuntimeError: compute weights were edited in place, which the main weights would overwrite; or some are held
-                whole by `gathered` or a method that runs as a forward.
+            RuntimeError: compute weights were edited in place and would be overwritten; or `unsharded()` holds some.
             ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
         """
         self.refuse_held()
@@ -96,10 +87,7 @@ class WeightInstaller:
         self.replicas.after_step()
 
     def agree_on_scales(self) -> None:
-        """Make scales of weights of which a rank knows a portion only, once all have their first values.
-
-        *Collective* where tensor parallelism has cut weights of 8 bits.
-        """
+        """Make first scales of FP8 weights cut by tensor parallelism. *Collective* where there are any."""
         cut = [each for each in self.buckets if each.eight_bit is not None and each.eight_bit.has_tiles_elsewhere]
         if not cut:
             return
@@ -110,7 +98,6 @@ class WeightInstaller:
             bucket.receive()
 
     def refuse_held(self) -> None:
-        """Raise RuntimeError where weights are held whole, which an update would not reach."""
         if self.gather.holds:
             raise RuntimeError(
                 "weights cannot be updated or loaded while model.unsharded() or a method such as generate() holds them"
@@ -119,7 +106,7 @@ class WeightInstaller:
 
     @by_engine
     def adopt_edits(self) -> None:
-        """Let main weights, which are used next, know edits of unsharded ones; RuntimeError where they cannot."""
+        """Copy edits of unsharded weights to main weights; RuntimeError where that is impossible."""
         if not self.gather.holds:
             for bucket in self.buckets:
                 if not bucket.computes_with_main_weights and bucket.views.edited():
@@ -127,28 +114,25 @@ class WeightInstaller:
                     edits.refuse_lost(bucket)
 
     def wait_for_readers(self) -> None:
-        """Wait until main weights are read neither by other ranks nor by a device, and may be written."""
+        """Wait until neither ranks nor the device read main weights."""
         self.gather.wait_for_readers()
         self._wait_for_device()
 
     def _wait_for_device(self) -> None:
-        """Have the device read no main weights any more that lie on the host."""
         for bucket in self.buckets:
             if bucket.let_host_write():
                 return
 
     def before_edit(self) -> None:
-        """The program writes to sharded parameters next."""
         if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
             self.wait()
         self.before_update()
 
     def before_update(self) -> None:
-        """An optimizer writes main weights next.
+        """Called before an optimizer writes main weights.
 
-        The gradients it waited for came after all reading in their backward. A program may run a forward between that
-        and `step()`, and other ranks may still be in it. A device may still copy what another optimizer, or the same
-        one, has just updated on the host: nothing has waited for that where no gradients came in between.
+        A forward may have run since the backward, and other ranks may still be in it. The device may still copy
+        offloaded weights of the step before.
         """
         if self.gather.is_read:
             self.gather.wait_for_readers()
@@ -156,7 +140,7 @@ class WeightInstaller:
 
     @by_engine
     def wait(self, *, writes: bool = False) -> None:
-        """Wait until other ranks have taken this rank's weights, so that these may change.
+        """Wait until other ranks have taken this rank's weights.
 
         Args:
             writes: main weights are written next, outside a step.

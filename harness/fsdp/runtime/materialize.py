@@ -38,7 +38,7 @@ def build_units(
     policy: MixedPrecisionPolicy,
     initial: InitialValue | None,
 ) -> list[Unit]:
-    """Give every planned unit its buckets; `initial` None leaves them zero."""
+    """Give every planned unit its buckets; zeros where `initial` is None."""
     units = []
     for plan in plans:
         with memory.unit(shares=not plan.is_root):
@@ -51,7 +51,7 @@ def build_units(
 
 
 def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
-    """What parameters hold on the first rank that has them; buffers are taken from there at once. *Collective.*"""
+    """Parameter values of the first rank; buffers are overwritten at once. *Collective.*"""
     params = dict(module.named_parameters())
     for name, buffer in module.named_buffers():
         value = meshes.everyone.from_first(buffer, f"initial {name}")
@@ -66,7 +66,7 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
 
 
 def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> None:
-    """Give meta parameters a device without memory; the objects stay the same, for optimizers that hold them.
+    """Swap meta parameters for storage-free ones on the device, same objects.
 
     Raises:
         ValueError: nothing says what their values are to be.
@@ -86,7 +86,6 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> 
 
 @contextmanager
 def _without_weak_references(module: nn.Module) -> Iterator[None]:
-    """Recurrent layers look weakly at their parameters, which torch then does not swap: in the body they do not."""
     layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     for layer in layers:
         layer._flat_weight_refs = []
@@ -98,10 +97,10 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
 
 
 def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes, device: torch.device) -> None:
-    """Let each module reset its own parameters, whole for that moment, and keep this rank's part. *Collective.*
+    """Reset parameters module by module, unsharded for that moment, and keep this rank's part. *Collective.*
 
-    A parameter of several modules keeps what the first of them gave it. Every rank takes the first one's values; of a
-    portion that a module has reset itself, the first one's that has the same.
+    A parameter of several modules keeps the value of the first. Values are the first rank's; of a TP shard that its
+    module reset, those of the first rank with the same shard.
 
     Raises:
         ValueError: a module with parameters or buffers has neither `reset_parameters` nor `_reset_parameters`.
@@ -124,7 +123,7 @@ def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes
 
 
 def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
-    """Modules that are reset together, in the order in which an ordinary construction resets them."""
+    """Modules reset together, in the order of an ordinary construction."""
     if id(part) in seen:
         return
     seen.add(id(part))
@@ -137,7 +136,6 @@ def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
 
 
 def _has_own(part: nn.Module) -> bool:
-    """Whether a module has something to reset: parameters of its own, or buffers without memory."""
     hollow = any(buffer is not None and buffer.is_meta for buffer in part._buffers.values())
     return hollow or any(param is not None for param in part._parameters.values())
 
@@ -178,7 +176,6 @@ def _reset(
 
 
 def _alike(portion: Portion, value: Tensor, meshes: Meshes) -> Everyone:
-    """The ranks that are to begin with the same value of a parameter."""
     is_portion = not portion.is_whole and tuple(value.shape) == portion.here
     return meshes.dense.everyone if is_portion else meshes.everyone
 
@@ -187,11 +184,10 @@ def _alike(portion: Portion, value: Tensor, meshes: Meshes) -> Everyone:
 def _whole(
     parts: Sequence[nn.Module], own: Mapping[int, nn.Parameter], dtypes: Mapping[int, torch.dtype], device: torch.device
 ) -> Iterator[dict[int, Tensor]]:
-    """Let modules hold whole, plain parameters in the body; after it, what they hold by the parameter that it is of.
+    """Put unsharded plain parameters into modules for the body, yielding them by the parameter they stand for.
 
-    Also where tensor parallelism has cut a parameter: its numbers are then those of an ordinary construction. Modules
-    that cut themselves hold their portions. They may have registered other parameters under the same names. dtypes: as
-    the module gave them, which is not what is kept where that is 8 bits.
+    Full ones where tensor parallelism has cut; shards for modules that cut themselves. dtypes: as the module gave
+    them.
     """
     cut_themselves = {id(param) for part in parts if declares(part) for param in part._parameters.values()}
     stand_ins: dict[int, nn.Parameter] = {}

@@ -24,11 +24,7 @@ Hook = Callable[[Any], Any]
 
 
 class ProgramHook:
-    """A hook of the program, run when a parameter has accumulated a gradient; see [Note: Stepping in a hook].
-
-    Args:
-        hook: what is run. name: of the parameter. step: in whose backwards it must not change values.
-    """
+    """User's post-accumulate hook, which must not change its parameter; see [Note: Stepping in a hook]."""
 
     def __init__(self, hook: Hook, name: str, step: Step) -> None:
         self.hook = hook
@@ -36,11 +32,7 @@ class ProgramHook:
         self.step = step
 
     def __call__(self, param: nn.Parameter) -> None:
-        """Run it.
-
-        Raises:
-            StepError: it has changed values of its parameter.
-        """
+        """Raises StepError if the hook has changed its parameter."""
         if not self.step.in_backward:
             self.hook(param)
             return
@@ -63,7 +55,7 @@ class ProgramHook:
 
 
 def watch(params: Iterable[tuple[str, nn.Parameter]], step: Step) -> None:
-    """Watch hooks of the program on unsharded parameters: those that are there, and those to come."""
+    """Watch hooks on unsharded parameters, those registered later too."""
     for name, param in params:
 
         def watched(hook: Hook, name: str = name) -> Hook:

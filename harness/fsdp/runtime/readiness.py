@@ -42,8 +42,8 @@ from harness.fsdp.storage.parameter_access import HOME, by_engine
 class Call:
     """One call of a unit.
 
-    begin: autograd's number of the first node it makes. identity: gives the one on its inputs while its graph lives.
-    forward: number of the model's forward it is in, 0 where it is in none.
+    begin: sequence number of its first node. identity: returns the node on its inputs while the graph lives.
+    forward: number of the model's forward, 0 outside.
     """
 
     begin: int
@@ -52,30 +52,21 @@ class Call:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether the call made nodes that a backward could go through, and no hook stands on its inputs."""
+        """True if the call made nodes and no hook stands on its inputs."""
         return self.identity() is None and next_number() > self.begin
 
 
 def next_number() -> int:
-    """The number autograd gives to the next node that this thread makes; see [Note: Sequence numbers]."""
     return _get_sequence_nr()
 
 
-def _nothing() -> None:
-    """What a call without an identity refers to."""
+def _nothing() -> None: ...
 
 
 class Readiness:
-    """What one unit waits for.
-
-    Args:
-        params: its parameters that get gradients, unless they are frozen.
-    """
-
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
         self.trained = params
-        """Parameters of the unit that were not frozen as the last backward began."""
         # identities on the inputs, as long as their graphs live, and their calls
         self._calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
         self._due_params: set[int] = set()
@@ -87,53 +78,46 @@ class Readiness:
         self._arrived: set[int] = set()
         self._hidden_calls = 0
         self._called_in: set[int] = set()
-        """The model's forwards, since the last backward ended, in which the unit was called; 0: in none of them."""
+        """Numbers of the forwards, since the last backward, in which the unit was called; 0: in none."""
         self._is_reached = False
         self.is_called = False
-        """Whether the unit was called in a forward that this backward goes through, as far as is known."""
+        """True if a forward of this backward called the unit, as far as is known."""
         self.is_due_once = True
-        """Whether this backward is known to come to one call of the unit at most."""
+        """True if this backward comes to at most one call of the unit."""
 
     def note_call(self, *, hidden: bool, forward: int) -> None:
-        """The unit's forward runs, in this forward of the model (0: in none); hidden: without gradients, in one that
-        has them."""
+        """The unit's forward runs. hidden: under no_grad inside a forward with gradients."""
         self._called_in.add(forward)
         self._hidden_calls += hidden
 
     def note_recomputation(self) -> None:
-        """The unit's forward runs with gradients during a backward."""
         if self._hidden_calls:
             self._hidden_calls -= 1
             self._arrived.clear()
 
     def begin_call(self, identity: Any = None, forward: int = 0) -> None:
-        """A call begins, to be watched from outside: `identity` stands on its inputs, for backwards to pass. forward:
-        of the model, that it is in."""
         self._running.append(Call(next_number(), _nothing if identity is None else ref(identity), forward))
         if identity is not None:
             self._calls[identity] = self.call
 
     def end_call(self) -> None:
-        """The call that began last is over, also by an exception."""
         if self._running:
             self._running.pop()
 
     def note_unseen(self) -> None:
-        """No hook stands on the outputs or the inputs of the call that runs, and a backward may come to it."""
+        """The running call has hooks neither on inputs nor on outputs."""
         self._unseen.add(self.call.begin)
 
     def forget_unseen(self) -> None:
-        """Weights have changed: no backward may come any more to the calls that had no hook."""
+        """After an update no backward may reach calls without hooks."""
         self._unseen.clear()
 
     @property
     def call(self) -> Call:
-        """The call that runs."""
         return self._running[-1]
 
     def pre_backward(self, trained: Sequence[nn.Parameter], due: Set[int]) -> None:
-        """A backward begins that reaches what is due: `begin_backward` tells. trained: parameters of this unit that are
-        not frozen."""
+        """A backward begins. trained: parameters that are not frozen. due: ids of those that get a gradient."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
         self.trained = trained
         self._due_params = {id(param) for param in trained} & due
@@ -141,12 +125,10 @@ class Readiness:
         self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
-        """The backward that begins goes through these forwards of the model; none: nobody knows through which. See
-        [Note: Forwards of a backward]."""
+        """Forwards that this backward goes through; empty: unknown. See [Note: Forwards of a backward]."""
         self.is_called = bool(self._called_in & numbers or 0 in self._called_in) if numbers else bool(self._called_in)
 
     def post_backward(self) -> None:
-        """A backward has ended, or was given up: forget it, and the unit's calls before it."""
         self._entered.clear()
         self._inside.clear()
         self._due_calls, self._due_params = set(), set()
@@ -156,8 +138,6 @@ class Readiness:
         self._is_reached = self.is_called = False
 
     def enter(self, call: Call) -> None:
-        """The backward has come to the outputs of a call; where no identity tells when it has passed the inputs, the
-        order of nodes does."""
         identity = call.identity()
         if identity in self._due_calls:
             self._inside.add(identity)
@@ -166,31 +146,27 @@ class Readiness:
 
     @property
     def is_entered(self) -> bool:
-        """Whether the backward is in a call of which only the order of nodes tells when it is over."""
+        """True inside a call whose end only the order of nodes tells."""
         return bool(self._entered)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the backward is in no call of the unit that it was seen to enter."""
+        """True if the backward is inside no call of the unit."""
         return not self._entered and not self._inside
 
     @property
     def is_passed(self) -> bool:
-        """Whether the backward has passed every call it was to pass, of those that are known."""
         return not self._due_calls and not self._entered and not self._unseen
 
     def pass_to(self, number: int) -> None:
-        """Every node that this backward runs has run down to this number; see [Note: Sequence numbers]."""
         self._entered = {begin for begin in self._entered if begin <= number}
 
     def note_passed(self, node: Any) -> None:
-        """The backward has passed the inputs of a call."""
         self._due_calls.discard(node)
         self._inside.discard(node)
 
     def note_gradient(self, param: nn.Parameter, number: int) -> bool:
-        """A parameter has its gradient. Nothing may have told of the call it came from: then it may be any that the
-        backward, which is at this number, has not passed. Returns `is_entered`."""
+        """A gradient has come. Without hooks it may be of any call not yet passed. Returns `is_entered`."""
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
         if self._unseen:
@@ -198,9 +174,9 @@ class Readiness:
         return bool(self._entered)
 
     def note_written(self, param: nn.Parameter) -> None:
-        """A kernel adds the gradient of a parameter by itself, before the backward has passed the call it is in.
+        """A kernel adds the gradient itself, before the backward has passed the call.
 
-        Where no inputs of a call tell when that is, the unit is over with the whole backward.
+        Without a node on the inputs the unit ends with the whole backward.
         """
         if self._due_calls:
             self._due_params.discard(id(param))
@@ -208,27 +184,26 @@ class Readiness:
 
     @property
     def due_numbers(self) -> list[int]:
-        """At which numbers the calls began that this backward is still to pass, as far as is known."""
         return [self._calls[identity].begin for identity in self._due_calls]
 
     @property
     def is_due(self) -> bool:
-        """Whether autograd knows, as this backward begins, of a parameter to which it brings a gradient."""
+        """True if autograd will bring a gradient to a parameter of the unit."""
         return bool(self._due_params)
 
     @property
     def has_hidden_calls(self) -> bool:
-        """Whether the unit was called without gradients in a forward of the model that has them."""
+        """True if the unit was called under no_grad inside a forward with gradients."""
         return self._hidden_calls > 0
 
     @property
     def is_unused(self) -> bool:
-        """Whether no gradient can come: not reached, and not called where autograd does not look."""
+        """True if no gradient can come."""
         return not self._is_reached and not self.is_called
 
     @property
     def is_over(self) -> bool:
-        """Whether everything that was due has come."""
+        """True if all that was due has come."""
         if self._hidden_calls or self._entered:
             return False
         if self._is_reached:
@@ -238,8 +213,9 @@ class Readiness:
 
 @by_engine
 def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
-    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward; forward:
-    number of the model's, where that hook stands on its outputs.
+    """Ask autograd what it will reach in these units; inside a hook of the backward.
+
+    forward: number of the model's forward, if the hook stands on its outputs.
 
     Raises:
         RuntimeError: see `due_among`.
@@ -256,15 +232,13 @@ def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
 
 
 class _Above(torch.autograd.Function):
-    """A node above parameters: its edges lead to the nodes that take in their gradients."""
-
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
         return torch.empty(())
 
 
 def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient.
+    """Parameters to which the running backward will bring a gradient.
 
     Raises:
         RuntimeError: torch.autograd.grad() was asked for one of them.
@@ -279,11 +253,6 @@ def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _will_come(param: nn.Parameter, node: Any) -> bool:
-    """Whether the backward that runs will bring a parameter a gradient, by this node.
-
-    Raises:
-        RuntimeError: it would go to whoever called autograd.grad, as it is on this rank.
-    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:  # what torch says of a leaf that autograd.grad was asked for
@@ -295,5 +264,4 @@ def _will_come(param: nn.Parameter, node: Any) -> bool:
 
 
 def _will_run(node: Any) -> bool:
-    """Whether the backward that runs will run this node as a step of its own."""
     return bool(torch._C._will_engine_execute_node(node))

@@ -12,7 +12,6 @@ from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD
 
 PURPOSE = "recomputed forwards"
 _RANKING = (0, BACKWARD, BOTH)
-"""What a backward may have asked of a unit, the most last."""
 
 
 class Recomputation:
@@ -26,7 +25,6 @@ class Recomputation:
     def __init__(self, units: Sequence[Unit], everyone: Communicator) -> None:
         gathered = (unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets))
         self._seen = {unit: 0 for unit in gathered if unit.has_two_sides}
-        """What backwards have asked each unit for, as far as this rank knows."""
         self._everyone = everyone
         self._agreed: dict[Unit, int] = {}
 

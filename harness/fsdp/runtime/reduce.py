@@ -51,7 +51,7 @@ A unit's storage is found when its first gradient arrives, not when its backward
 
 
 class BeforeWait(Protocol):
-    """What must happen before a rank waits for others to take its gradients."""
+    """Called before a rank waits for others to take its gradients."""
 
     def __call__(self, unit: Unit, *, keeps: bool) -> None:
         """Give the others what they need up to a unit."""
@@ -145,7 +145,7 @@ class ReducePipeline:
             gradients.bring_waiting()
 
     def is_done_with(self, unit: Unit) -> bool:
-        """Whether this backward's gradients of a unit have been handed over."""
+        """True if this backward's gradients of a unit have been handed over."""
         return unit.name in self._ready
 
     def post_backward(self, *, reduce: bool) -> None:
@@ -190,7 +190,7 @@ class ReducePipeline:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a reduction has not landed, or others may still take its sums."""
+        """True if a reduction has not landed, or others may still take its sums."""
         return bool(self._in_flight or self._sending)
 
     def discard(self) -> None:
@@ -217,14 +217,12 @@ class ReducePipeline:
                 each.wait()
 
     def _release(self) -> None:
-        """Free what is only kept between one reduction and the next."""
         for mesh in self.meshes:
             for comm in mesh.communicators:
                 comm.release_scratch()
         self.memory.release_spare()
 
     def close(self) -> None:
-        """End the folding thread."""
         if self._folder is not None:
             self._folder.shutdown(wait=True)
 
@@ -239,7 +237,6 @@ class ReducePipeline:
             self._sum_early()
 
     def _sum_early(self) -> None:
-        """Sum what has come; nobody is waited for."""
         behind: Unit | None = None  # whose sums of an earlier microbatch are still to be made
         for each, jobs in self._in_flight:
             is_next = each is not behind

@@ -51,11 +51,7 @@ def refuse_forward_mode() -> None:
 
 
 def refuse_backward(running: Collection[str], root: str) -> NoReturn:
-    """Raise for a backward inside a forward, or one that is to be differentiated.
-
-    Args:
-        running: units in whose forward the program is. root: name of the root unit.
-    """
+    """Raise for a backward inside a forward (of units `running`), or one under create_graph."""
     if running:
         where = "the model" if root in running else ", ".join(sorted(running))
         raise RuntimeError(
@@ -70,13 +66,12 @@ def refuse_backward(running: Collection[str], root: str) -> NoReturn:
 
 @by_engine
 def unfrozen_too_late(buckets: Iterable[Bucket]) -> str | None:
-    """A parameter without storage for gradients to which the backward that runs would bring one."""
+    """A parameter without gradient storage that the running backward would reach."""
     params = (each for bucket in buckets if not bucket.trainable for each in bucket.params)
     return next((name for name, param in params if param.requires_grad and due_among([param])), None)
 
 
 def refuse_unfrozen(name: str) -> NoReturn:
-    """Raise RuntimeError: a parameter was unfrozen where nothing could prepare for its gradient."""
     raise RuntimeError(
         f"parameter {name} was frozen when it was sharded, and requires_grad became True inside the model's forward (or"
         " a part of the model ran by itself): it has nowhere to put its gradient. Unfreeze before the model's forward;"
@@ -85,7 +80,6 @@ def refuse_unfrozen(name: str) -> NoReturn:
 
 
 def refuse_edit(unit: str) -> NoReturn:
-    """Raise RuntimeError: a unit edited an input that others are views of, or that autograd lets nobody edit."""
     raise RuntimeError(
         f"unit {unit} edited an input in place that is a leaf, a view of another tensor, or was passed to it twice:"
         " autograd could not follow that through the unit. Edit a copy, x = x.clone(), or use the operation that makes"
@@ -94,7 +88,6 @@ def refuse_edit(unit: str) -> NoReturn:
 
 
 def refuse_handed_on(where: str, unit: str) -> NoReturn:
-    """Raise RuntimeError: a unit returned a weight where nobody can put a copy in its place."""
     raise RuntimeError(
         f"unit {unit} returns a weight of its own, or a view of one, in {where}, and its weights are released when its"
         " forward ends: return a copy, weight.clone(), or a tuple or a dict instead of a dataclass"
@@ -102,7 +95,6 @@ def refuse_handed_on(where: str, unit: str) -> NoReturn:
 
 
 def refuse_generator(unit: str) -> NoReturn:
-    """Raise RuntimeError: a unit's forward is a generator."""
     raise RuntimeError(
         f"unit {unit} returns a generator (its forward has a yield), whose code runs when the unit's weights are"
         " released again: return a list of what it yields"
@@ -110,7 +102,6 @@ def refuse_generator(unit: str) -> NoReturn:
 
 
 def refuse_sharded(what: str, unit: str) -> NoReturn:
-    """Raise RuntimeError: a gradient came from a unit whose weights were not whole."""
     raise RuntimeError(
         f"{what} came from unit {unit} while its weights were sharded, so it is wrong: a backward reached the"
         " unit through a tensor that no hook could see (in an attribute, a closure, an object of another kind)."
@@ -119,7 +110,6 @@ def refuse_sharded(what: str, unit: str) -> NoReturn:
 
 
 def refuse_added(name: str) -> NoReturn:
-    """Raise RuntimeError: autograd added a gradient to a finished one before any hook told of the backward."""
     raise RuntimeError(
         f"a gradient of {name} was added to the finished one of an earlier backward, by a backward that no hook could"
         " see (its outputs are in attributes, closures, objects of other kinds): call zero_grad() before it, or return"
@@ -128,7 +118,6 @@ def refuse_added(name: str) -> NoReturn:
 
 
 def refuse_layout(name: str, gradient: torch.Tensor | None) -> None:
-    """Raise RuntimeError where a gradient is not strided, as sparse ones."""
     if gradient is not None and gradient.layout is not torch.strided:
         raise RuntimeError(
             f"the gradient of {name} is {gradient.layout}, and flat buffers hold dense ones alone: call embedding() and"
@@ -137,7 +126,6 @@ def refuse_layout(name: str, gradient: torch.Tensor | None) -> None:
 
 
 def refuse_late_gradient(name: str, unit: str) -> NoReturn:
-    """Raise RuntimeError: a gradient came when its unit was reduced."""
     raise RuntimeError(
         f"a gradient of {name} arrived after unit {unit} was reduced: it came from a"
         " backward inside the backward that nothing announced; let the parameters that reentrant activation"

@@ -28,8 +28,6 @@ from harness.fsdp.runtime.state_machine import StateMachine
 
 
 class StepState(Enum):
-    """What has become of a step's gradients."""
-
     IDLE = "no backward has run since gradients were last forgotten"
     BACKWARD = "a backward is running"
     ACCUMULATED = "the last backward ran inside no_sync(), so that some reduction is still to come"
@@ -40,8 +38,6 @@ class StepState(Enum):
 
 
 class Call(Enum):
-    """What happens to a step; named as users and hooks call it."""
-
     pre_forward = "a forward, or model.unsharded()"
     post_forward = "the end of a forward"
     pre_backward = "backward()"
@@ -58,9 +54,7 @@ class Call(Enum):
 Row = dict[Call, tuple[StepState, ...]]
 _AT_REST = tuple(state for state in StepState if state is not StepState.BACKWARD)
 _ALWAYS: Row = {Call.fail: (StepState.FAILED,)}
-"""Calls that every state allows."""
 _RESTING: Row = _ALWAYS | {Call.pre_backward_of_inputs: (StepState.BACKWARD,), Call.zero_grad: (StepState.IDLE,)}
-"""Calls that every state allows in which no backward runs."""
 
 TRANSITIONS: dict[StepState, Row] = {
     StepState.IDLE: _RESTING
@@ -86,7 +80,6 @@ TRANSITIONS: dict[StepState, Row] = {
     },
     StepState.FAILED: _RESTING,
 }
-"""Which states a call may lead to. A plan chooses where `post_backward` goes (`BackwardPlan.leads_to`)."""
 
 _INSIDE = (
     "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while gradients"
@@ -122,7 +115,6 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
     (StepState.FAILED, Call.finish_grad_sync): _INCOMPLETE,
     (StepState.FAILED, Call.update): _INCOMPLETE,
 }
-"""What the user is told of a call that `TRANSITIONS` does not have: why it is wrong, and which call is missing."""
 
 
 class StepError(RuntimeError):
@@ -131,15 +123,6 @@ class StepError(RuntimeError):
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """What one backward does with its gradients.
-
-    reduce_units: a unit is handed to the reductions when its backward ends; else it waits unreduced.
-    last: this backward ends the step's accumulation, so that what is reduced once a step is reduced in it.
-    adds: an earlier backward of the step was reduced, so that sums are there to be added to; else they are copied.
-    leads_to: the state of the step after it.
-    ends_by: the call that its end is.
-    """
-
     reduce_units: bool
     last: bool
     adds: bool
@@ -149,14 +132,11 @@ class BackwardPlan:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What strategy, axes and options demand of every step of a model.
+    """Demands of strategy, axes and options on every step.
 
-    reduces_each: every backward is handed to the reductions, also one inside `no_sync`.
-    reduces_once: some reduction (of `no_shard` and `optim`, or of the outer axis) comes once a step, so that one
-        backward must be known to be the last, and none may follow it.
-    accumulates: a backward inside `no_sync` leaves something that is still to be reduced.
-    exact_terms: under numerics=exact, most microbatches over all ranks that a step may add up; None: any number.
-    num_ranks: data-parallel ranks, each of which runs one backward a microbatch.
+    reduces_each: every backward is reduced, also inside `no_sync`. reduces_once: some reduction comes once a step.
+    accumulates: a backward inside `no_sync` leaves something to reduce. exact_terms: most microbatches over all ranks
+    under numerics=exact; None: any number.
     """
 
     reduces_each: bool
@@ -166,14 +146,14 @@ class StepShape:
     num_ranks: int = 1
 
     def plan(self, *, sync: bool, adds: bool) -> BackwardPlan:
-        """The plan of a backward. sync: it ends the step; adds: one of this step was reduced before it."""
+        """Plan of a backward. sync: it ends the step; adds: one of this step was reduced before it."""
         leads_to = StepState.ACCUMULATED if self.accumulates and not sync else StepState.SUMMED
         if self.reduces_once and sync:
             leads_to = StepState.REDUCED
         return BackwardPlan(sync or self.reduces_each, last=sync, adds=adds, leads_to=leads_to)
 
     def check_terms(self, num_backwards: int) -> None:
-        """Raise ValueError where so many backwards a rank exceed what numerics=exact can add up."""
+        """Raise ValueError where so many backwards a rank exceed `exact_terms`."""
         if self.exact_terms is not None and num_backwards * self.num_ranks > self.exact_terms:
             raise ValueError(
                 f"numerics=exact was told that at most {self.exact_terms} microbatches over all ranks are added up;"
@@ -182,8 +162,6 @@ class StepShape:
 
 
 class InstallState(Enum):
-    """Whether the weights that forwards compute with are those of the last update."""
-
     INSTALLED = "compute weights follow from the main weights"
     UPDATED = "step(install_optimized_model_weights=False) left main weights that are not installed"
 
@@ -208,8 +186,6 @@ INSTALL_REFUSALS = {
 
 
 class Installed(StateMachine[InstallState, Call]):
-    """Whether the update of a model's weights reached those it computes with."""
-
     state = InstallState.INSTALLED
     transitions = INSTALL_TRANSITIONS
     refusals = INSTALL_REFUSALS
@@ -217,11 +193,7 @@ class Installed(StateMachine[InstallState, Call]):
 
 
 class Step(StateMachine[StepState, Call]):
-    """The state of a model's step; see [Note: Step state]. It decides nothing but what may come next.
-
-    Args:
-        shape: what every step of the model demands.
-    """
+    """State of a step; see [Note: Step state]."""
 
     state = StepState.IDLE
     transitions = TRANSITIONS
@@ -231,36 +203,30 @@ class Step(StateMachine[StepState, Call]):
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.sync = True
-        """Whether the backward that begins next ends the step's accumulation: False inside `no_sync`."""
+        """False inside `no_sync`."""
         self.num_backwards = 0
-        """Backwards begun since gradients were last forgotten."""
         self.number = 0
-        """How often gradients were forgotten: tells one step from another."""
         self.plan = shape.plan(sync=True, adds=False)
-        """What the backward that runs, or ran last, does with its gradients."""
         self.installed = Installed()
         self.num_updates = 0
-        """How often weights were installed, after an update or a load."""
         self.has_ended = False
-        """Whether gradients were finished since weights were installed last."""
+        """True if gradients were finished since the last install."""
         self.has_sums = False
-        """Whether a backward of this step is reduced, so that a further one adds to it. It forbids no call."""
+        """True if a backward of this step is reduced."""
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward runs, or has raised and was not settled yet."""
         return self.state is StepState.BACKWARD
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward ran since gradients were last forgotten."""
         return self.state is not StepState.IDLE
 
     def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
-        """A backward begins. One that is refused fails the step: it may have left a gradient where sums are.
+        """Begin a backward; a refused one fails the step.
 
         Args:
-            of_inputs: it brings gradients to no parameter (`torch.autograd.grad`), and is no part of the step.
+            of_inputs: `torch.autograd.grad` of inputs, no part of the step.
 
         Raises:
             StepError: the state does not allow another backward.
@@ -286,7 +252,6 @@ class Step(StateMachine[StepState, Call]):
         return self.plan
 
     def _next_plan(self) -> BackwardPlan:
-        """What a backward that the state allows does with its gradients."""
         if self.state is StepState.FINISHED:
             self.num_backwards, self.has_sums = 0, False
         self.shape.check_terms(self.num_backwards + 1)
@@ -296,11 +261,7 @@ class Step(StateMachine[StepState, Call]):
         return plan
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
-        """Refuse a backward through a forward that ran when there had been `num_updates` updates, and fail the step.
-
-        Raises:
-            StepError: weights were installed since; or main weights were written to (`is_stale`).
-        """
+        """Fail the step and raise StepError for a backward through a forward from before an update."""
         if num_updates == self.num_updates and not is_stale:
             return
         if not self.in_backward:  # one that runs is settled when it has raised
@@ -312,36 +273,29 @@ class Step(StateMachine[StepState, Call]):
         )
 
     def post_backward(self) -> None:
-        """The backward has come to its end."""
         self.move(self.plan.ends_by, self.plan.leads_to)
 
     def fail(self) -> None:
-        """A backward or a reduction raised: only `zero_grad` leads on."""
         self.move(Call.fail)
 
     def finished(self) -> None:
-        """Gradients are reduced and scaled."""
         self.move(Call.finish_grad_sync)
         self.has_ended = True
 
     def zero_grad(self) -> None:
-        """Gradients are forgotten: the next step begins."""
         self.move(Call.zero_grad)
         self.number += 1
         self.num_backwards = 0
         self.has_sums = False
 
     def update(self, *, installs: bool) -> None:
-        """The optimizer changes main weights. installs: compute weights follow at once; else they are awaited."""
         self.move(Call.update)
         self.installed.move(Call.update, self.installed.state if installs else InstallState.UPDATED)
 
     def weights_installed(self) -> None:
-        """The weights have changed: graphs of earlier forwards are worth nothing any more."""
         self.num_updates += 1
         self.has_ended = False
         self.installed.move(Call.install_weights)
 
     def check_installed(self) -> None:
-        """Raise StepError where weights would be used that were updated and not installed."""
         self.installed.check(Call.pre_forward)

@@ -36,14 +36,9 @@ WORDS = {True: "trained", False: "frozen"}
 
 
 class Trainability:
-    """Follows `requires_grad` of one model's parameters.
+    """Follows `requires_grad` of all parameters.
 
     Args:
-        units: whose parameters these are.
-        meshes: whose ranks must agree.
-        policy: dtypes of what is trained.
-        reductions_of: makes what a bucket needs besides storage.
-        hooks: ask before every forward with gradients. weights, reduce, gradients, guard: told of further buckets.
         laid_out_once: why no bucket can get further storage; "" where it can.
     """
 
@@ -75,12 +70,11 @@ class Trainability:
         hooks.of_forward.before_gradients = WeakHook(self.follow)
 
     def follow(self) -> None:
-        """A forward with gradients begins: take up what the program has frozen and unfrozen since the last one.
-        *Collective* where that is anything.
+        """Take up what was frozen or unfrozen since the last forward. *Collective* where anything was.
 
         Raises:
             RanksDisagree: on all ranks: they have frozen different parameters.
-            RuntimeError: what is to be trained was frozen when it was sharded, and cannot get storage any more.
+            RuntimeError: a parameter that was frozen when sharded cannot get gradient storage.
         """
         now = self._flags()
         if now == self._agreed or not any(map(any, now)):
@@ -93,11 +87,9 @@ class Trainability:
 
     @by_engine
     def _flags(self) -> list[list[bool]]:
-        """By bucket."""
         return [bucket.views.flags() for bucket in self._buckets]
 
     def _named(self, flags: list[list[bool]], buckets: Sequence[Bucket]) -> list[tuple[str, bool]]:
-        """Names of the parameters of these buckets, with their flags among those of all."""
         wanted = {id(bucket) for bucket in buckets}
         return [
             (name, flag)
@@ -107,7 +99,6 @@ class Trainability:
         ]
 
     def _agree(self, now: list[list[bool]]) -> None:
-        """Compare the flags of dense parameters; experts of one name are others on other ranks."""
         dense = [bucket for bucket in self._buckets if not bucket.key.expert]
         told, before = self._named(now, dense), self._named(self._agreed, dense)
         changed = [name for (name, flag), (_, old) in zip(told, before, strict=True) if flag != old]
@@ -125,7 +116,7 @@ class Trainability:
     # -- from frozen to trained ------------------------------------------------------------------------------------
 
     def _train(self, buckets: Sequence[Bucket]) -> None:
-        """Let buckets that were frozen when they were sharded be trained; see [Note: Unfreezing]. *Collective.*"""
+        """Give buckets gradient storage; see [Note: Unfreezing]. *Collective.*"""
         for bucket in buckets:
             self._refuse(bucket)
         self.weights.wait(writes=True)

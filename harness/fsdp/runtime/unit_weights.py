@@ -32,7 +32,6 @@ class LateGather:
         self._pending, self._laid = comm.lay_out(bucket.given(side), label)
 
     def receive(self) -> None:
-        """Take storage for the whole bucket and fill it. Once."""
         side = self._side
         self._bucket.allocate_weights(side)
         parts = self._bucket.weight_parts(side)
@@ -49,8 +48,6 @@ class LateGather:
 
 
 class WeightState(Enum):
-    """Where a unit's weights are."""
-
     SHARDED = "each rank holds its part"
     UNSHARDING = "a gather is under way: of the unit that is wanted, or of one that is prefetched"
     UNSHARDED = "whole on every rank, until they are resharded"
@@ -59,8 +56,6 @@ class WeightState(Enum):
 
 
 class WeightCall(Enum):
-    """What happens to a unit's weights."""
-
     unshard = "unshard()"
     wait = "wait()"
     reshard = "reshard()"
@@ -99,7 +94,6 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
             for side in bucket.sides
         ]
         self._sides = {wanted: [each for each in sides if each[1].directions & wanted] for wanted in DIRECTIONS}
-        """What is gathered for some directions."""
         self._labels = {wanted: [label for _, _, label in self._sides[wanted]] for wanted in DIRECTIONS}
         self._gathers: list[Gather] = []
         self.directions = 0
@@ -107,13 +101,11 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
 
     @property
     def take_storage(self) -> bool:
-        """Whether weights on their way have memory already."""
         on_way = self._gathers if self.state is WeightState.UNSHARDING else ()
         return any(not isinstance(each, LateGather) or each.has_copies for each, _ in on_way)
 
     @property
     def copies(self) -> list[LateGather]:
-        """Gathers under way that others read copies for."""
         return [each for each, _ in self._gathers if isinstance(each, LateGather) and each.has_copies]
 
     def unshard(self, directions: int) -> None:

@@ -23,14 +23,12 @@ from harness.fsdp.storage.bucket_context import BucketKey
 from harness.fsdp.storage.eight_bit import payloads_of
 
 ROOT = "(root)"
-"""Name of the root unit; no module path looks like it."""
 JOINED = " to "
-"""Between the first and the last name of several modules that are one unit."""
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """One unit before it has storage: modules, and their parameters by bucket under their first names in the model."""
+    """Modules of a unit, and their parameters by bucket under their first names."""
 
     name: str
     modules: list[nn.Module]
@@ -38,20 +36,18 @@ class UnitPlan:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the unit of everything that lies in no other."""
         return self.name == ROOT
 
     @property
     def numel(self) -> int:
-        """Elements of its parameters."""
         return sum(param.numel() for members in self.buckets.values() for _, param in members)
 
 
 @dataclass(eq=False)
 class Unit:
-    """A unit at work. Its place in the list of units is its place in every order of collectives.
+    """One unit; its index is its place in every order of collectives.
 
-    given: its modules, which keep it and not the other way round; see `harness.fsdp.runtime.weak_hooks`.
+    given: its modules, kept weakly; see `harness.fsdp.runtime.weak_hooks`.
     """
 
     name: str
@@ -60,27 +56,24 @@ class Unit:
     readiness: Readiness = field(init=False)
     kept_by_engine = True
     is_held: bool = False
-    """The program has its weights whole, outside of passes."""
 
     def __post_init__(self, given: list[nn.Module]) -> None:
         self.is_root = self.name == ROOT
-        """Whether this is the unit of everything that lies in no other."""
         self.has_two_sides = any(len(bucket.sides) > 1 for bucket in self.buckets)
-        """Whether some of its weights are others in the backward; see [Note: Two payloads]."""
+        """True if some of its weights are others in the backward; see [Note: Two payloads]."""
         weights = [weight for bucket in self.buckets if bucket.eight_bit for weight in bucket.eight_bit.weights]
         self.two_payloads = [each for weight in weights if (each := weight.two_payloads) is not None]
-        """What its layers with two payloads multiply."""
         self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([])
         self.take_in()
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Modules of the unit, in the order they run."""
+        """In the order they run."""
         return [module for each in self._modules if (module := each()) is not None]
 
     def receive(self) -> None:
-        """Have weights that are whole between uses here, for what runs next; see [Note: Weights on their way]."""
+        """Wait for the gather after an update, and show unsharded parameters."""
         for bucket in self.buckets:
             if bucket.awaited is not None:
                 bucket.receive()
@@ -88,46 +81,37 @@ class Unit:
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether its gathered weights lie in buffers that it takes turns in; see [Note: Double buffer]."""
+        """True under double_buffer, except for the root."""
         return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
 
     def take_in(self) -> None:
-        """Take up which buckets get gradients; a backward asks for them once for each parameter."""
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        """Buckets that get gradients."""
         self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
-        """Theirs, in the same order."""
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
 
     def weight_bytes(self, directions: int) -> int:
-        """Bytes of the unit's gathered weights for some directions (see `sides`), padding included."""
+        """Bytes of gathered weights for these directions, padding included."""
         sides = (side for bucket in self.buckets for side in bucket.sides if side.directions & directions)
         return sum(side.whole.numel() * side.whole.itemsize for side in sides)
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
-    """The buckets of units, in their order."""
     return (bucket for unit in units for bucket in unit.buckets)
 
 
 def rest(units: Iterable[Unit]) -> None:
-    """No forward and no backward runs any more: show sharded parameters."""
     for bucket in buckets_of(unit for unit in units if not unit.is_held):
         edits.adopt(bucket)
         bucket.rest()
 
 
 def is_expert(param: Tensor) -> bool:
-    """Whether a parameter belongs to an expert, which other ranks do not have: `param.allreduce` is False.
-
-    Megatron's mark: its gradient is not to be reduced over all data-parallel ranks, but over those of its expert.
-    """
+    """Megatron's mark: `param.allreduce` is False; its gradient is reduced over the expert's ranks only."""
     return getattr(param, "allreduce", True) is False
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """What `torch.compile(module)` has wrapped, or else the module. The wrapper is the unit: its hooks run outside the
-    compiled code, where those of the module inside would be taken into it."""
+    """Module inside `torch.compile(module)`. The wrapper is the unit: its hooks run outside compiled code."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return module
@@ -136,10 +120,10 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_elements: int = 0) -> list[UnitPlan]:
-    """Assign every parameter to a unit: the root first, then units in definition order; empty ones are left out.
+    """Assign every parameter to a unit: the root, then units in definition order, without empty ones.
 
     Args:
-        min_elements: neighbours are joined until they have so many; what is left at the end joins the last one.
+        min_elements: neighbours are joined until they have so many.
 
     Raises:
         ValueError: a module holds no parameter at all.
@@ -158,7 +142,6 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
 
 
 def _joined(units: Sequence[UnitPlan], min_elements: int) -> list[UnitPlan]:
-    """Neighbours joined into units of at least so many elements."""
     found: list[UnitPlan] = []
     numels = [unit.numel for unit in units]
     last, left = 0, sum(numels)
@@ -189,7 +172,6 @@ def _visit(
     homes: dict[nn.Parameter, tuple[str, set[int]]],
     seen: set[tuple[int, int]],
 ) -> None:
-    """Walk the module tree and note for each parameter the units it is reached through; `unit` is the enclosing one."""
     root = next(iter(plans))
     if path and unit == root and isinstance(compiled(module), classes):
         unit = id(module)

@@ -23,46 +23,40 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 
 _UPDATE = 1 << 20
-"""More than there are ranks."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Gradients whose ranks tell each other: those of dense parameters, or of experts."""
-
     comm: Communicator
     gradients: Sequence[Gradients]
 
 
 class Usage:
-    """Finds out, once a step, which parameters got a gradient on no rank.
+    """Finds, once a step, parameters that got a gradient on no rank.
 
     Args:
-        groups: all gradients of the model, those of dense parameters first.
+        groups: gradients of dense parameters first, then of experts.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
         self._unread: list[tuple[Group, Pending, Tensor, int]] = []
-        """Sums of the step before that nobody has waited for, and how many updates there had been."""
 
     @classmethod
     def of(cls, meshes: Meshes, trained: Sequence[Bucket]) -> Usage:
-        """The one that trained buckets need."""
-
         def held_by(mesh: Mesh) -> list[Gradients]:
             return [b.gradients for b in trained if b.context.mesh is mesh and b.gradients is not None]
 
         return cls([Group(mesh.everyone, held_by(mesh)) for mesh in meshes])
 
     def find(self, num_updates: int, beyond: Tensor | None = None) -> int:
-        """Note in all gradients which parameters are unused. *Collective.*
+        """Set `unused` of all gradients. *Collective.*
 
         Args:
-            num_updates: of this rank's weights so far, the same on all ranks.
-            beyond: int64, shape [1], to be summed over the ranks of the first group in the same message.
+            num_updates: of this rank's weights so far.
+            beyond: int64, shape [1], summed over the first group in the same message.
 
-        Returns that sum; 0 without one.
+        Returns the sum of `beyond`, or 0.
 
         Raises:
             StepError: ranks are in different steps.
@@ -122,7 +116,7 @@ def _check_step(group: Group, totals: Sequence[int], num_updates: int) -> None:
 
 
 def _filled(had: Sequence[bool], more: int, device: torch.device) -> Tensor:
-    """Ones and zeros, each so much more, int64; the host brings them to the device only where they differ."""
+    """Ones and zeros plus `more`, int64; filled on the device where they are equal."""
     if all(had):
         return torch.full((len(had),), 1 + more, dtype=torch.int64, device=device)
     return torch.tensor([each + more for each in had], dtype=torch.int64, device=device)

@@ -22,13 +22,8 @@ from torch._C._dynamo import eval_frame
 
 
 class WeakHook:
-    """A bound method with first arguments, like functools.partial: of its object, and of the first arguments as far as
-    they are `kept_by_engine`, it has weak references. Some are made and most are called in every step.
-
-    Args:
-        method: bound to what must outlive the calls.
-        args: what it is called with, before what comes with a call.
-    """
+    """Like functools.partial of a bound method, with weak references to the object and to arguments
+    `kept_by_engine`."""
 
     __slots__ = ("_args", "_function", "_owner", "_weak")
 
@@ -43,11 +38,7 @@ class WeakHook:
         self._args = args[kept:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it.
-
-        Raises:
-            RuntimeError: the engine is gone.
-        """
+        """Raises RuntimeError when the engine is gone."""
         owner = self._owner()
         if owner is None:
             raise RuntimeError(
@@ -65,7 +56,7 @@ class WeakHook:
 
 
 def _leave_to_python(function: Any) -> None:
-    """Let torch.compile run a function, and all that it calls, as it is; see [Note: Hooks and the compiler]."""
+    """Exclude a function and all it calls from torch.compile; see [Note: Hooks and the compiler]."""
     function._torchdynamo_disable = True
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

@@ -28,19 +28,10 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.bucket import Bucket
 
 Wanted = nn.Module | nn.Parameter | str
-"""A part of the model, or its dotted name, or that of a parameter."""
 
 
 class WholeWeights:
-    """Makes units whole for the program, and brings back what it edited.
-
-    Args:
-        module: whose names are used.
-        units: in forward order.
-        gather: keeps them whole meanwhile. hooks: tell whether a forward or a backward runs.
-        weights: install what was edited.
-        meshes: the ranks that must agree.
-    """
+    """Unshards units for the program, and takes over its edits."""
 
     def __init__(
         self,
@@ -60,14 +51,12 @@ class WholeWeights:
 
     @property
     def module(self) -> nn.Module:
-        """The module, which outlives its engine."""
         module = self._module()
         assert module is not None
         return module
 
     @contextmanager
     def unsharded(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
-        """See `harness.fsdp.model.ShardedModel.unsharded`."""
         units = self._units_of(wanted)
         self._refuse_inside("unsharded()")
         self.hooks.step.check_installed()
@@ -101,7 +90,7 @@ class WholeWeights:
             self.weights.install()
 
     def start(self) -> None:
-        """Begin what the next forward begins with. *Collective.* Raises as `settle`."""
+        """Start gathers of the next forward. *Collective.* Raises as `settle`."""
         self._refuse_inside("start_param_sync()")
         self.hooks.step.check_installed()
         self.weights.wait()
@@ -109,7 +98,7 @@ class WholeWeights:
         rest(self.units)
 
     def settle(self) -> None:
-        """Wait for every gather that is under way; what was fetched ahead is dropped. *Collective.*
+        """Wait for gathers under way and reshard. *Collective.*
 
         Raises:
             RuntimeError: inside the model's forward or backward.
@@ -120,11 +109,7 @@ class WholeWeights:
         rest(self.units)
 
     def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
-        """The units of what is wanted.
-
-        Raises:
-            ValueError: it is not the model's.
-        """
+        """Raises ValueError where a name is not the model's."""
         if wanted is None:
             return list(self.units)
         several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
@@ -152,7 +137,6 @@ class WholeWeights:
             raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
 
     def _modules(self) -> list[tuple[str, int]]:
-        """What the module is made of, by name and identity."""
         modules = [(name, id(part)) for name, part in self.module.named_modules(remove_duplicate=False)]
         params = self.module.named_parameters(remove_duplicate=False)
         return modules + [(name, id(sharded_of(param))) for name, param in params]
@@ -168,10 +152,10 @@ class WholeWeights:
             )
 
     def _take_edits(self, buckets: Sequence[Bucket]) -> bool:
-        """Let edits count on every rank; whether there were any. *Collective.*
+        """Take over edits on every rank; True if there were any. *Collective.*
 
         Raises:
-            ReplicaDrift: ranks edited differently; none is kept where weights are not whole between uses.
+            ReplicaDrift: ranks edited differently; none is kept where weights are not resident.
         """
         differing = [edits.differing(bucket) for bucket in buckets]
         seen = any(bucket.views.edited() for bucket in buckets) or any(

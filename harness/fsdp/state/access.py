@@ -218,7 +218,7 @@ class StateAccess:
         return found
 
     def _fp8_state(self) -> dict[str, Tensor]:
-        """What delayed scaling knows, the same on all ranks between steps; in place. *Collective* after a step."""
+        """State of delayed scaling, the same on all ranks between steps; in place. *Collective* after a step."""
         if Fp8Linear.delayed_state(self.module):
             self.weights.bring_up_to_date()
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.module).items()}

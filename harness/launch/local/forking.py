@@ -35,14 +35,12 @@ REPLY_BYTES = 1 << 12
 TICK_S = 0.1
 
 QUIET_S = 20.0
-"""How long a server may import without a word of it."""
 
 STACK_S = 1.0
-"""How long a server that hangs may take to write where."""
 
 
 def forks(config: Config) -> bool:
-    """Whether this run's ranks are forked: as `launch.fork` says; where it says nothing, wherever they can be.
+    """True if this run's ranks are forked: as `launch.fork` says; where it says nothing, wherever they can be.
 
     Raises:
         OSError: it says so, and this machine cannot.
@@ -55,7 +53,7 @@ def forks(config: Config) -> bool:
 
 
 def adopts_orphans() -> bool:
-    """Whether this process can be the parent of what a fork server forks; if so, it is from now on."""
+    """True if this process can be the parent of what a fork server forks; if so, it is from now on."""
     try:
         _adopt_orphans()
     except OSError:
@@ -76,11 +74,8 @@ class Patience:
     """How long a fork server is waited for, and who is told meanwhile."""
 
     limit_s: float
-    """launch.hang_timeout_s."""
     say: Callable[[str], None]
-    """Told once, when it takes long."""
     is_over: Callable[[], bool]
-    """Whether somebody has asked to end: Ctrl-C, or a request to stop."""
 
 
 class Adopted:
@@ -97,13 +92,12 @@ class Adopted:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it is still there."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
 def _tied() -> dict[str, str]:
-    """What has a server end with this process, in the middle of its imports too: until then it holds the run's lock.
+    """Have a server end with this process, in the middle of its imports too: until then it holds the run's lock.
 
     Linux ends it with the thread that started it; one that other threads may outlive is left to find out by itself.
     """
@@ -186,7 +180,6 @@ class ForkServer:
                 patience.say(f"the fork server (launch.fork) has been importing torch for {waited:.0f} s")
 
     def close(self) -> None:
-        """End the server; ranks go on."""
         self._connection.close()
         self._process.kill()  # it has nothing to lose, and one that is stopped takes no other signal
         self._process.wait()

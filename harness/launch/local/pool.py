@@ -32,19 +32,15 @@ from harness.store.status import JobProbe, State
 
 TICK_S = 0.1
 TIMING = "timing.lock"
-"""Held by whoever of this user runs a timed cell on this machine."""
 
 
 @dataclass
 class Asked:
-    """What signals have asked of this process."""
-
     stops: list[signal.Signals] = field(default_factory=list)
     """In the order they came."""
 
     @property
     def interrupts(self) -> int:
-        """How often Ctrl-C was among them."""
         return self.stops.count(signal.SIGINT)
 
 
@@ -76,8 +72,6 @@ Told = Callable[[Opened, Ended], None]
 
 
 class Pool:
-    """Runs cells until none is left."""
-
     def __init__(
         self,
         store: Store,
@@ -137,7 +131,6 @@ class Pool:
             return [*self._codes, 130 if asked.interrupts else 75] if asked.stops else self._codes
 
     def _leave(self, waiting: list[Cell]) -> None:
-        """Start none of these any more."""
         for cell in waiting:
             self._on_decision(cell, Decision(Action.leave, "not started: launch.fail_fast, and a run has failed"))
         waiting.clear()

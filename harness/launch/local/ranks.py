@@ -27,17 +27,13 @@ TAIL_BYTES = 2000
 
 
 class Rank:
-    """One rank's process."""
-
     def __init__(
         self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, leash: int, log: Path
     ) -> None:
         self.number = number
         self.log = log
         self.text = ""
-        """Traceback it told through the pipe."""
         self.failed_at = 0.0
-        """When it told that, or when its end was noticed."""
         self.killed_by_us = False
         self._process = process
         self._leash = leash
@@ -47,7 +43,6 @@ class Rank:
 
     @property
     def pid(self) -> int:
-        """Process id, and id of the process group it leads."""
         return self._process.pid
 
     @property
@@ -56,7 +51,6 @@ class Rank:
         return self._process.returncode
 
     def fileno(self) -> int:
-        """Descriptor of its progress pipe, to be waited on."""
         return self._pipe.fileno()
 
     def poll(self) -> bool:
@@ -69,7 +63,7 @@ class Rank:
         return True
 
     def messages(self) -> list[dict[str, Any]]:
-        """What the rank has told since the last call; its traceback is kept in `text`."""
+        """Messages of the rank since the last call; its traceback is kept in `text`."""
         with contextlib.suppress(BlockingIOError):
             while chunk := self._pipe.read(65536):
                 self._rest += chunk
@@ -81,12 +75,10 @@ class Rank:
         return told
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank alone, if it still runs."""
         if self.code is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the rank and whatever it has started."""
         if self.code is None:
             self.killed_by_us |= not _has_ended(self.pid)  # asked twice, it was us all the same
             self._kill_group()
@@ -124,7 +116,7 @@ class Rank:
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    """What a rank told; None of a line that was cut: one that dies waits for room for a while, and not for ever."""
+    """Message of a rank; None for a line that was cut: one that dies waits for room for a while, and not for ever."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -133,7 +125,6 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of ours has ended; it is not reaped, so its id stays its own."""
     if hasattr(os, "waitid"):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # macOS before Python 3.13
@@ -246,5 +237,4 @@ def worker_command(run: Path, attempt: int) -> list[str]:
 
 
 def failures_of(ranks: Sequence[Rank]) -> list[Failure]:
-    """All failures, the cause first."""
     return failure.ordered([found for rank in ranks if (found := rank.failure()) is not None])

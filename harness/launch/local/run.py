@@ -30,31 +30,23 @@ from harness.store.rundir import cancel_requested
 from harness.store.status import State
 
 LAST_WORDS_S = 1.0
-"""How long the other ranks may still tell their own errors after one has died."""
 
 CAUSE_S = 5.0
-"""How long a rank that only lost a peer is no cause: the one that failed may be slow to say so."""
 
 STACKS_S = 2.0
-"""How long ranks may take to write their stacks."""
 
 STOPPED = {75, 130}
-"""Exit codes of ranks that were asked to stop, and did at the step boundary."""
 EXIT_CODES = {State.done: 0, State.failed: 1, State.preempted: 75, State.cancelled: 130}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
-
     state: State
     reason: str
     report: str = ""
-    """What to show of a failure: the cause whole."""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of this end."""
         return EXIT_CODES[self.state]
 
 
@@ -148,7 +140,6 @@ class LocalRun:
             rank.signal(asked)
 
     def cancel(self, reason: str) -> None:
-        """End the ranks now."""
         self._stops += bool(self._stops)
         self._decide(State.cancelled, reason, 0.0)
         self._kill()
@@ -159,7 +150,6 @@ class LocalRun:
         self._end_by(grace_s)
 
     def _end_by(self, grace_s: float) -> None:
-        """Kill what is left after this long; an earlier deadline stands."""
         deadline = time.monotonic() + grace_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
@@ -223,7 +213,7 @@ class LocalRun:
         return Ended(state, reason)
 
     def _own_reason(self, *states: State) -> str:
-        """What rank 0 said of this end."""
+        """Reason given by rank 0."""
         present = self.opened.run.status()
         return present.reason if present is not None and present.state in states else "ended"
 
@@ -247,7 +237,6 @@ class LocalRun:
         return present is not None and present.state is not ended.state
 
     def _try(self, write: Callable[[], object]) -> None:
-        """One of the two can find room where the other does not."""
         try:
             write()
         except (OSError, StoreError) as error:

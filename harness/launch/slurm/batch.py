@@ -21,7 +21,6 @@ from harness.store.batch_log import SUBMISSIONS
 from harness.store.rundir import DRY_RUN, RunDir, Store
 
 Wanted = Sequence[tuple[Cell, Decision]]
-"""Cells whose next attempt is to be started, each with why."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Batch:
     """Tells this submission from every other one of the user's: hash of the root, the cells and their attempts."""
     root: Path
     code: Path
-    """Folder whose `harness` the jobs run."""
 
     @property
     def name(self) -> str:
@@ -49,18 +47,17 @@ class Batch:
 
     @property
     def dry_file(self) -> Path:
-        """Where the script is written that is only asked for."""
         return self.root / self.study / DRY_RUN / f"{self.token}.sh"
 
     @property
     def command(self) -> str:
-        """What srun starts as each rank; -P, so that the working directory's `harness` is not taken for the copy's."""
+        """Command of each rank under srun; -P, so that the working directory's `harness` is not taken for the
+        copy's."""
         python = self.shape.python or shlex.quote(sys.executable)
         return f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The submission in submitit's words."""
         several = {"map_count": len(self.wanted)} if len(self.wanted) > 1 else {}
         return self.shape.parameters(self.name, self.code) | several
 

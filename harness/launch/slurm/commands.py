@@ -21,7 +21,7 @@ class NoAnswer(SlurmError):
 
 
 def ask(*command: str) -> str:
-    """What a command prints. Raises `SlurmError` where there is no such command, or it fails or does not answer."""
+    """Output of a command. Raises `SlurmError` where there is no such command, or it fails or does not answer."""
     try:
         done = subprocess.run(
             command,

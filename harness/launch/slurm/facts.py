@@ -21,13 +21,9 @@ from harness.store.screen import counted
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of one kind in one partition."""
-
     partition: str
     default: bool
-    """Whether this is the partition of jobs that name none."""
     max_min: float
-    """Longest time limit in minutes; infinite where there is none."""
     count: int
     cpus: int
     mem_mb: int
@@ -39,7 +35,6 @@ class Need:
     """Something a shape asks of each node."""
 
     setting: str
-    """As typed, with its value."""
     wanted: float
     has: Callable[[Nodes], float]
     unit: str

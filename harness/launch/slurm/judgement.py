@@ -22,7 +22,6 @@ _NEVER = re.compile(
     r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS|"
     r"AccountNotAllowed|QOSNotAllowed"
 )
-"""Reasons that waiting does not cure."""
 
 ENDS: dict[str, tuple[State, str]] = {
     "CANCELLED": (State.cancelled, ""),
@@ -37,13 +36,11 @@ ENDS: dict[str, tuple[State, str]] = {
     "PREEMPTED": (State.lost, ": another job took its nodes, and it was not put back"),
     "COMPLETED": (State.lost, ", and the run has not ended"),
 }
-"""What an end means for a run that had not said how it ended."""
 
 FAILURES = frozenset({"FAILED", "LAUNCH_FAILED", "RECONFIG_FAIL"})
 """Ends of which nothing more is known. A word that stands nowhere here is a newer version's, and no end for certain."""
 
 ELSEWHERE = "REVOKED"
-"""A federation's other cluster has the job."""
 
 
 def judge(status: Status, job: Job) -> tuple[State, str] | None:
@@ -71,7 +68,6 @@ def _on(job: Job) -> str:
 
 
 def _advice(job: Job) -> str:
-    """What to do about a job that does not start by itself."""
     if _HELD.search(job.state) or _HELD.search(job.detail):
         return f": held; scontrol release {job.id}"
     if _NEVER.search(job.detail):

@@ -7,22 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SQUEUE = "%F|%K|%T|%r|%N|%j"
-"""Format of squeue that `parse_squeue` reads; the name is last, for it may hold anything."""
 SACCT = "JobID,State,ExitCode,NodeList,JobName"
-"""Format of sacct that `parse_sacct` reads."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or one element of an array."""
-
     id: str
     """`123` or `123_4`."""
     name: str
     state: str
-    """SLURM's word, such as PENDING or OUT_OF_MEMORY."""
     detail: str = ""
-    """Why it waits, or its exit code."""
     nodes: str = ""
     """Nodes of its present or last start, in SLURM's notation: `n[1-2]`; empty before the first."""
 
@@ -31,12 +25,10 @@ class Job:
 
     @property
     def main(self) -> str:
-        """Number of the array it belongs to, or its own."""
         return self.id.partition("_")[0]
 
 
 def parse_squeue(text: str) -> list[Job]:
-    """Jobs of `squeue --array --format=SQUEUE`."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 5)
@@ -78,7 +70,6 @@ def _numbers(main: str, elements: str | None) -> Iterator[str]:
 
 
 def parse_scontrol(text: str) -> list[Job]:
-    """Jobs of `scontrol --oneliner show job`."""
     jobs = []
     for line in text.splitlines():
         words = [word.split("=", 1) for word in line.split() if "=" in word]

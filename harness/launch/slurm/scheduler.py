@@ -18,7 +18,6 @@ from harness.store.batch_log import SUBMISSIONS
 from harness.store.status import State, Status, age_s
 
 SUBMISSION_GRACE_S = 60.0
-"""How long a submission may be without a job: sbatch is on its way, or accounting behind."""
 
 Jobs = Mapping[str, Job]
 
@@ -33,7 +32,7 @@ class Scheduler:
         """By command: that it did not answer in time. A look at a hundred arrays does not wait a hundred times."""
 
     def __call__(self, status: Status) -> tuple[State, str] | None:
-        """What SLURM knows of a submitted run (`status.JobProbe`); None where it does not answer or adds nothing."""
+        """State of a submitted run in SLURM (`status.JobProbe`); None where it does not answer or adds nothing."""
         try:
             job = self.job_of(status)
         except SlurmError:
@@ -94,7 +93,6 @@ class Scheduler:
             return None
 
     def _ended_job(self, number: str, queued: Job | None, status: Status) -> Job | None:
-        """What is known of the end of a job; who knows most is asked first."""
         silent: SlurmError | None = None
         living: Job | None = None
         for command in ("sacct", "scontrol"):

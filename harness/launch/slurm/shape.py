@@ -21,12 +21,11 @@ SAME = (
 LISTS = ("setup", "teardown", "flags", "srun_args", "container_mounts")
 
 UNLIMITED = 1_000_000
-"""More cells than an array can have."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What cells must share to stand in one array."""
+    """Facts that cells of one array share."""
 
     root: str
     nodes: int
@@ -67,7 +66,7 @@ class Shape:
         )
 
     def parameters(self, name: str, code: Path) -> dict[str, Any]:
-        """What this shape is in submitit's parameters for SLURM.
+        """submitit's parameters for this shape.
 
         Args:
             name: of the job.
@@ -104,7 +103,7 @@ class Shape:
         }
 
     def srun_words(self) -> list[str]:
-        """What the srun that starts the ranks is told, beside how many there are."""
+        """Arguments of the srun that starts the ranks, beside how many there are."""
         # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
         # job began with no variables (SBATCH_EXPORT=NONE) its ranks would lack PYTHONPATH, and run other code
         own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}", "--export=ALL"]
@@ -119,7 +118,6 @@ class Shape:
         return [] if self.container_image is None else [f'{back}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"']
 
     def _container(self) -> list[str]:
-        """srun's words for a container, which sees runs and code under their own names."""
         if self.container_image is None:
             return []
         mounts = ",".join([f"{self.root}:{self.root}", *self.container_mounts])
@@ -128,7 +126,6 @@ class Shape:
 
 
 def _network(cell: Cell) -> str | None:
-    """What --network asks for; the switches give no SHARP tree to a job that did not ask."""
     sharp, cluster = cell.config["sharp"], cell.config["cluster"]
     wanted = SharpAxis[sharp["group"]].is_asked and sharp["infiniband"]
     return cluster["sharp_network"] if wanted and cluster["device"] == Device.cuda.name else None

@@ -32,7 +32,7 @@ NODES = "SLURM_JOB_NUM_NODES"
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process stands in a SLURM job and is none of its ranks."""
+    """True if this process stands in a SLURM job and is none of its ranks."""
     return "SLURM_JOB_ID" in environment and not is_slurm_step(environment)
 
 
@@ -89,7 +89,6 @@ def run_step(opened: Opened, lock: Lock) -> Ended:
 
 
 def _ended(opened: Opened, code: int) -> Ended:
-    """What the ranks said of their end; a step that ended without a word has failed."""
     present = opened.run.status()
     if present is None or present.state in (State.running, State.queued):
         reason = f"srun ended with code {code}, and no rank said why; logs: {opened.run.attempt_dir(opened.attempt)}"

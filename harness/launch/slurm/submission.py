@@ -34,21 +34,17 @@ from harness.store.rundir import CODE_OF, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
-"""SLURM's variables that belong to no job."""
 
 UNASKED = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"})
 """Variables by which sbatch would submit something else than the script says, or stay until the job has ended."""
 
 OPTIONS = {"timelimit": "time", "mem-per-node": "mem", "mem-per-cpu": "mem", "mem-per-gpu": "mem"}
-"""sbatch's options whose variables are not called like them."""
 
 OnDecision = Callable[[Cell, Decision], None]
 
 
 @dataclass(frozen=True)
 class Array:
-    """Cells that were submitted together."""
-
     jobs: tuple[str, ...]
     runs: tuple[Path, ...]
 
@@ -59,7 +55,6 @@ class Array:
 
 
 def is_remote(cell: Cell) -> bool:
-    """Whether SLURM runs this cell."""
     return bool(cell.config["cluster"]["backend"] == Backend.slurm.name)
 
 
@@ -87,7 +82,7 @@ def submit_cells(
 def planned(
     store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
 ) -> list[Batch]:
-    """What `submit_cells` would submit, in its order; nothing is started or opened.
+    """Jobs that `submit_cells` would submit, in its order; nothing is started or opened.
 
     Raises:
         BadRequest: as `submit_cells`.
@@ -150,16 +145,13 @@ def _taken(batch: Batch, count: int) -> list[str]:
 
 
 def _numbers(job: str, count: int) -> list[str]:
-    """A job's number for each cell: those of the elements, if it is an array."""
     return [f"{job}_{index}" for index in range(count)] if count > 1 else [job]
 
 
 _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connection (reset|refused)", re.IGNORECASE)
-"""sbatch's words where it does not know what became of its request."""
 
 
 def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> StoreError:
-    """Say so in each run's status; where SLURM may have the jobs all the same, the next look tells."""
     folder, words = f"\n(folder of the submission: {batch.folder})", _words_of(error)
     if _NO_ANSWER.search(words):
         told = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
@@ -172,7 +164,6 @@ def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> 
 
 
 def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:
-    """Names of the copies of code that the jobs run from, for `gc` to leave alone."""
     own = {Path(each["copy"]).name for one in opened for each in provenance.read(one.run.path).get("own", ())}
     return [batch.code.name, *sorted(own)]
 
@@ -182,7 +173,6 @@ def _first_status(token: str, index: int) -> Status:
 
 
 def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str]:
-    """Write everything the jobs read, then submit them; returns a job's number for each cell."""
     import submitit
 
     text = batch.script()
@@ -227,7 +217,6 @@ def as_written(script: str) -> Iterator[None]:
 
 
 def _option(variable: str) -> str:
-    """sbatch's option that a variable of its own gives; empty for every other variable."""
     prefix, _, name = variable.partition("_")
     plain = name.lower().replace("_", "-")
     return OPTIONS.get(plain, plain) if prefix == "SBATCH" else ""

@@ -40,7 +40,6 @@ def check(run: Record) -> list[Finding]:
 
 
 def _begin(run: Record) -> int | None:
-    """The step before which weights were captured from which captured updates lead to the end."""
     step = run.length
     while step in run.updates:
         if step in run.weights:

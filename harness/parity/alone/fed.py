@@ -28,12 +28,10 @@ def check(run: Record) -> list[Finding]:
 
 
 def seen_at(run: Record) -> list[bool]:
-    """By step, whether both digests were recorded."""
     return [held is not None and fed is not None for held, fed in _pairs(run)]
 
 
 def right_at(run: Record) -> list[bool]:
-    """By step, whether both were recorded and are the same."""
     return [held is not None and held == fed for held, fed in _pairs(run)]
 
 

@@ -71,7 +71,6 @@ def _states(run: Record, step: int, rule: Rule) -> dict[str, UpdateState]:
 
 
 def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]) -> list[Finding]:
-    """Every tensor's update at one step; moves the states on."""
     coefficient, counted = _clipping(run, step), run.updates_until(step)
     found: list[Finding] = []
     judged: list[tuple[TensorPair, float]] = []
@@ -99,7 +98,6 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
 
 
 def _decays(run: Record, name: str, state: UpdateState) -> bool:
-    """Whether a tensor's weights decay, as the run says; matrices do where it does not say."""
     known = run.summary.get("decayed")
     return state.weights.ndim > 1 if known is None else name in known
 
@@ -110,7 +108,6 @@ def _units(run: Record) -> Units:
 
 
 def _beyond(update: Float64, predicted: Float64, free: Float64 | float) -> Float64:
-    """The update, nearer to what the rule predicts by as much as each element is free to lie off."""
     import numpy as np
 
     if np.ndim(free) == 0:
@@ -121,7 +118,7 @@ def _beyond(update: Float64, predicted: Float64, free: Float64 | float) -> Float
 
 
 def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
-    """Whether all updates are off by one factor alone: where gradients were clipped, by another norm or bound. (Adam's
+    """True if all updates are off by one factor alone: where gradients were clipped, by another norm or bound. (Adam's
     updates have lost that factor.) Tensors whose rounding is half of it or more say nothing.
 
     Args:
@@ -147,7 +144,6 @@ def _steps(run: Record, rule: Rule) -> Iterator[int]:
 
 
 def _norm(run: Record, step: int) -> float:
-    """Euclidean norm of all captured gradients together."""
     capture = run.captures[step]
     return math.hypot(*(length(capture.values(name)) for name in capture.tensors))
 
@@ -183,7 +179,7 @@ def _error(run: Record, pair: TensorPair, state: UpdateState) -> float:
 
 
 def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
-    """What an update off by such a factor looks like, in a clause; empty where it is none that is known."""
+    """Description of an update off by such a factor, in a clause; empty where it is none that is known."""
     ratio = pair.arm_norm / pair.norm
     if pair.distance <= allowed:
         return ""
@@ -196,7 +192,7 @@ def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
 
 
 def _frozen(run: Record, step: int, name: str, update: Float64) -> list[Finding]:
-    """What has no gradient, no moment and no decay must not move."""
+    """Check that elements without gradient, moment and decay do not move."""
     moved = float(abs(update).max()) if update.size else 0.0
     return [_finding(run, "update without a gradient", moved, 0.0, step, name, "")]
 

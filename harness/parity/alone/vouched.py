@@ -73,30 +73,26 @@ if TYPE_CHECKING:
     from harness.store.vouching import Stream
 
 EXACT = 1e-9
-"""What fp64 sums of equal numbers may differ by, relative to the norm of what is summed."""
+"""Largest difference of fp64 sums of equal numbers, relative to the norm of what is summed."""
 
 RARE = 1e-4
-"""Probability with which the largest of all sketches of a right run lies beyond its bound."""
 
 REQUIRED = ("sum", "gather", "kept", "rule", "norm")
-"""What must be seen of a step for it to be right given its past; `replicas` has nothing to compare on one rank."""
+"""Facts that must be seen of a step for it to be right given its past; `replicas` has nothing to compare on one
+rank."""
 
 
 OF_GRADIENTS = ("sum", "norm")
-"""What there is nothing to see of in a step whose gradients overflowed and whose update was left out: that nothing was
+"""Checks without meaning in a step whose gradients overflowed and whose update was left out: that nothing was
 changed then its `rule` says."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """One thing that a stream says of each step."""
-
     check: str
     stage: Stage
     wrong: str
-    """What a value beyond its bound means, in a clause."""
     since: Stage | None = None
-    """The first stage at which it may have arisen, where that is not `stage`."""
 
 
 BETWEEN = "weights between steps"
@@ -123,7 +119,6 @@ LOOKS = {
         since=Stage.forward,
     ),
 }
-"""What is looked at, by the stream's column."""
 
 TAKEN = Look(
     LOOKS["norm"].check,
@@ -131,14 +126,12 @@ TAKEN = Look(
     "the momentum took gradients with another factor than the one that clips",
     since=Stage.clipping,
 )
-"""What `norm` says of SGD where the logged norm itself is right."""
 
 CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
-"""What `norm` says where the logged norm itself is right and moments tell a gradient's factor from their own."""
+"""Verdict of `norm` where the logged norm itself is right and moments tell a gradient's factor from their own."""
 
 
 RECOMPUTED = "again"
-"""The look whose gradient may come of weights that were gathered for the backward alone."""
 
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
@@ -150,14 +143,13 @@ def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
 
 
 def _of_checkpoint(run: Record, finding: Finding) -> Finding:
-    """What the first step after a resume does not begin with was lost on its way through a checkpoint."""
+    """State missing in the first step after a resume was lost on its way through a checkpoint."""
     resumed = run.summary.get("restored")
     lost = resumed and finding.check == BETWEEN and finding.step == int(resumed["step"]) + 1
     return replace(finding, stage=Stage.checkpoint) if lost and finding.grade is not Grade.ok else finding
 
 
 def _left_out(run: Record, stream: Stream) -> list[Finding]:
-    """Updates that were left out as if gradients had overflowed, while their sum is a number."""
     import numpy as np
 
     known = ~np.isnan(stream.column("sum"))
@@ -203,7 +195,7 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
 
 
 def _factor(run: Record) -> Look:
-    """What is said of a wrong factor. SGD's dampening makes the same of gradients as another clipping."""
+    """Sentence about a wrong factor. SGD's dampening makes the same of gradients as another clipping."""
     if run.config.get("optimizer.name") != "sgd":
         return CLIPPED
     return TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)

@@ -54,7 +54,7 @@ def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tupl
 
 
 def restored(run: Record) -> list[Finding]:
-    """Whether an engine held what a checkpoint gave it; nothing for a run that was never resumed."""
+    """True if an engine held what a checkpoint gave it; nothing for a run that was never resumed."""
     facts = run.summary.get("restored")
     if not facts:
         return []
@@ -69,7 +69,6 @@ def restored(run: Record) -> list[Finding]:
 
 
 def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[Finding]:
-    """Weights are compared by checksum: a cast has one result."""
     kind = "weights of the forward"
     if not testimony.wrong_weights:
         return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
@@ -90,7 +89,6 @@ def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[F
 
 
 def _allowed(pair: TensorPair, testimony: Testimony, arithmetic: Arithmetic) -> float:
-    """Relative to the sum's norm."""
     if pair.norm == 0.0:
         return 0.0
     rounded = arithmetic.reduction * max(1.0, testimony.terms[pair.name] / pair.norm)
@@ -130,7 +128,6 @@ def _scales(
     arithmetic: Arithmetic,
     factors: Sequence[tuple[float, str]],
 ) -> list[Finding]:
-    """`distances` are those that are allowed."""
     shared = arithmetic.scaling + arithmetic.stagnation
     pooled = pool(list(pairs))
     found: list[tuple[float, float, str | None]] = []

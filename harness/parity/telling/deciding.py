@@ -16,14 +16,12 @@ from harness.store.commands import request, shown, verb
 from harness.store.rundir import CONFIG
 
 ALWAYS = "launch.rerun=always"
-"""Makes a run that is done once more."""
 
 VOUCH = "measure.vouch"
-"""The setting by which a run vouches for its steps."""
 
 
 def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
-    """What makes two runs comparable that are not; where no command does, the one that says in what they differ."""
+    """Command that makes two runs comparable; where no command does, the one that says in what they differ."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
     commands = [_renewed(run) for run in (arm, control) if run.problems]
@@ -31,7 +29,6 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
 
 
 def _renewed(run: Record) -> str:
-    """What makes a run whole; where its configuration is damaged, it cannot say what to make."""
     damaged = any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) for each in run.problems)
     return verb(f"show {shown(run.path)}") if damaged else _again(run, *_anew(run.problems))
 
@@ -58,7 +55,7 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
 
 
 def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """What makes the runs anew so that the first thing in doubt, or the first that is wrong, is seen."""
+    """Command that makes the runs anew so that the first thing in doubt, or the first that is wrong, is seen."""
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next((finding for finding in findings if finding.grade is grave), None)
     if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:
@@ -77,7 +74,6 @@ def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence
 
 
 def _steps(finding: Finding, run: Record) -> set[int]:
-    """The step that a finding is about, the one before, and the first."""
     step = min(finding.step or 1, run.length)
     return {1, max(1, step - 1), step}
 
@@ -88,7 +84,6 @@ def _capturing(run: Record, steps: Iterable[int]) -> str:
 
 
 def _same_dtype(arm: Record, control: Record) -> Iterable[str]:
-    """A control in which no rounding hides what is looked for."""
     keys = [key for key in arm.config if key.startswith("dtype.") and arm.config[key] != control.config.get(key)]
     words = [f"{key}={_word(arm.config[key])}" for key in keys if key != "dtype.name"]
     if words:

@@ -14,7 +14,6 @@ OUTCOMES = {
     Outcome.UNDECIDED: "It could be rounding or a fault, or too little was recorded; the next command may decide.",
     Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is not whole; nothing was compared.",
 }
-"""What each outcome says, for newcomers."""
 
 TIERS = {
     "T0": "whether the two runs may be compared: data, initial weights, settings, versions",
@@ -76,13 +75,11 @@ CHECKS = {
     "resolution": "the smallest wrong scale that would have been detected; a pass needs it small enough",
     "gradients captured": "without captured gradients of step 1, Adam can hide a wrong scale",
 }
-"""What each check looks at. One that ends in `bits` or `is finite` says so itself."""
 
 PAGE = "docs/verdicts.md derives every bound"
 
 
 def lines(evidence: Sequence[Finding]) -> list[str]:
-    """A line a tier and a check that stand in a table."""
     checks = dict.fromkeys(finding.check for finding in evidence if finding.check in CHECKS)
     tiers = sorted({finding.tier for finding in evidence} & TIERS.keys())
     size = max(map(len, checks), default=0)

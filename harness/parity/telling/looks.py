@@ -40,11 +40,9 @@ class Look:
 
     @property
     def updates(self) -> bool:
-        """Whether updates are captured."""
         return self.sides == UPDATES or self.history
 
     def values(self, step: int) -> Mapping[str, Any]:
-        """Constants that do not depend on the finding."""
         row = {"COLUMN": self.key, "ROW": step - 1 + self.row}
         return {"KEY": self.key, "FILE": self.file.format(step=step), "KEYS": list(self.keys), **row}
 
@@ -90,7 +88,6 @@ MEASURES = {
     "finite": "float((~a.isfinite()).sum() + (~c.isfinite()).sum())",
     "exists": "0.0",
 }
-"""What a script measures of two tensors, by name, in the words of `scripts/tensors.txt`."""
 
 OF_SERIES = {
     "relative": "abs(a - c) / abs(c) if a != c else 0.0",
@@ -99,7 +96,6 @@ OF_SERIES = {
     "mean": "abs(sum(float(x) - float(y) for x, y in both[STEP // 2 :]) / sum(float(y) for _, y in both[STEP // 2 :]))",
     "mean of logarithms": "abs(sum(math.log(float(x) / float(y)) for x, y in both[STEP // 2 :])) / (STEP - STEP // 2)",
 }
-"""What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
 STREAMED = (
     ("sum, sketched", "sum", 0),
@@ -112,7 +108,6 @@ STREAMED = (
     ("gradient worked out again", "again", 0),
     ("the same function", "drift", 0),
 )
-"""Checks of a run's stream: their column, and whether they are of the row after the step."""
 
 
 def _stream(column: str, after: int) -> Look:
@@ -124,7 +119,6 @@ def _stream(column: str, after: int) -> Look:
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
 SHARED = "list(found[0].values()).count(found[0][TENSOR]) > 1"
-"""Whether another weight has the checksum of this one."""
 
 FED_AGAIN = "Makes one run again: the digest of what it was fed against that of its data source."
 
@@ -167,4 +161,3 @@ LOOKS: Mapping[str, Look] = {
     **{f"{key} bits": _series("bits", key) for key in ("loss", "grad_norm", "param_norm")},
     **{f"{key} is finite": _series("finite", key) for key in ("loss", "grad_norm", "param_norm")},
 }
-"""How each check is looked at again, by its name. Of what is not here no script shows anything."""

@@ -16,7 +16,6 @@ from harness.store.screen import fold
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
 LISTED = 6
-"""Failed checks listed below the table; `--json` has all."""
 
 
 def text(verdict: Verdict, *, explained: bool = False) -> str:
@@ -61,7 +60,6 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
 
 
 def _arms(study: StudyVerdict, room: int) -> list[str]:
-    """A row an arm, named by what tells it from the others, under the control it is held against."""
     texts = [("verdict", "tier", "of the bound"), *((a.outcome.value, a.tier, _farthest(a)[0]) for a in study.arms)]
     besides = sum(max(map(len, column)) + len(screen.GAP) for column in zip(*texts, strict=True))
     runs = {Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}
@@ -130,7 +128,6 @@ def _value(value: float | str) -> str:
 
 
 def _farthest(verdict: Verdict) -> tuple[str, str]:
-    """How much of the bound the worst check used up, and which check that is."""
     rows = [finding for finding in verdict.evidence if not isinstance(finding.observed, str)]
     if not rows:
         return "", verdict.findings[0].check if verdict.findings else "equal bits"
@@ -149,7 +146,7 @@ TENSOR = HEAD.index("tensor")
 
 
 def _ending(names: Sequence[str]) -> str:
-    """What all names end with after their last dot, such as `.weight`; nothing where there are fewer than two."""
+    """Common ending of all names after their last dot, such as `.weight`; nothing where there are fewer than two."""
     found = {f".{name.rpartition('.')[2]}" for name in names if "." in name}
     return found.pop() if len(found) == 1 and len({name for name in names if name}) > 1 else ""
 

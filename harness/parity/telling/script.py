@@ -27,16 +27,13 @@ from harness.store.rundir import RunDir, flatten, read_summary
 from harness.store.vouching import ONCE
 
 FOLDER = "verdict"
-"""Folder of a run directory with scripts, one for each run that it was held against."""
 
 TEMPLATES = Path(__file__).parent / "scripts"
 WIDTH = 120
 
 KEPT = ("cluster.device", "cluster.threads_per_rank")
-"""Settings outside of what defines a run that numbers depend on all the same."""
 
 OWN = ("ckpt", "measure")
-"""Groups that change no number and that a script chooses itself."""
 
 
 def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
@@ -109,17 +106,13 @@ def first_shown(verdict: Verdict) -> Finding | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a script runs and looks at."""
-
     finding: Finding
     look: Look
     runs: Mapping[str, Sequence[str]]
-    """Complete overrides by name, `arm` or `control`."""
     resumed: tuple[str, ...] = ()
     stop: int = 0
     """Step after which runs end; 0: they do not end early."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Constants of the script."""
 
 
 def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
@@ -160,13 +153,11 @@ def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resumed_after(run: RunDir) -> int | None:
-    """The step after which a run was last taken up again."""
     restored = (read_summary(run) or {}).get("restored")
     return int(restored["step"]) if restored else None
 
 
 def _measured(look: Look, step: int, config: Mapping[str, Any]) -> list[str]:
-    """What is captured: the step and the one before; of the first step, the one after."""
     if look.history:
         window = list(range(1, step + 1))
     elif look.key in ONCE:
@@ -229,7 +220,6 @@ def _render(verdict: Verdict, plan: _Plan) -> str:
 
 
 def _put(text: str, values: Mapping[str, str]) -> str:
-    """`@name@` replaced by its value."""
     return re.sub("@(" + "|".join(values) + ")@", lambda match: values[match[1]], text)
 
 
@@ -238,7 +228,6 @@ def _filled(text: str) -> str:
 
 
 def _imports(body: str) -> str:
-    """The modules that a script uses."""
     own = [name for name in ("json", "math", "shlex", "shutil", "subprocess", "sys", "tempfile") if f"{name}." in body]
     theirs = [*(["import torch"] if "torch." in body else [])]
     theirs += ["from safetensors import safe_open"] if "safe_open(" in body else []
@@ -249,7 +238,6 @@ def _imports(body: str) -> str:
 
 
 def _constants(plan: _Plan) -> str:
-    """Overrides that both runs have stand once."""
     lists = list(plan.runs.values())
     both = [word for word in lists[0] if all(word in each for each in lists)] if len(lists) == 2 else []
     lines = _list("BOTH = [", both, "]") if both else []
@@ -263,7 +251,6 @@ def _constants(plan: _Plan) -> str:
 
 
 def _list(head: str, words: Sequence[str], tail: str) -> list[str]:
-    """Strings in as few lines as there is room for."""
     lines, margin = [head], " " * (len(head) - len(head.lstrip()) + 4)
     for word in map(json.dumps, words):
         if len(lines[-1]) + len(word) + 4 > WIDTH:

@@ -96,7 +96,6 @@ def _sentence(
 
 
 def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
-    """What was looked at beside the engines, and in which steps, as clauses that follow a sentence."""
     every = [word for name, word in LOOKED_AT.items() if len(steps.get(name, ())) == length]
     told = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
     for name, word in LOOKED_AT.items():
@@ -123,11 +122,9 @@ LOOKED_AT = {
     "rule": "samples of the update",
     AGAIN: "forwards and backwards, worked out again",
 }
-"""What is looked at, in words."""
 
 
 def _hint(first: Finding, findings: Sequence[Finding]) -> str:
-    """What the first finding means; where it says nothing, what a scale of the same step says."""
     scales = (f.note for f in findings if f.step == first.step and f.check in SCALES and f.note)
     return first.note or next(scales, "")
 
@@ -136,7 +133,6 @@ SCALES = ("scale of all gradients", "gradient scale")
 
 
 def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding:
-    """The finding of the same step that names a tensor, for one that speaks of all."""
     same = (f for f in findings if f.step == first.step and f.stage is first.stage and f.tensor and f.grade is grave)
     return next(same, first)
 
@@ -154,5 +150,4 @@ def describe(first: Finding, named: Finding, hint: str) -> str:
 
 
 def standing_for(finding: Finding, count: int) -> Finding:
-    """The finding as the worst of `count`."""
     return replace(finding, count=count)

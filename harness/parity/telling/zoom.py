@@ -60,7 +60,6 @@ def _require(run: Record, tensor: str, step: int) -> None:
 
 
 def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope, whole: float) -> list[str]:
-    """The worst of consecutive pieces, worst first."""
     import numpy as np
 
     a, c = (run.captures[step].values(tensor).ravel() for run in (left, right))

@@ -99,19 +99,18 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
 
 
 def sum_order(strategy: Strategy) -> str:
-    """What a strategy adds up first, as what follows `adds`; the outer axis changes nothing about it."""
+    """First sum of a strategy, to follow `adds`; the outer axis changes nothing about it."""
     local = Placements.of(strategy, None).accumulates_locally
     return "microbatches before ranks" if local else "ranks before microbatches"
 
 
 @cache
 def matters(key: str) -> bool:
-    """Whether a dotted setting can change a sum, or what is summed."""
+    """True if a dotted setting can change a sum, or what is summed."""
     return key.split(".")[0] not in EXCLUDED and not key.startswith(WITHOUT_EFFECT)
 
 
 def microbatches_per_rank(config: Mapping[str, Any]) -> int:
-    """k of a flat configuration."""
     return global_microbatches(config) // (int(config["mesh.world_size"]) // int(config.get("mesh.tp", 1)))
 
 

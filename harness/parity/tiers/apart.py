@@ -63,14 +63,13 @@ STRIDE = 10.0
 """How much farther off weights may be than they ever were. Clean pairs in stable training: 3 at most."""
 
 DRAW = 3.5
-"""What a distance estimated from four sketches may be too large by: the root of a chi-square of four degrees of freedom
+"""Factor by which a distance estimated from four sketches may be too large: the root of a chi-square of four
+degrees of freedom
 over four is beyond that once in 10^9."""
 
 WINDOW = 8
-"""Kept steps over which a gradient's norm counts."""
 
 CHUNK = 256
-"""Kept steps that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +81,12 @@ class Apart:
     names: tuple[str, ...]
     numel: tuple[int, ...]
     weights: Float64
-    """After the step."""
     local: Float64
-    """Sums of local gradients."""
     reduced: Float64
-    """What the engine calls the gradient."""
     moved: Float64
     """The control's weights after the step against those after the kept step before; NaN at the first."""
     whole: Float64
-    """[steps]: of all weights after the step together."""
     norms: Float64
-    """Norms of the control's weights after the step."""
 
     @property
     def before(self) -> Float64:
@@ -184,7 +178,6 @@ class _Squares:
 
 
 def _largest(values: Float64, window: int) -> Float64:
-    """The largest of so many rows up to each."""
     import numpy as np
 
     found = values.copy()
@@ -199,12 +192,10 @@ class Jump:
 
     steps: NDArray[np.int64]
     tensors: NDArray[np.int64]
-    """Place in `Apart.names`."""
     observed: Float64
     allowed: Float64
 
     def at(self, chosen: NDArray[np.bool_]) -> Jump:
-        """Only of these steps."""
         return Jump(self.steps[chosen], self.tensors[chosen], self.observed[chosen], self.allowed[chosen])
 
 

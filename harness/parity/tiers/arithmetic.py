@@ -45,10 +45,8 @@ SAFETY = 4.0
 embedding rows) err more than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md)."""
 
 REFUTED = 2.0
-"""Refuted over allowed."""
 
 SIGMAS = 4.0
-"""Standard errors a signed bias may have."""
 
 FORWARD_BLOCK = 19
 FORWARD_ENDS = 8
@@ -60,11 +58,9 @@ FP8_BLOCK = 4
 """Products of 8-bit numbers in series in a block: into attention, out of it, into the feed-forward, out of it."""
 
 RARE = 1e-4
-"""Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
 
 
 MANY = 32
-"""Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
 class Depth(NamedTuple):
@@ -77,7 +73,6 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
-        """Counted as docs/verdicts.md does."""
         if family is ModelFamily.odd:
             return ODD_DEPTH
         if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
@@ -90,7 +85,7 @@ ODD_DEPTH = Depth(31, 18, 8, 2)
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What one run rounds, where and how often. All errors are relative and root-mean-square unless said."""
+    """Roundings of one run, where and how often. All errors are relative and root-mean-square unless said."""
 
     compute: str
     wire: str
@@ -99,28 +94,23 @@ class Arithmetic:
     layers: int
     ranks: int
     microbatches: int
-    """k, on each rank."""
     global_microbatches: int
     tokens: int
-    """Tokens of one step, over all ranks."""
     inner: int
-    """Longest inner sum of a matrix product, in terms."""
     parameters: int
-    """Weights of the model; only its square root is used."""
     family: ModelFamily = ModelFamily.llama
     num_experts: int = 1
     """Experts a token chooses among; 1 where nothing is chosen."""
     experts_per_token: int = 1
     reused: str = ""
-    """Pattern of the parameters that a forward uses more than once; none where empty."""
     fp8: str = ""
     """Recipe of 8-bit products; none where empty."""
     exact_bits: int | None = None
     """Resolution of the integers that gradients become under `numerics=exact`; None where they become none."""
     seen_forward: float | None = None
-    """What a perturbed reference showed in place of the count behind `forward`, for a model of one's own."""
+    """Measured on a perturbed reference, in place of the count behind `forward`, for a model of one's own."""
     seen_gradient: float | None = None
-    """What a perturbed reference showed in place of the count behind `gradient`, for a model of one's own."""
+    """Measured on a perturbed reference, in place of the count behind `gradient`, for a model of one's own."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
@@ -196,7 +186,7 @@ class Arithmetic:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether anything says how far rounding moves this run's gradients."""
+        """True if anything says how far rounding moves this run's gradients."""
         return self.family is not ModelFamily.ext or self.seen_gradient is not None
 
     def _compute(self, passes: int) -> float:
@@ -265,7 +255,6 @@ def _accumulate(config: Mapping[str, Any]) -> str:
 
 
 def _model(config: Mapping[str, Any]) -> ModelConfig:
-    """The sizes of the model; settings that a run knew nothing of have their defaults."""
     known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
     family = known["family"]
     return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})

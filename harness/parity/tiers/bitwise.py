@@ -34,14 +34,13 @@ def check(
 
 
 def same_float(left: float | None, right: float | None) -> bool:
-    """Whether two logged numbers have the same bits: 0.0 and -0.0 differ, nan is nan."""
+    """True if two logged numbers have the same bits: 0.0 and -0.0 differ, nan is nan."""
     if left is None or right is None:
         return left is right
     return struct.pack("<d", left) == struct.pack("<d", right)
 
 
 def _logged(key: str, stage: Stage, arm: Record, control: Record) -> Finding:
-    """A number that only one run recorded at a step (param_norm at another cadence) is not compared."""
     compared = 0
     for number, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
         if left is None or right is None:
@@ -85,7 +84,6 @@ def _weights(arm: Record, control: Record) -> Finding:
 
 
 def _first_weight(arm: Record, control: Record) -> tuple[str | None, str]:
-    """The first of the captured last weights whose bits differ, and how many do."""
     if arm.final is None or control.final is None:
         return None, ""
     both = arm.final.tensors.keys() & control.final.tensors.keys()

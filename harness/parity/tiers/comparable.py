@@ -10,7 +10,6 @@ from harness.parity.record import Record
 from harness.store.identity import must_agree
 
 FREE_OWN = ("engine", "callback", "fault")
-"""Kinds of the user's own code that may differ: what a verdict judges."""
 
 FACTS = ("cpu_model", "cpu_capability", "device", "threads_per_rank", "cuda", "nccl", "allow_tf32")
 """Entries of provenance that must agree."""
@@ -19,7 +18,6 @@ VERSIONS = ("torch",)
 """Packages whose version must agree; numpy only feeds data, and the data's digest is compared itself."""
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
-"""Environment variables that choose arithmetic."""
 
 NEEDED = ("cpu_model", "threads_per_rank")
 """Facts that must be known, not merely equal."""
@@ -56,7 +54,7 @@ def unlisted(arm: Record, control: Record) -> list[Finding]:
 
 
 def finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
-    """What a fact of the two runs comes to: `ok` if both have the same."""
+    """Finding about a fact of the two runs: `ok` if both have the same."""
     verdict = Grade.ok if left == right else Grade.bad
     return Finding("T0", check, stage, verdict, _short(left), _short(right), step=step, note=note)
 
@@ -89,7 +87,6 @@ def _origin(arm: Record, control: Record) -> list[Finding]:
 
 
 def _own(arm: Record, control: Record) -> list[Finding]:
-    """The user's own model, data and the like; an engine is what is compared."""
     left, right = (
         {each["name"]: each["digest"] for each in run.provenance.get("own", ()) if each["kind"] not in FREE_OWN}
         for run in (arm, control)

@@ -34,20 +34,18 @@ FEW = 7
 
 @dataclass(frozen=True)
 class Envelope:
-    """What rounding allows between two runs that start from the same weights and are fed the same tokens."""
+    """Bounds by rounding between two runs that start from the same weights and are fed the same tokens."""
 
     arm: Arithmetic
     control: Arithmetic
     same_forward: bool = False
-    """Whether the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
+    """True if the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
     reach: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """What the perturbed reference shows: by compute dtype and parameter, how far its roundings move the gradient."""
+    """Reach by the perturbed reference: by compute dtype and parameter, how far its roundings move the gradient."""
     draws: int = 0
-    """Number of draws that `reach` is the mean square of."""
 
     @classmethod
     def of(cls, arm: Record, control: Record) -> Envelope:
-        """The envelope of two runs, made from their records."""
         known = control if control.moves else arm  # of one model, one batch and the same weights, so whose is no matter
         losses = [run.series("loss")[:1] for run in (arm, control)]
         same = bool(losses[0]) and losses[0] == losses[1]
@@ -56,7 +54,7 @@ class Envelope:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether anything says how far rounding may drive the two apart: a count of roundings, or a reference."""
+        """True if anything says how far rounding may drive the two apart: a count of roundings, or a reference."""
         return self.arm.is_bounded and self.control.is_bounded
 
     @property
@@ -77,23 +75,23 @@ class Envelope:
 
     @property
     def rerouted(self) -> float:
-        """What flips may move a tensor's gradient by that all tokens feed: each takes one token's share out and puts
+        """Bound on a tensor's gradient, fed by all tokens, under flips: each takes one token's share out and puts
         another one in. An expert's own gradient they may move by anything, where few tokens feed it."""
         return SAFETY * math.sqrt(2 * self.flips / self.arm.tokens)
 
     @property
     def rerouted_scale(self) -> float:
-        """What flips may move the scale of such a gradient by: shares of tokens that all point one way."""
+        """Bound on the scale of such a gradient under flips: shares of tokens that all point one way."""
         return 2 * self.flips / self.arm.tokens
 
     @property
     def rerouted_loss(self) -> float:
-        """What flips may move the loss by: the loss of as many tokens as flip, in either direction."""
+        """Bound on the loss under flips: the loss of as many tokens as flip, in either direction."""
         return SAFETY * math.sqrt(self.flips) / self.arm.tokens
 
     @property
     def rerouted_norm(self) -> float:
-        """What flips may move the gradient's norm by, as a distance without direction does."""
+        """Bound on the gradient's norm under flips, as a distance without direction does."""
         return self.rerouted / math.sqrt(self.arm.tokens) + self.rerouted**2 / 2
 
     def few(self, numel: int) -> float:
@@ -113,7 +111,7 @@ class Envelope:
         return math.hypot(*(self._of_fp8(run, "distance", run.gradient) for run in (self.arm, self.control)))
 
     def _of_fp8(self, run: Arithmetic, key: str, counted: float, name: str = "") -> float:
-        """What a perturbed reference shows of a run under FP8, its reduction included; else what is counted."""
+        """Bound of a run under FP8 by a perturbed reference, its reduction included; else what is counted."""
         found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name) if run.fp8 else None
         return counted if found is None else math.hypot(found[key], run.reduction)
 
@@ -211,12 +209,11 @@ class Envelope:
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether a change of a main weight by one unit can flip a compute weight by a much larger one."""
+        """True if a change of a main weight by one unit can flip a compute weight by a much larger one."""
         return any(run.fp8 or run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
 
 
 def _most(expected: float) -> int:
-    """Smallest n that a Poisson count of this mean exceeds less than once in a million."""
     if expected > 100:
         return math.ceil(expected + 5 * math.sqrt(expected))
     count, term = 0, math.exp(-expected)

@@ -31,7 +31,6 @@ ALPHA = 0.05
 POWER = 0.9
 SD_CONFIDENCE = 0.8
 MOST_SEEDS = 10_000
-"""An arm that more would be needed for lies at the margin: say so instead of a number."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,12 @@ class PairedTest:
     low: float
     high: float
     p_equivalent: float
-    """p-value of |mean| >= margin, by TOST; small: equivalent."""
     p_different: float
-    """p-value of |mean| <= margin; small: different."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What T3 says of one arm. p-values are adjusted for the number of arms and measures."""
+    """Result of T3 for one arm. p-values are adjusted for the number of arms and measures."""
 
     outcome: Outcome
     tests: tuple[PairedTest, ...]
@@ -150,7 +147,6 @@ def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
 
 
 def _needed(found: PairedTest, level: float) -> int | None:
-    """By doubling, then halving: power grows with the number."""
     from scipy.special import chdtri
 
     if found.pairs < 2 or not math.isfinite(found.sd):
@@ -168,7 +164,6 @@ def _needed(found: PairedTest, level: float) -> int | None:
 
 
 def _power(found: PairedTest, sd: float, n: int, level: float) -> float:
-    """Probability that n pairs decide, if the mean is what was seen."""
     from scipy.special import nctdtr, stdtrit
 
     error, df, mean = sd / math.sqrt(n), n - 1, abs(found.mean)

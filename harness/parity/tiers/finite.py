@@ -49,12 +49,10 @@ def _after_stability(finding: Finding) -> Finding:
 
 
 def first_step(findings: Sequence[Finding]) -> int | None:
-    """The first step at which a value was not finite."""
     return min((finding.step for finding in findings if finding.step is not None), default=None)
 
 
 def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
-    """The first such tensor: one run's is worth more than both's."""
     odd = [pair for pair in pairs if not (pair.finite and pair.control_finite)]
     odd.sort(key=lambda pair: pair.finite == pair.control_finite)
     return [
@@ -86,7 +84,6 @@ def _left_out(arm: Record, control: Record) -> list[Finding]:
 
 
 def _any(series: Sequence[float | None]) -> bool:
-    """Whether any of these numbers is not finite."""
     import numpy as np
 
     return not bool(np.isfinite(np.array([0.0 if value is None else value for value in series], np.float64)).all())

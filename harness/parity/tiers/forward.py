@@ -34,13 +34,13 @@ from harness.parity.tiers.envelope import Envelope
 from harness.store.forward import Forward
 
 SAME = 1e-9
-"""What fp64 sums of equal numbers may differ by, relative to the norm of what is summed."""
+"""Largest difference of fp64 sums of equal numbers, relative to the norm of what is summed."""
 
 REORDERED = SAFETY * SIGMAS * RMS * UNIT["fp32"]
-"""What equal modules' outputs may differ by in fp32, on whose kernels also depends where operands lie."""
+"""Largest difference of equal modules' outputs in fp32, on whose kernels also depends where operands lie."""
 
 LOSS = 16 * UNIT["fp32"]
-"""What equal logits' losses may differ by: means over the tokens of microbatches, and of those, in fp32."""
+"""Largest difference of equal logits' losses: means over the tokens of microbatches, and of those, in fp32."""
 
 OUTPUT = "output of a module"
 LOGITS = "loss given the logits"
@@ -69,7 +69,7 @@ def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding
 
 
 def parts(arm: Record, control: Record) -> bool:
-    """Whether some module's outputs differ in step 1 by more than fp32 products of operands that lie elsewhere do, in
+    """True if some module's outputs differ in step 1 by more than fp32 products of operands that lie elsewhere do, in
     microbatches of one size: what gradients differ by may then have arisen in the forward."""
     left, right = arm.forward, control.forward
     if left is None or right is None or left.rows != right.rows or left.batch != right.batch:

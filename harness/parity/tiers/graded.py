@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 LISTED = 50
-"""Steps that did not pass which are told one by one."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,9 @@ class Series:
     refuted: Float64
     since: Stage | None = None
     note: str = ""
-    """What a step that did not pass means."""
     tier: str = "T2"
 
     def finding(self, at: int, count: int = 1, tensor: str | None = None) -> Finding:
-        """What is said of the step at one place."""
         grade = self.grade(at)
         return Finding(
             self.tier,
@@ -66,11 +63,10 @@ class Series:
         return Grade.doubt if self.observed[at] <= self.refuted[at] else Grade.bad
 
     def every(self) -> list[Finding]:
-        """A finding a step, for a picture."""
         return [self.finding(at) for at in range(len(self.steps))]
 
     def findings(self, tensor: Callable[[int], str | None] = lambda at: None) -> list[Finding]:
-        """What is said of the series; `tensor` names the one that the step at a place is about."""
+        """Findings of the series; `tensor` names the one that the step at a place is about."""
         import numpy as np
 
         if not len(self.steps):
@@ -97,5 +93,4 @@ class Series:
 
 
 def listed(findings: Sequence[Finding]) -> int:
-    """Checks that a kind's findings stand for."""
     return sum(finding.count for finding in findings)

@@ -33,36 +33,27 @@ leaves no residual, and a standard error from a few products is a guess."""
 
 @dataclass(frozen=True)
 class Block:
-    """The piece of a tensor that is farthest off."""
-
     start: int
     """First element, in flat order."""
     stop: int
     distance: float
-    """Norm of its difference, over the root mean square of its own norm and of an average piece's."""
 
 
 @dataclass(frozen=True)
 class TensorPair:
-    """What two captures say of one tensor. Distances and b are relative to the control."""
+    """One tensor in two captures. Distances and b are relative to the control."""
 
     name: str
     bits_equal: bool
     finite: bool
-    """Whether every element of the arm's is a finite number."""
     control_finite: bool
     numel: int
     arm_norm: float
     norm: float
-    """Norm of the control's tensor."""
     distance: float
-    """Norm of the difference over the control's norm."""
     b: float
-    """Fitted scale error."""
     standard_error: float
-    """Standard error of b."""
     residual: float
-    """Norm of r over the control's norm."""
     block: Block
     carried_by: float = math.inf
     """How many elements of one size would carry b as the control's do: (sum of squares)^2 over the sum of fourth
@@ -93,7 +84,6 @@ def names(arm: Capture, control: Capture) -> tuple[list[str], list[Mismatch]]:
 
 
 def compare(arm: Capture, control: Capture) -> Iterator[TensorPair]:
-    """Every tensor that both have, one in memory at a time."""
     for name in names(arm, control)[0]:
         yield compare_tensor(name, arm, control)
 
@@ -156,12 +146,10 @@ def dot(left: Float64, right: Float64) -> float:
 
 
 def length(values: Float64) -> float:
-    """Euclidean norm of all elements."""
     return math.sqrt(dot(values, values))
 
 
 def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm: float) -> TensorPair:
-    """A pair of finite tensors that differ; `squares` are the control's elements'."""
     square, apart = float(squares.sum()), difference * difference
     norm = math.sqrt(square)
     b = dot(difference, c) / square
@@ -184,7 +172,6 @@ def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm:
 
 
 def _standard_error(rest: Float64, c: Float64, square: float) -> float:
-    """Standard error of b, between rows and between columns; the larger."""
     products = (rest * c).reshape(rest.shape[0] if rest.ndim else 1, -1)
     axes = [axis for axis in (0, 1) if products.shape[1 - axis] > 1]
     return max((length(products.sum(axis)) / square for axis in axes), default=0.0)
@@ -192,7 +179,6 @@ def _standard_error(rest: Float64, c: Float64, square: float) -> float:
 
 @lru_cache(maxsize=256)
 def _edges(size: int) -> NDArray[np.int64]:
-    """Where `BLOCKS` consecutive pieces of so many elements begin, and where the last ends."""
     import numpy as np
 
     return np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
@@ -212,14 +198,10 @@ def _worst_block(apart: Float64, squares: Float64, norm: float) -> Block:
 
 @dataclass(frozen=True)
 class Pooled:
-    """One scale error for all gradients together."""
-
     b: float
     standard_error: float
     residual: float
-    """Norm of all residuals over the norm of the whole gradient."""
     distance: float
-    """Norm of the whole difference over the norm of the whole gradient."""
 
 
 def pool(pairs: list[TensorPair]) -> Pooled:

@@ -22,14 +22,12 @@ from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import Kick
 
 CEILING = 0.5
-"""Later captured steps are judged while the distance that is allowed stays below this."""
 
 
 OUTLIER = 20.0
 """How much farther than the median tensor's a worst piece may lie; 7 is the most seen in clean pairs."""
 
 EXPERT = re.compile(r".*?\bexperts\.\d+\.")
-"""The part of a parameter's name that is an expert's."""
 
 
 def first_step(
@@ -159,7 +157,7 @@ def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
-    """What swapped routes may add to a tensor that all tokens feed; experts are counted instead (`_excused`)."""
+    """Bound that swapped routes add to a tensor that all tokens feed; experts are counted instead (`_excused`)."""
     return 0.0 if EXPERT.match(pair.name) else rerouted
 
 
@@ -220,7 +218,7 @@ def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, s
 
 
 def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
-    """Whether a run's logged gradient norm is the norm of the gradients it captured: a wrong one clips wrongly.
+    """True if a run's logged gradient norm is the norm of the gradients it captured: a wrong one clips wrongly.
 
     Args:
         run: the run.

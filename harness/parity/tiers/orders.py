@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     Round = Callable[[Array], Array]
 
 ADDENDS = ((0.0, 1.0), (1.0, 1.0), (0.9, 0.02))
-"""Mean and standard deviation: independent, sharing a mean, nearly equal."""
 
 ELEMENTS = 1 << 16
 """Numbers drawn a simulation, over all addends; 64 sums at least."""
@@ -80,7 +79,6 @@ def _in_order(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 def _ring(addends: Array, kept: Round, sent: Round) -> Array:
-    """Each of N pieces begins at another rank, and its partial sum travels on."""
     import numpy as np
 
     count, size = addends.shape
@@ -93,7 +91,6 @@ def _ring(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 def _tree(addends: Array, kept: Round, sent: Round) -> Array:
-    """Pairs, pairs of pairs; an odd one waits."""
     import numpy as np
 
     level = kept(addends)
@@ -110,7 +107,7 @@ ORDERS: dict[str, Callable[[Array, Round, Round], Array]] = {"in order": _in_ord
 
 
 def rounder(dtype: str) -> Round:
-    """What values become when they are stored in a dtype, as float64."""
+    """Rounding of values to a dtype, as float64."""
     import numpy as np
 
     if dtype == "bf16":
@@ -120,7 +117,6 @@ def rounder(dtype: str) -> Round:
 
 
 def _bf16(values: Array) -> Array:
-    """To nearest, ties to even."""
     import numpy as np
 
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)

@@ -42,7 +42,7 @@ WEIGHTS = "weights given those before"
 
 @dataclass(frozen=True)
 class Parting:
-    """What the streams of two runs say of how they part.
+    """Parting of two runs by their streams.
 
     found: distances. steady: the last step at which the control is stable. first_captured: whether the gradients of
     step 1 were captured by both, and so are judged elsewhere. gathers_twice: whether one of the two computes a
@@ -69,7 +69,7 @@ class Parting:
 
     @property
     def sees_gradients(self) -> bool:
-        """Whether local gradients of step 1 were sketched in both."""
+        """True if local gradients of step 1 were sketched in both."""
         import numpy as np
 
         return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())

@@ -23,10 +23,11 @@ SEEN = {
     Stage.clipping: ("norm",),
     Stage.optimizer: ("rule",),
 }
-"""What a stream must have seen for a stage to be right."""
+"""Facts that a stream must have seen for a stage to be right."""
 
 ALWAYS = (Stage.record, Stage.data, Stage.checkpoint)
-"""What two comparable runs have shown to be right before anything else is asked; a checkpoint's own witness speaks for
+"""Stages that two comparable runs have shown to be right before anything else is asked; a checkpoint's own witness
+speaks for
 itself."""
 
 

@@ -46,7 +46,6 @@ def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float], window: int)
 
 
 def _kind(run: Record) -> str:
-    """All that defines a run but its seed."""
     kept = {key: value for key, value in run.config.items() if key != SEED and key.split(".")[0] not in EXCLUDED}
     return json.dumps(kept, sort_keys=True, default=str)
 

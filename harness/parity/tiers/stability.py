@@ -50,7 +50,6 @@ def stable_until(norms: Sequence[float | None], losses: Sequence[float | None] =
 
 
 def _first(values: Sequence[float | None], factor: float, extreme: Callable[[float, float], float]) -> int | None:
-    """The first step whose value is above `factor` times the largest, or least, before it."""
     before: float | None = None
     for step, value in enumerate(values, start=1):
         if value is None or not math.isfinite(value):
@@ -67,7 +66,6 @@ def growth(rate: float, step: int) -> float:
 
 
 def growths(rate: float, steps: NDArray[np.int64]) -> Float64:
-    """`growth` at many steps."""
     import numpy as np
 
     exponents = np.minimum(700.0, (steps - 2) * math.log(rate))
@@ -76,7 +74,7 @@ def growths(rate: float, steps: NDArray[np.int64]) -> Float64:
 
 
 def grown(differences: Float64, floor: float, steps: NDArray[np.int64] | None = None) -> Float64:
-    """What each difference may be by the growth that was seen before it: the largest so far, times the square of the
+    """Bound on each difference by the growth that was seen before it: the largest so far, times the square of the
     largest factor by which one step has raised that (`HOT_GROWTH` at least), for every step between. 0 at the first.
 
     Args:

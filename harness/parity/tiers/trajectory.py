@@ -47,10 +47,8 @@ LOSS_CEILING = 0.01
 """Relative. Clean runs that have reached run-to-run noise differ by 1 to 5 % at single steps."""
 NORM_CEILING = 0.1
 LOSS_MARGIN = 1e-3
-"""Relative, of a mean over the later half: the usual margin of an equivalence test over seeds."""
 NORM_MARGIN = 0.05
 TAIL = 20
-"""Runs shorter than this have no later half worth a mean."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Kick:
     loss: float
     weights: float
     signs: bool = True
-    """Whether an update is a sign, as Adam's first is, which flips where a gradient is small."""
 
     def given(self, gradients: Float64) -> Float64:
         """The kick of weights at a step where gradients are seen to be so far apart; at least that of rounding."""
@@ -97,10 +94,9 @@ def _walk(run: Arithmetic) -> float:
 
 LOSS = "loss"
 NORM = "gradient norm"
-"""Names of the checks of the logged loss and norm against the control's."""
 
 ROUNDED = 4 * UNIT["fp32"]
-"""What a logged number of equal runs may differ by: a mean or a root of sums in fp32."""
+"""Largest difference of a logged number of equal runs: a mean or a root of sums in fp32."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,6 @@ def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Fl
 
 
 def _relative(left: Float64, right: Float64) -> Float64:
-    """|left - right| over |right|."""
     import numpy as np
 
     with np.errstate(divide="ignore", invalid="ignore"):

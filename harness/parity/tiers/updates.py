@@ -22,7 +22,6 @@ from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import kick
 
 CEILING = 0.5
-"""An update is judged while the error that is allowed of its size stays below this."""
 
 
 def check(

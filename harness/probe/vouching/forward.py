@@ -23,7 +23,6 @@ from harness.probe.hooks import Aside
 from harness.probe.vouching.sketch import SKETCHES, Place, Signs
 
 ROWS = 1 << 20
-"""Positions of the global batch that are looked at, the first ones."""
 
 
 class ForwardWatch:
@@ -57,7 +56,6 @@ class ForwardWatch:
         self._handles.clear()
 
     def _new(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A microbatch begins: [sequences, tokens] are its first input."""
         self._begin, self._called = self.next, set()
         self.next += inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
 

@@ -87,7 +87,7 @@ class LocalWatch:
 
     @property
     def saw_gradients(self) -> bool:
-        """Whether autograd handed this rank any gradient where it was expected."""
+        """True if autograd handed this rank any gradient where it was expected."""
         return bool(self._gradients)
 
     def gradients(self) -> Sketch:

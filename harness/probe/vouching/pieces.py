@@ -20,13 +20,9 @@ from harness.probe.vouching.sketch import Place
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one tensor."""
-
     name: str
     shape: tuple[int, ...]
-    """The whole tensor's."""
     source: Tensor
-    """As the engine's state hands it out: a DTensor, or the whole tensor."""
     place: Place | None
     """Where this rank's part belongs; None where it holds none."""
 
@@ -53,7 +49,6 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has the whole tensor."""
         return self.place == Place.whole(self.shape)
 
     def indices(self, wanted: Sequence[int]) -> Tensor:
@@ -83,7 +78,6 @@ def _chunks(tensor: DTensor) -> list[Any]:
 
 
 def own_places(pieces: Sequence[Piece]) -> list[int]:
-    """What this rank tells the others: four numbers a piece."""
     told: list[int] = []
     for piece in pieces:
         told += [0, 0, 0, 0] if piece.place is None else [*piece.place.rows, *piece.place.columns]

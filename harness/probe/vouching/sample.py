@@ -39,8 +39,6 @@ def chosen(name: str, numel: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Followed:
-    """This rank's elements of one tensor."""
-
     tensor: int
     """The tensor's index in model order."""
     weight: Piece
@@ -53,20 +51,17 @@ class Followed:
 
 @dataclass(frozen=True)
 class Values:
-    """What a rank's followed elements are, one after the other; fp64 [elements] on the CPU."""
+    """Values of a rank's followed elements, one after the other; fp64 [elements] on the CPU."""
 
     weights: Tensor
     moments: tuple[Tensor, ...]
 
 
 class Made(NamedTuple):
-    """What a step was made with."""
-
     step: int
     """Counted from 1."""
     lr: float
     gradient_unit: float
-    """Unit roundoff of the gradients."""
 
 
 class Held(NamedTuple):
@@ -75,7 +70,6 @@ class Held(NamedTuple):
     ratios: Tensor
     """By element: distance from the rule over the most that roundings explain; at most 1 where it is right."""
     clipping: float
-    """Relative error of the factor by which gradients were clipped."""
 
 
 class Sample:
@@ -125,7 +119,6 @@ class Sample:
         )
 
     def _spread(self, values: Sequence[float]) -> Tensor:
-        """A number a tensor, repeated for each of its elements."""
         parts = [torch.full((len(e.indices),), value, dtype=torch.float64) for e, value in self._with(values)]
         return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
 
@@ -134,7 +127,6 @@ class Sample:
 
     @torch.no_grad()
     def look(self) -> Values:
-        """Weights and moments as they are."""
         weights = self._take([each.weight.local for each in self.followed])
         moments = tuple(
             self._take([each.moments[number].local if each.moments else None for each in self.followed])
@@ -203,7 +195,7 @@ class Sample:
         return Held(ratios, 0.0)
 
     def _factors_taken(self, taken: Tensor, gradients: Tensor, parts: list[Tensor], clipping: float) -> Tensor:
-        """What gradients were multiplied with, a number an element: one for each part, by the median of its elements
+        """Factor of gradients, a number an element: one for each part, by the median of its elements
         whose gradient is not small.
 
         Fewer than `ALIKE` could be wrong in any way: such a part has that of another one, whichever is the nearest, or

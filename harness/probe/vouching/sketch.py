@@ -41,7 +41,6 @@ CELL = 64
 """Elements of a cell, at most: with four sketches, a sixteenth of a product an element goes into sums of cells."""
 
 CELLS = 8
-"""Cells of a row, at least, where the row has so many elements."""
 
 
 class Sketch(NamedTuple):
@@ -101,16 +100,11 @@ class Drawn(NamedTuple):
     """One tensor's signs, fp64."""
 
     rows: Tensor
-    """[m, rows]"""
     cells: Tensor
-    """[m, cells of a row]"""
     within: Tensor
-    """[elements of a cell]"""
 
 
 class Signs:
-    """Draws each tensor's signs once and keeps them."""
-
     def __init__(self, sketches: int = SKETCHES) -> None:
         self.sketches = sketches
         self._drawn: dict[tuple[str, torch.device], Drawn] = {}

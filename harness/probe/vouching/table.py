@@ -17,7 +17,6 @@ from harness.store.vouching import MOMENTS
 Table = NDArray[np.float64]
 
 WITH_SQUARES = ("reduced", "before", "after")
-"""Sketches beside which the sum of squares is kept."""
 SUMMED = ("local", "reduced", "before", "cast", "after", "dissent")
 """Sketches that are added up over ranks: of local gradients; of reduced ones; of weights before the step, and cast to
 the compute dtype; of weights after it; and those of copies, each times its weight (`pieces.shares`)."""
@@ -29,8 +28,6 @@ ORDER = 1e-12
 
 
 class SummedTable:
-    """One rank's share of a step's sums; a row a tensor."""
-
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
         self._places: dict[str, slice] = {}
@@ -58,7 +55,7 @@ class SummedTable:
             self.part(f"{name}_squares")[:, 0] = shares * found.squares
 
     def read(self, name: str) -> Table:
-        """What `part` gives as an array, without the last axis where it is of length one."""
+        """Array of `part`, without the last axis where it is of length one."""
         values = self.part(name).numpy()
         return values if self._places[name].stop - self._places[name].start > 1 else values[:, 0]
 
@@ -78,17 +75,14 @@ class LargestTable:
 
     @property
     def kept(self) -> Tensor:
-        """[tensors]"""
         return self.values[:, -2]
 
     @property
     def again(self) -> Tensor:
-        """[tensors]"""
         return self.values[:, -4]
 
     @property
     def drift(self) -> Tensor:
-        """[tensors]"""
         return self.values[:, -5]
 
     @property
@@ -111,23 +105,17 @@ class LargestTable:
 
     @property
     def rule(self) -> Tensor:
-        """[tensors]"""
         return self.values[:, -1]
 
 
 class Looked(NamedTuple):
-    """What could be looked at, so that a nought is not taken for an answer."""
+    """Counts of elements that were looked at, so that a nought is not taken for an answer."""
 
     gradients: bool
-    """Local gradients and the weights of forwards."""
     reduced: bool
-    """The engine's averaged gradients."""
     rule: bool
-    """The optimizer's rule: the reduced gradients and all moments, of a step that was not scaled."""
     again: bool
-    """Local gradients, worked out a second time."""
     drift: bool
-    """What the plain model says, asked twice."""
 
 
 def step_numbers(
