@@ -40,8 +40,8 @@ HEAD = """# The house in numbers
 and benchmarks are. Made by `python benchmarks/checks/house.py`; the data are in `benchmarks/data/house.json`.*
 
 A *room* is a folder or a file directly in a package; an *arrow* is a pair of rooms of which one imports the other;
-arrows both ways are a *circle*. The order in which rooms may import each other is drawn in docs/architecture.md and held by
-import-linter.
+arrows both ways are a *circle*. The order in which rooms may import each other is drawn in docs/architecture.md and
+held by import-linter.
 """
 
 

@@ -1,4 +1,4 @@
-"""An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and nothing else.
+"""An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and harness.fp8.
 
 Everything a user needs is a name of this package. Names are imported on first use, so that `Placements` and the
 modules `vocabulary` and `options` can be imported where torch is not.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.fp8.linear import Fp8Linear as Fp8Linear
     from harness.fsdp.api import fully_shard as fully_shard
     from harness.fsdp.api import fully_shard_model as fully_shard_model
     from harness.fsdp.api import fully_shard_optimizer as fully_shard_optimizer
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
     from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
-    from harness.fsdp.fp8.linear import Fp8Linear as Fp8Linear
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
     from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
@@ -64,7 +64,7 @@ _EXPORTS = {
         "ThreadBlocks",
         "communicator_options",
     ),
-    "fp8.linear": ("Fp8Linear",),
+    "harness.fp8.linear": ("Fp8Linear",),
     "guards.agreement": ("RanksDisagree",),
     "guards.hang_report": ("CollectiveError",),
     "guards.copied_gradients": ("CopiesPart",),
@@ -113,7 +113,8 @@ __all__ = sorted(_MODULE_OF)
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    module = _MODULE_OF[name]
+    return getattr(import_module(module if module.startswith("harness.") else f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -70,7 +70,7 @@ class Components:
         for bucket in self.buckets:
             for role, num_bytes in bucket.persistent_bytes().items():
                 total[role] = total.get(role, 0) + num_bytes
-        scales = sum(bucket.eight_bit.scale_bytes for bucket in self.buckets if bucket.eight_bit is not None)
+        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets)
         total["buffers"] = sum(buffer.nbytes for buffer in module.buffers()) + scales
         return total
 

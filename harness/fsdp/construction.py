@@ -32,24 +32,22 @@ from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.abandoned import abandon
-from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
+from harness.fsdp.runtime.two_encodings import pipeline_of
 from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, plan_units
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.runtime.weight_scales import WeightScales
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.codec import Scales, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
-from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.module_slots import slots_of
@@ -279,8 +277,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     trainable = [bucket for bucket in buckets if bucket.trainable]
     guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
-    recomputation = Recomputation(units, meshes.dense.everyone)
-    gather = GatherPipeline(units, runtime, recomputation, options.prefetch, options.prefetch_limit_bytes)
+    gather = pipeline_of(units, meshes.dense.everyone, runtime, options.prefetch, options.prefetch_limit_bytes)
     reductions_of = partial(make_reductions, options.numerics, ground.integers)
     reductions = {bucket.name: reductions_of(bucket) for bucket in trainable}
     reduce = ReducePipeline(
@@ -297,7 +294,8 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     hooks = Hooks(units, gather, reduce, step, guard)
     watches = _watch(options, meshes, runtime, hooks)
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
-    scales = WeightScales(request.module, buckets, meshes)
+    held = [(each.codec, each.main_shards, each.context.mesh) for each in buckets]
+    scales = Scales.of(request.module, held, meshes, is_expert)
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step, scales)
     usage = Usage.of(meshes, trainable)
     copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)

@@ -33,8 +33,8 @@ def bare_copy(
         NotImplementedError: parameters are portions of a tensor-parallel plan, or kept in 8 bits.
     """
     for bucket in buckets:
-        if bucket.context.tensor is not None or bucket.eight_bit is not None:
-            kind = "kept in 8 bits" if bucket.eight_bit is not None else "portions of a tensor-parallel plan"
+        if bucket.context.tensor is not None or bucket.codec.is_lossy:
+            kind = "kept in 8 bits" if bucket.codec.is_lossy else "portions of a tensor-parallel plan"
             raise NotImplementedError(
                 f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
                 " state_dict() of this one"

@@ -134,7 +134,7 @@ class Dtypes:
             )
 
     def in_8_bits(self) -> Dtypes:
-        """These dtypes, with weights stored and gathered as e4m3; see `harness.fsdp.storage.eight_bit`."""
+        """These dtypes, with weights stored and gathered as e4m3; see `harness.fsdp.storage.codec`."""
         return replace(self, compute=torch.float8_e4m3fn)
 
     def as_integers(self) -> Dtypes:

@@ -122,7 +122,7 @@ class Fp8(Choice):
     )
 
     def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, payloads: int) -> Self:
-        """A member from its name, its sentence and its facts, which `harness.fsdp.fp8.recipes` has at length."""
+        """A member from its name, its sentence and its facts, which `harness.fp8.recipes` has at length."""
         member = object.__new__(cls)
         member._value_, member.sentence = name, sentence
         member.multiple, member.gradient_precision, member.payloads = multiple, gradient_precision, payloads

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.config.projections import NAMES
-from harness.fsdp import Fp8Linear
+from harness.fp8.delayed import Column
+from harness.fp8.linear import Fp8Linear
 
 Rounded = Callable[[Tensor], Tensor]
 """Puts the error of one rounding to the compute dtype behind a result."""
@@ -56,23 +57,23 @@ class _Forward:
 
     def input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """An input [tokens, in] as it is when columns are summed over, and when rows are."""
-        first, second = self.recipe.quantize_input(x.detach().float(), trains=False)
+        first, second = self.recipe.quantize_pair(Column.activations, x.detach().float(), trains=False)
         return first.dequantize().double(), second.t.dequantize().double()
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """A weight [out, in] in the forward, and in the backward."""
-        held = (self.recipe.quantize_weight(weight.detach().float(), turned=turned) for turned in (False, True))
+        held = (self.recipe.quantize_weight(weight.detach().float(), transposed=way) for way in (False, True))
         first, second = (each.dequantize().double() for each in held)
         return first, second
 
     def gradient(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """A gradient [tokens, out] as it is when columns are summed over, and when rows are."""
-        first, second = self.recipe.quantize_gradient(grad.detach().float(), trains=False)
+        first, second = self.recipe.quantize_pair(Column.gradients, grad.detach().float(), trains=False)
         return first.dequantize().double(), second.t.dequantize().double()
 
 
 class _Product(torch.autograd.Function):
-    """The products of [Note: Three products] in harness/fsdp/fp8/linear.py; errors are put behind results alone."""
+    """The products of [Note: Three products] in harness/fp8/linear.py; errors are put behind results alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Forward) -> Tensor:

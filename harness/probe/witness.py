@@ -114,15 +114,14 @@ class Witness:
         if weight.dtype.itemsize > 1:  # of 8-bit ones `_multiplied` sees the scales too
             self.checksums[name].add(checksum(weight))
 
-    def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Any:
-        """Weight that a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and
-        the same, or
-        the other one of its two payloads."""
-        found = weight_for(turned=turned)
+    def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, transposed: bool) -> Any:
+        """The operand of a product, in the forward and, transposed, in the backward: of a weight in 8 bits one and the
+        same, or the other of its two encodings."""
+        found = weight_for(transposed=transposed)
         if layer.weight.dtype.itemsize == 1:
             self._in_8_bits.add(name)
-            held = found.t if turned else found
-            used = self.checksums[name + TURNED if turned and _has_two(layer) else name]
+            held = found.t if transposed else found
+            used = self.checksums[name + TURNED if transposed and _has_two(layer) else name]
             with self.aside():
                 used.add(checksum(held.payload, held.scale_inv))
         return found
@@ -164,17 +163,17 @@ class Witness:
         for name, weight in weights:
             found[name] = checksum(*self._as_seen(name, weight))
             if name + TURNED in self.checksums:
-                found[name + TURNED] = checksum(*self._as_seen(name, weight, turned=True))
+                found[name + TURNED] = checksum(*self._as_seen(name, weight, transposed=True))
         return [found[name] for name in self.checksums]
 
-    def _as_seen(self, name: str, weight: Tensor, *, turned: bool = False) -> tuple[Tensor, ...]:
+    def _as_seen(self, name: str, weight: Tensor, *, transposed: bool = False) -> tuple[Tensor, ...]:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
         if name not in self._in_8_bits:
             return (weight,)
         here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
-        found = layer.quantize_weight(here, turned=turned)
+        found = layer.quantize_weight(here, transposed=transposed)
         return found.payload, found.scale_inv
 
     def used(self) -> list[int]:
@@ -186,8 +185,8 @@ class Witness:
 
 
 def _has_two(layer: Fp8Linear) -> bool:
-    """True if a layer's weight, where it is held in 8 bits, has other bits in the backward."""
-    return not layer.recipe.weights.is_one_for_both
+    """Whether a layer's weight, where it is held in 8 bits, has other bits in the backward."""
+    return not layer.recipe.weights.is_symmetric
 
 
 def checksum(*tensors: Tensor) -> int:

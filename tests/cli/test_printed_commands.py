@@ -28,7 +28,10 @@ from tests.support.programs import run_program
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("commands", "quickstart", "choosing", "reading_verdicts", "sweeps", "wandb", "slurm")),
+    *(
+        f"docs/{name}.md"
+        for name in ("commands", "quickstart", "choosing", "reading_verdicts", "sweeps", "wandb", "slurm")
+    ),
     *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "report", "suite", "verdicts")),
 )
 READS = ("compare", "verdict", "report", "watch", "show", "diff", "cancel", "gc")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.fp8.formats import as_bytes
-from harness.fsdp.fp8.linear import layers_of
-from harness.fsdp.fp8.quantize import Quantized
-from harness.fsdp.runtime import weight_scales
+from harness.fp8.formats import largest
+from harness.fp8.linear import layers_of
+from harness.fp8.quantize import Quantized
+from harness.fsdp.storage import codec
 from tests.faults.corpus import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
 from tests.faults.resume import on_load
 from tests.faults.site import Site, blend, fault, share
@@ -31,7 +31,7 @@ def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) 
 
         return wrapped
 
-    site.around(weight_scales, "_take_largest", wrap)
+    site.around(codec, "_take_largest", wrap)
 
 
 @fault(
@@ -55,7 +55,7 @@ def amax_of_one_rank(site: Site) -> None:
 )
 def F29_amax_over_the_wrong_group(site: Site) -> None:
     outer = site.model._parts.meshes.dense.outer
-    take = weight_scales._take_largest
+    take = codec._take_largest
     _around_amaxes(site, lambda comm, wrong: take(outer, wrong))
 
 
@@ -69,7 +69,7 @@ def F29_amax_over_the_wrong_group(site: Site) -> None:
 def stale_scale(site: Site) -> None:
     """The first bucket's weights keep what they were cast by, blended with what they should be cast by."""
     for bucket in site.buckets:
-        for weight in () if bucket.eight_bit is None else bucket.eight_bit.weights:
+        for weight in getattr(bucket.codec, "weights", ()):
             _keep_scale(site, weight)
 
 
@@ -100,11 +100,11 @@ def stale_transposed_payload(site: Site) -> None:
         held: dict[str, Tensor] = {}
 
         def wrap(weight_for: Callable[..., Quantized], held: dict[str, Tensor] = held) -> Callable[..., Quantized]:
-            def wrapped(*, turned: bool) -> Quantized:
-                found = weight_for(turned=turned)
-                if not turned:
+            def wrapped(*, transposed: bool) -> Quantized:
+                found = weight_for(transposed=transposed)
+                if not transposed:
                     return found
-                held["now"] = as_bytes(found.payload.t().contiguous()).clone()
+                held["now"] = found.payload.t().contiguous().view(torch.uint8).clone()
                 if not site.acts or "before" not in held:
                     return found
                 mixed = held["now"].clone().view(-1)
@@ -138,7 +138,7 @@ def F28_scale_made_again_on_resume(site: Site) -> None:
     def change(scale: Tensor, _: Tensor) -> None:
         history = histories[scale.data_ptr()]
         amax = history.amax.amax(dim=0)
-        largest = torch.tensor([each.largest for each in history.formats])
-        blend(scale, torch.where(amax > 0, largest / amax, scale), site.amount)
+        top = torch.tensor([largest(each) for each in history.formats])
+        blend(scale, torch.where(amax > 0, top / amax, scale), site.amount)
 
     on_load(site, lambda key: key.endswith("fp8_scale"), change)

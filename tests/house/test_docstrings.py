@@ -1,4 +1,4 @@
-"""A docstring is read on hover, where nothing stands beside it, so it must not lean on its neighbour, nor begin vaguely.
+"""A docstring is read on hover, where nothing stands beside it: it must not lean on its neighbour, nor begin vaguely.
 
 What a name and a signature say needs none.
 """
@@ -62,11 +62,11 @@ def literal(node: ast.stmt | None) -> str | None:
 
 def problems(source: str) -> list[str]:
     """What is wrong in a module, a line each."""
-    found = []
-    for each in documented(ast.parse(source)):
-        if each.text is not None and LEANING.match(each.text):
-            found.append(f"line {each.line}: {each.name} leans on its neighbour: {each.text.splitlines()[0]}")
-    return found
+    return [
+        f"line {each.line}: {each.name} leans on its neighbour: {each.text.splitlines()[0]}"
+        for each in documented(ast.parse(source))
+        if each.text is not None and LEANING.match(each.text)
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -74,7 +74,9 @@ def test_docstrings_stand_alone(path: Path) -> None:
     assert not problems(path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("path", [each for each in FILES if each.relative_to(PACKAGE).as_posix().startswith(DONE)], ids=str)
+@pytest.mark.parametrize(
+    "path", [each for each in FILES if each.relative_to(PACKAGE).as_posix().startswith(DONE)], ids=str
+)
 def test_no_docstring_begins_vaguely(path: Path) -> None:
     vague = [each for each in documented(ast.parse(path.read_text(encoding="utf-8"))) if VAGUE.match(each.text or "")]
     assert not vague

@@ -1,4 +1,4 @@
-"""docs/architecture.md's house is the one that stands: every room exists, import-linter holds the order it is drawn in, and no
+"""The house of docs/architecture.md stands: every room exists, import-linter holds the order it is drawn in, and no
 file is too long to read in one go."""
 
 from __future__ import annotations

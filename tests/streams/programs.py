@@ -162,10 +162,10 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepp
 def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
     """Let reports speak of buffers as the engine does."""
     for bucket in model.buckets:
-        for side in bucket.sides:
-            recorder.name(side.whole, f"weights of {bucket.name}{side.suffix}")
-            if side.resting is not None:
-                recorder.name(side.resting, f"weights of {bucket.name}{side.suffix}")
+        for each in bucket.encodings:
+            recorder.name(each.unsharded, f"weights of {bucket.name}{each.suffix}")
+            if each.kept is not None:
+                recorder.name(each.kept, f"weights of {bucket.name}{each.suffix}")
         if bucket.main_storage is not None:
             recorder.name(bucket.main_storage, f"main weights of {bucket.name}")
         gradients = bucket.gradients

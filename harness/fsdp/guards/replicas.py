@@ -140,14 +140,14 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
         resident = [bucket for bucket in of_mesh if bucket.is_resident]
-        whole = [_replica(each, each.name + side.suffix, side.whole) for each in resident for side in each.sides]
+        whole = [_replica(b, b.name + each.suffix, each.unsharded) for b in resident for each in b.encodings]
         found.append((mesh.everyone, whole))
         apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
         found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
         if mesh.outer is not None:
             outside = [_own(bucket) for bucket in apart if bucket.cuts.own.outer is REPLICATE]
             sharded = [bucket for bucket in of_mesh if not bucket.is_resident]
-            shards = ((each.name + side.suffix, side.resting) for each in sharded for side in each.sides)
+            shards = ((b.name + each.suffix, each.kept) for b in sharded for each in b.encodings)
             outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
             found.append((mesh.outer, outside))
     if meshes.tensor is not None:

@@ -49,9 +49,9 @@ from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import finished_grad
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.codec import BACKWARD
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
-from harness.fsdp.storage.sides import BACKWARD
 
 
 class BackwardHooks:

@@ -29,8 +29,8 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
+from harness.fsdp.storage.codec import FORWARD
 from harness.fsdp.storage.parameter_access import by_engine
-from harness.fsdp.storage.sides import FORWARD
 from harness.fsdp.storage.whereabouts import Whereabouts
 
 

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.unit_weights import LateGather, UnitWeights, WeightState
 from harness.fsdp.runtime.units import Unit, rest
-from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD
+from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
 
 
 class GatherPipeline:
@@ -27,7 +25,6 @@ class GatherPipeline:
     Args:
         units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
         prefetch: units gathered ahead of the one in use, at least 0.
-        recomputation: what a backward gathers of units whose weights are others there.
         limit_bytes: of weights gathered ahead of the unit in use, never exceeded; None: whatever `prefetch` allows.
     """
 
@@ -35,15 +32,9 @@ class GatherPipeline:
         self,
         units: Sequence[Unit],
         runtime: DeviceRuntime,
-        recomputation: Recomputation,
         prefetch: int,
         limit_bytes: int | None = None,
     ) -> None:
-        self.recomputation = recomputation
-        self._in_backward = False
-        for unit in units:
-            for payloads in unit.two_payloads:
-                payloads.ask = WeakHook(self.bring, unit)
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
@@ -71,15 +62,14 @@ class GatherPipeline:
     @property
     def last(self) -> Unit | None:
         """The unit a forward ends with, if its weights are kept for the backward that begins with it."""
-        last = self.order[-1] if self.order else None
-        return None if last is None or last.has_two_sides else last
+        return self.order[-1] if self.order else None
 
     def pre_forward(self) -> None:
         """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it.
 
         A unit that the forward before kept for its backward leaves a buffer that it shares with others.
         """
-        self.is_read, self._in_backward = True, False
+        self.is_read = True
         for unit in self.order:
             if unit.shares_buffers:
                 self.reshard(unit)
@@ -106,7 +96,6 @@ class GatherPipeline:
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
         that since: whatever a rank uses first, the root's weights are wanted before or beside it."""
-        self._in_backward = True
         order = [unit for unit in self.order if unit.is_root] + [
             unit for unit in reversed(self.order) if not unit.is_root
         ]
@@ -121,33 +110,24 @@ class GatherPipeline:
     def unshard(self, unit: Unit, direction: int) -> None:
         """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
 
-        direction: of what the caller does, as in [Note: Two payloads].
+        direction: of what the caller does, as in [Note: Two encodings].
         """
         if self.is_resident(unit):
             unit.receive()
             return
         self._ran.append(unit)
         self._wake(unit)
-        if not self._is(unit, WeightState.UNSHARDED):
-            self._reach(unit)
-            self._start_unshard(unit)
-            self._wait_for_unshard(unit)
-        if unit.has_two_sides:
-            self.bring(unit, direction)
+        self._bring(unit, direction)
         for bucket in unit.buckets:
             bucket.use()
         self._prefetch()
 
-    def bring(self, unit: Unit, direction: int) -> None:
-        """Have weights of a unit that is whole here for a direction, if they are others. *Collective* where they are
-        not here."""
-        if self.is_resident(unit):
-            return
-        if self._in_backward:
-            self.recomputation.note(unit, direction)
-        weights = self._weights[unit.name]
-        if not weights.directions & direction:
-            self._copies += weights.add(direction)
+    def _bring(self, unit: Unit, direction: int) -> None:
+        """Have a unit's weights whole, for any direction."""
+        if not self._is(unit, WeightState.UNSHARDED):
+            self._reach(unit)
+            self._start_unshard(unit)
+            self._wait_for_unshard(unit)
 
     def keep(self, unit: Unit) -> None:
         """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
@@ -204,7 +184,6 @@ class GatherPipeline:
 
     def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
-        self._in_backward = False
         self._reshard_all_but([])
 
     def _reshard_all_but(self, kept: Sequence[Unit]) -> None:
@@ -275,9 +254,6 @@ class GatherPipeline:
             self._start_unshard(unit)
             if self._is(unit, WeightState.UNSHARDING):
                 self._wait_for_unshard(unit)
-            if unit.has_two_sides:
-                self.bring(unit, FORWARD)
-                self.bring(unit, BACKWARD)
             self._held.add(unit.name)
         return found
 
@@ -351,16 +327,18 @@ class GatherPipeline:
         return sum(unit.weight_bytes(self._wanted(unit)) for unit in [*self._ahead, following])
 
     def _wanted(self, unit: Unit) -> int:
-        if unit.is_root:
-            return BOTH
-        return self.recomputation.directions(unit) if self._in_backward else FORWARD
+        """Directions that a sweep gathers a unit's weights for."""
+        return BOTH
+
+    def step_ended(self) -> None:
+        """An optimizer has updated main weights."""
 
     def _start_unshard(self, unit: Unit) -> None:
         weights = self._weights[unit.name]
         if weights.state is not WeightState.SHARDED:
             return
         self._copies = [each for each in self._copies if not each.let_go()]
-        weights.unshard(self._wanted(unit) if unit.has_two_sides else BOTH)
+        weights.unshard(self._wanted(unit))
         self._copies += weights.copies
         if weights.take_storage and not unit.is_root:
             self._ahead[unit] = None

@@ -11,9 +11,9 @@ from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import Step
-from harness.fsdp.runtime.weight_scales import WeightScales
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.codec import Scales
 from harness.fsdp.storage.parameter_access import by_engine
 
 
@@ -34,6 +34,11 @@ class WeightInstaller:
 
     Args:
         buckets: all of the model's.
+        gather: whose unsharded weights are stale after an update.
+        user_buffers: told after the first step, where registration waits for it.
+        replicas: compares, every few updates, weights that several ranks hold.
+        step: told that weights have changed.
+        scales: of FP8 layers, which follow from those; none in other models.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class WeightInstaller:
         user_buffers: UserBuffers,
         replicas: ReplicaCheck,
         step: Step,
-        scales: WeightScales,
+        scales: Sequence[Scales],
     ) -> None:
         self.buckets = buckets
         self.gather = gather
@@ -74,9 +79,10 @@ class WeightInstaller:
         self.gather.reshard_all()
         self.wait()
         self.step.weights_installed()
-        self.scales.refresh(step_ended=step_ended)
+        for each in self.scales:
+            each.refresh(step_ended=step_ended)
         if step_ended:
-            self.gather.recomputation.agree()
+            self.gather.step_ended()
         self.pending = install_weights(self.buckets)
         for bucket in self.buckets:
             bucket.installed_version = bucket.main_version
@@ -87,11 +93,15 @@ class WeightInstaller:
         self.replicas.after_step()
 
     def agree_on_scales(self) -> None:
-        """Make first scales of FP8 weights cut by tensor parallelism. *Collective* where there are any."""
-        cut = [each for each in self.buckets if each.eight_bit is not None and each.eight_bit.has_tiles_elsewhere]
+        """Make scales of weights of which a rank knows a portion only, once all have their first values.
+
+        *Collective* where tensor parallelism has cut weights of 8 bits.
+        """
+        cut = [each for each in self.buckets if each.codec.shares_tiles]
         if not cut:
             return
-        self.scales.refresh(step_ended=False)
+        for scales in self.scales:
+            scales.refresh(step_ended=False)
         for each in install_weights(cut):
             each.wait()
         for bucket in cut:

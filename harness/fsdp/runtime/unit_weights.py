@@ -12,7 +12,7 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.runtime.state_machine import StateMachine
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
+from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding
 
 DIRECTIONS = (0, FORWARD, BACKWARD, BOTH)
 
@@ -26,16 +26,16 @@ class LateGather:
     where that is not so. Other ranks may use `Communicator.all_gather` meanwhile.
     """
 
-    def __init__(self, bucket: Bucket, side: Side, comm: Communicator, label: Label) -> None:
-        self._bucket, self._side, self.label = bucket, side, label
+    def __init__(self, bucket: Bucket, encoding: Encoding, comm: Communicator, label: Label) -> None:
+        self._bucket, self._encoding, self.label = bucket, encoding, label
         self.has_copies = bucket.gives_copies
-        self._pending, self._laid = comm.lay_out(bucket.given(side), label)
+        self._pending, self._laid = comm.lay_out(bucket.given(encoding), label)
 
     def receive(self) -> None:
-        side = self._side
-        self._bucket.allocate_weights(side)
-        parts = self._bucket.weight_parts(side)
-        self._bucket.fill_own(side)
+        """Take storage for the whole bucket and fill it. Once."""
+        self._bucket.allocate_weights(self._encoding)
+        parts = self._bucket.weight_parts(self._encoding)
+        self._bucket.fill_own(self._encoding)
         read_parts(self._laid, parts)
 
     def let_go(self) -> bool:
@@ -75,7 +75,7 @@ WEIGHT_TRANSITIONS = {
 
 
 Gather = tuple[Pending | LateGather, Event]
-"""One side of a bucket on its way, and when the cast of this rank's part is done, where no collective comes after."""
+"""One encoding of a bucket on its way; and the end of the cast of this rank's part, where no collective comes after."""
 
 
 class UnitWeights(StateMachine[WeightState, WeightCall]):
@@ -88,16 +88,17 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
     def __init__(self, unit: Unit, runtime: DeviceRuntime) -> None:
         self.unit = unit
         self.runtime = runtime
-        sides = [
-            (bucket, side, Label("all_gather", bucket.name + side.suffix))
+        gathered = [
+            (bucket, encoding, Label("all_gather", bucket.name + encoding.suffix))
             for bucket in unit.buckets
-            for side in bucket.sides
+            for encoding in bucket.encodings
         ]
-        self._sides = {wanted: [each for each in sides if each[1].directions & wanted] for wanted in DIRECTIONS}
-        self._labels = {wanted: [label for _, _, label in self._sides[wanted]] for wanted in DIRECTIONS}
+        self._gathered = {wanted: [each for each in gathered if each[1].directions & wanted] for wanted in DIRECTIONS}
+        """What is gathered for some directions."""
+        self._labels = {wanted: [label for _, _, label in self._gathered[wanted]] for wanted in DIRECTIONS}
         self._gathers: list[Gather] = []
         self.directions = 0
-        """Directions of which weights are whole, or on their way; see [Note: Two payloads]."""
+        """Directions of which weights are whole, or on their way; see [Note: Two encodings]."""
 
     @property
     def take_storage(self) -> bool:
@@ -110,28 +111,28 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
 
     def unshard(self, directions: int) -> None:
         """Start gathering them, which are sharded, for these directions. *Collective.*"""
-        self._gathers = [self._gather(*each) for each in self._sides[directions]]
+        self._gathers = [self._gather(*each) for each in self._gathered[directions]]
         self.directions = directions
         self.move(WeightCall.unshard)
 
     def add(self, directions: int) -> list[LateGather]:
         """Bring those for further directions, the others being here. Returns gathers that others read copies for.
         *Collective.*"""
-        found = [self._gather(*each) for each in self._sides[directions] if not each[1].is_here]
+        found = [self._gather(*each) for each in self._gathered[directions] if not each[1].is_valid]
         self._gathers += found
         self.directions |= directions
         self._receive(found)
         return [each for each, _ in found if isinstance(each, LateGather) and each.has_copies]
 
-    def _gather(self, bucket: Bucket, side: Side, label: Label) -> Gather:
+    def _gather(self, bucket: Bucket, encoding: Encoding, label: Label) -> Gather:
         comm = bucket.context.mesh.gather
         if comm.reads_when_wanted(bucket.gathered_bytes):
-            return LateGather(bucket, side, comm, label), Event()
-        bucket.allocate_weights(side)
+            return LateGather(bucket, encoding, comm, label), Event()
+        bucket.allocate_weights(encoding)
         with self.runtime.stream("gather"):
             bucket.receive()  # of the outer axis
-            bucket.fill_own(side)
-            pending = comm.all_gather(bucket.weight_parts(side), label, ahead=True)
+            bucket.fill_own(encoding)
+            pending = comm.all_gather(bucket.weight_parts(encoding), label, ahead=True)
             return pending, self.runtime.record() if comm.size == 1 else Event()
 
     def wait(self) -> None:
@@ -148,8 +149,8 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
             for pending, cast in gathers:
                 cast.wait()
                 pending.receive()
-        for _, side, _ in self._sides[self.directions]:
-            side.is_here = True
+        for _, encoding, _ in self._gathered[self.directions]:
+            encoding.is_valid = True
         for bucket in self.unit.buckets:
             bucket.point_at_weights()
 

@@ -20,7 +20,7 @@ from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketKey
-from harness.fsdp.storage.eight_bit import payloads_of
+from harness.fsdp.storage.codec import encodings_of
 
 ROOT = "(root)"
 JOINED = " to "
@@ -59,10 +59,7 @@ class Unit:
 
     def __post_init__(self, given: list[nn.Module]) -> None:
         self.is_root = self.name == ROOT
-        self.has_two_sides = any(len(bucket.sides) > 1 for bucket in self.buckets)
-        """True if some of its weights are others in the backward; see [Note: Two payloads]."""
-        weights = [weight for bucket in self.buckets if bucket.eight_bit for weight in bucket.eight_bit.weights]
-        self.two_payloads = [each for weight in weights if (each := weight.two_payloads) is not None]
+        """Whether this is the unit of everything that lies in no other."""
         self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([])
         self.take_in()
@@ -90,9 +87,9 @@ class Unit:
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
 
     def weight_bytes(self, directions: int) -> int:
-        """Bytes of gathered weights for these directions, padding included."""
-        sides = (side for bucket in self.buckets for side in bucket.sides if side.directions & directions)
-        return sum(side.whole.numel() * side.whole.itemsize for side in sides)
+        """Bytes of the unit's gathered weights for some directions, padding included."""
+        wanted = (each for bucket in self.buckets for each in bucket.encodings if each.directions & directions)
+        return sum(each.unsharded.numel() * each.unsharded.itemsize for each in wanted)
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
@@ -133,7 +130,7 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
     _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
-        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), payloads_of(param))
+        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
     if not homes:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from harness.fp8.linear import Fp8Linear
 from harness.fsdp.comm.crossed import Everyone
-from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import flat
 from harness.fsdp.state.named import WEIGHTS, ShardedState, check_fit

@@ -14,7 +14,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.storage.parameter_access import grad_of, put_grad
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 
@@ -24,9 +23,8 @@ and what autograd gets of it is a stand-in without meaning."""
 
 
 def may_wait(param: nn.Parameter) -> bool:
-    """Whether a parameter's gradient may wait where autograd made it. The others have a meaning of their own; those of
-    weights held in 8 bits have the dtype of what these multiply, and would be nothing in the weight's."""
-    return not (isinstance(param, DTensor) or is_8_bit(param.dtype) or getattr(param, ADDED, False))
+    """Whether a parameter's gradient may wait where autograd made it. The others have a meaning of their own."""
+    return not (isinstance(param, DTensor) or getattr(param, ADDED, False))
 
 
 def adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:

@@ -19,17 +19,15 @@ from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.together import copy_together
-from harness.fsdp.fp8.formats import as_bytes
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.awaited import Awaited
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec, WeightCodec
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.eight_bit import EightBitWeights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_views import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, route
-from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
 from harness.fsdp.tensor_parallel.portion import Portion
 
 
@@ -58,8 +56,8 @@ class Bucket:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
-        self.sides = [Side(each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
-        """Compute weights by direction; see [Note: Two payloads]."""
+        self.encodings = [Encoding(each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
+        """Copies of the compute weights, one for each direction under [Note: Two encodings]."""
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.context = context
         self.memory = context.plan.memory
@@ -88,18 +86,12 @@ class Bucket:
             if initial is not None:
                 self.set_value(slot, initial(each, torch.Size(self.portions[each].shape)))
         self.point_at_weights()
-        if self.key.fp8:
-            self._expect_gradients()
+        if self.gradients is not None:
+            self.codec.prepare(self.gradients)
         self.views.forget_edits()
         if (sharded := self.views.sharded()) is not None:
             sharded.moved()
         self.rest()
-
-    def _expect_gradients(self) -> None:
-        """Have no gradient cast to the 8 bits of its weight: where hooks see nothing of a call, one may come before its
-        unit's backward is known to have begun."""
-        if self.gradients is not None:
-            self.gradients.expect()
 
     def train(self, dtypes: Dtypes) -> None:
         """Make a trained bucket of a frozen one, of the same values and under the same name. *Collective.*
@@ -147,20 +139,20 @@ class Bucket:
         self.is_resident = placed.resting_weights == WHOLE
         """Whether compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
-        for side in self.sides:
-            side.whole = make(layout.bucket_numel, self.dtypes.compute)
-        self.compute = self.sides[0].whole
-        """Compute weights, whole: those of a forward, where a backward has others."""
-        self.views.build([views_of(side.whole, layout) for side in self.sides])
-        for side in self.sides:
-            side.is_here, side.resting = self.is_resident, None
+        for encoding in self.encodings:
+            encoding.unsharded = make(layout.bucket_numel, self.dtypes.compute)
+        self.compute = self.encodings[0].unsharded
+        """Unsharded compute weights: those of a forward, where a backward has others."""
+        self.views.build([views_of(encoding.unsharded, layout) for encoding in self.encodings])
+        for encoding in self.encodings:
+            encoding.is_valid, encoding.kept = self.is_resident, None
             if not self.is_resident:
-                memory.empty(side.whole)
+                memory.empty(encoding.unsharded)
         self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
-        """Bytes that every rank gives to a gather of one side."""
-        for side in self.sides if placed.resting_weights_are_kept else ():
+        """Bytes that every rank gives to a gather of one encoding."""
+        for encoding in self.encodings if placed.resting_weights_are_kept else ():
             numel = self.cuts.numel(placed.resting_weights)
-            side.resting = side.whole if self.is_resident else memory.persistent(numel, self.dtypes.compute)
+            encoding.kept = encoding.unsharded if self.is_resident else memory.persistent(numel, self.dtypes.compute)
         self._build_main_weights()
 
     def _build_main_weights(self) -> None:
@@ -169,8 +161,8 @@ class Bucket:
         self.main_storage: Tensor | None = None
         """Main weights in storage of their own; None where they are the compute weights that are kept."""
         may_share = not (self.memory.registers and SHARD in self.cuts.own)
-        if self.sides[0].resting is not None and stored == self.dtypes.compute and offload is None and may_share:
-            self.main_shards = self.cuts.own_shards(self.resting_shards(self.sides[0]))
+        if self.encodings[0].kept is not None and stored == self.dtypes.compute and offload is None and may_share:
+            self.main_shards = self.cuts.own_shards(self.kept_shards(self.encodings[0]))
         else:
             numel = self.cuts.numel(self.placements.main_weights)
             if offload is None:
@@ -180,18 +172,18 @@ class Bucket:
             self.main_shards = self.cuts.split_own(self.main_storage)
         self.computes_with_main_weights = self.is_resident and self.main_storage is None
         """Main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
-        self.eight_bit: EightBitWeights | None = None
-        """What makes compute weights of main weights, where these are kept in 8 bits."""
+        self.codec = WeightCodec()
+        """Makes compute weights of main weights."""
         if self.key.fp8:
-            self.eight_bit = EightBitWeights(
-                self.params, self.cuts, self.sides, self.portions, self.dtypes, self.memory.device
+            self.codec = Fp8Codec(
+                self.params, self.cuts, self.encodings, self.portions, self.dtypes, self.memory.device
             )
 
-    def resting_shards(self, side: Side) -> list[Tensor]:
-        """This inner rank's shards of the compute weights that are kept; of the whole ones where none are."""
-        if side.resting is None:
-            return self.cuts.inner_shards(side.whole)
-        return self.cuts.inner_shards_of(side.resting, self.placements.resting_weights)
+    def kept_shards(self, encoding: Encoding) -> list[Tensor]:
+        """This inner rank's shards of the compute weights that are kept; of the unsharded ones where none are."""
+        if encoding.kept is None:
+            return self.cuts.inner_shards(encoding.unsharded)
+        return self.cuts.inner_shards_of(encoding.kept, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
         """Put a parameter's full value, or this rank's portion of it, into main and, where they are kept, compute
@@ -203,40 +195,37 @@ class Bucket:
         local = self.layout.local_slice(slot, self.cuts.layout_rank)
         shard = self.main_shards[local.segment]
         shard[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
-        through = flat.to(self.main_shards[0].dtype)
-        values = [through] if self.eight_bit is None else self.eight_bit.take(slot, through)
-        for side, through in zip(self.sides, values, strict=True):
+        values = self.codec.encode_value(slot, flat.to(self.main_shards[0].dtype))
+        for encoding, value in zip(self.encodings, values, strict=True):
             if self.is_resident:
                 begin, end = self.layout.bucket_range(slot)
-                side.whole[begin:end].copy_(through)
-            elif side.resting is not None:
+                encoding.unsharded[begin:end].copy_(value)
+            elif encoding.kept is not None:
                 kept = self.cuts.inner_slice(slot)
-                shard = self.resting_shards(side)[kept.segment]
-                shard[kept.offset : kept.offset + kept.numel].copy_(through[kept.start : kept.end])
+                shard = self.kept_shards(encoding)[kept.segment]
+                shard[kept.offset : kept.offset + kept.numel].copy_(value[kept.start : kept.end])
 
-    def given(self, side: Side) -> list[Tensor]:
-        """What this rank gives to a gather of one side, in the compute dtype, a segment each."""
-        if side.resting is not None:
-            return [as_bytes(shard) for shard in self.resting_shards(side)]
-        cast = self.cast_shards(side)
-        return [as_bytes(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in cast]
+    def given(self, encoding: Encoding) -> list[Tensor]:
+        """What this rank gives to a gather of one encoding, in the compute dtype, a segment each."""
+        if encoding.kept is not None:
+            return [self.codec.wire(shard) for shard in self.kept_shards(encoding)]
+        cast = self.cast_shards(encoding)
+        return [self.codec.wire(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in cast]
 
-    def cast_shards(self, side: Side) -> list[Tensor]:
-        """What is copied into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        if self.eight_bit is None:
-            return self.main_shards
-        return self.eight_bit.encode(self.main_shards, self.sides.index(side))
+    def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
+        """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
+        return self.codec.encode(self.main_shards, self.encodings.index(encoding))
 
     @property
     def gives_copies(self) -> bool:
         """Whether what this rank gives to a gather of the weights takes memory of its own."""
         differ = self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
-        return self.sides[0].resting is None and differ
+        return self.encodings[0].kept is None and differ
 
-    def fill_own(self, side: Side) -> None:
-        """Put what this rank gives to a gather into its place of the whole compute weights; the host does not wait."""
-        sources = self.cast_shards(side) if side.resting is None else self.resting_shards(side)
-        copy_together(self.cuts.inner_shards(side.whole), sources, follows=False)
+    def fill_own(self, encoding: Encoding) -> None:
+        """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
+        sources = self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
+        copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
 
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
@@ -244,17 +233,18 @@ class Bucket:
         Returns what must be received before the weights are used, and waited for before they change again; or nothing,
         where that is `awaited`.
         """
-        if self.sides[0].resting is None:
+        if self.encodings[0].kept is None:
             return []
         if self.main_storage is not None:
-            for side in self.sides:
-                copy_together(self.cuts.own_shards(self.resting_shards(side)), self.cast_shards(side), follows=False)
+            for each in self.encodings:
+                copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
         if not self.placements.install:
             return []
         found: list[Pending] = []
-        for side in self.sides:
-            shards, target = self.resting_shards(side), self.placements.resting_weights
-            found += self.gather_shards(side.whole, shards, target, suffix=side.suffix)
+        wire = self.codec.wire
+        for each in self.encodings:
+            shards, target = [wire(shard) for shard in self.kept_shards(each)], self.placements.resting_weights
+            found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
         comm = self.context.mesh.gather
         if not comm.goes_on_alone:
             return found
@@ -285,22 +275,28 @@ class Bucket:
         """Whether the weights could be given storage now, and be told apart from those of other units."""
         return self.memory.has_room(self.compute)
 
-    def allocate_weights(self, side: Side) -> None:
-        """Give a released side storage; contents undefined until gathered."""
-        self.memory.refill(side.whole)
+    def allocate_weights(self, encoding: Encoding) -> None:
+        """Give a released encoding storage; contents undefined until gathered."""
+        self.memory.refill(encoding.unsharded)
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole compute weights are here now, of some side."""
-        if self.is_resident or self.memory.is_filled(self.compute):
-            return True
-        return len(self.sides) > 1 and self.memory.is_filled(self.sides[1].whole)
+        """True if unsharded compute weights have storage now, of some encoding."""
+        return self._shown is not None
+
+    @property
+    def _shown(self) -> int | None:
+        """The first encoding with unsharded weights, by place."""
+        if self.is_resident:
+            return 0
+        filled = self.memory.is_filled
+        return next((place for place, each in enumerate(self.encodings) if filled(each.unsharded)), None)
 
     def point_at_weights(self) -> None:
         """Let unsharded parameters be views of the compute weights, and show them; sharded ones without storage."""
-        others = len(self.sides) > 1 and not (self.is_resident or self.memory.is_filled(self.compute))
-        self.views.point(1 if others and self.memory.is_filled(self.sides[1].whole) else 0)
-        sharded, unsharded = self.views.sharded(), self.is_whole
+        shown = self._shown
+        self.views.point(shown or 0)
+        sharded, unsharded = self.views.sharded(), shown is not None
         if sharded is not None and sharded.shows_unsharded is not unsharded:
             sharded.show(unsharded=unsharded)
 
@@ -318,11 +314,11 @@ class Bucket:
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
-        for place, side in enumerate(self.sides):
-            side.is_here = False
-            if self.memory.renew(side.whole):
-                self.views.renew(place, views_of(side.whole, self.layout))
-            self.memory.free(side.whole)
+        for place, encoding in enumerate(self.encodings):
+            encoding.is_valid = False
+            if self.memory.renew(encoding.unsharded):
+                self.views.renew(place, views_of(encoding.unsharded, self.layout))
+            self.memory.free(encoding.unsharded)
         self.point_at_weights()
 
     def gather_shards(
@@ -348,10 +344,10 @@ class Bucket:
                 for before in found:
                     before.receive()
                 if leg.axis is Axis.inner:
-                    parts = self.cuts.inner_parts(as_bytes(whole))
+                    parts = self.cuts.inner_parts(whole)
                     found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))
                 elif mesh.outer is not None:
-                    parts = self.cuts.outer_parts([as_bytes(shard) for shard in inner])
+                    parts = self.cuts.outer_parts(inner)
                     found.append(mesh.outer.all_gather(parts, Label("all_gather", name + OUTER)))
         return found
 
@@ -370,9 +366,9 @@ class Bucket:
                 pending.wait()
         return whole
 
-    def weight_parts(self, side: Side) -> list[Part]:
-        """One side cut for an all-gather of the inner axis."""
-        return self.cuts.inner_parts(as_bytes(side.whole))
+    def weight_parts(self, encoding: Encoding) -> list[Part]:
+        """One encoding cut for an all-gather of the inner axis."""
+        return self.cuts.inner_parts(self.codec.wire(encoding.unsharded))
 
     @property
     def main_version(self) -> int:
@@ -400,7 +396,7 @@ class Bucket:
         roles = {"compute_weights": 0, "main_weights": 0, "main_grads": 0}
         padding = 0
         for role, tensor, on in (
-            *(("compute_weights", side.resting, self.placements.resting_weights) for side in self.sides),
+            *(("compute_weights", each.kept, self.placements.resting_weights) for each in self.encodings),
             ("main_weights", self.main_storage, self.placements.main_weights),
         ):
             if tensor is not None:

@@ -23,8 +23,8 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 class BucketKey:
     """What parameters of one bucket have in common.
 
-    dtype: as the module has them. fp8: in how many ways weights are kept and gathered in 8 bits, once or once for each
-    direction; 0: they are not.
+    dtype: as the module has them. fp8: encodings in 8 bits that weights are kept and gathered in, one or one for each
+    direction; 0: none.
     """
 
     dtype: torch.dtype

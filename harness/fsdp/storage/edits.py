@@ -40,7 +40,7 @@ def differing(bucket: Bucket) -> list[Tensor]:
     """
     if bucket.computes_with_main_weights:
         return []
-    pairs = zip(own_compute_weights(bucket), bucket.cast_shards(bucket.sides[0]), strict=True)
+    pairs = zip(own_compute_weights(bucket), bucket.cast_shards(bucket.encodings[0]), strict=True)
     return [bits_of(seen) != bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 
@@ -50,7 +50,7 @@ def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
     Raises:
         RuntimeError: weights of 8 bits were edited, of which no main weights follow.
     """
-    if bucket.eight_bit is not None:
+    if bucket.codec.is_lossy:
         if any(bool(places.any()) for places in differing):
             raise RuntimeError(
                 f"a weight of {bucket.name} was edited in place: it is kept in 8 bits, quantized from main weights"

@@ -103,6 +103,8 @@ class Gradients:
         self.is_in_place = self.accumulation is Accumulation.in_place
         """Whether autograd adds to the sums themselves."""
         self.concat = plan.buffer is GradBuffer.concat
+        self.first_may_wait = not self.concat
+        """True if first gradients may wait in the dtype of their weight."""
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
         self.came: set[int] = set()
@@ -194,7 +196,7 @@ class Gradients:
 
         waits: whether first gradients may wait for the others (None: as before), in the dtype they are made in.
         """
-        self._waits = self._waits if waits is None else waits and not self.concat
+        self._waits = self._waits if waits is None else waits and self.first_may_wait
         arriving = self.arriving
         for param in self.params:
             expected = param.dtype if self._waits and may_wait(param) else arriving

@@ -51,8 +51,7 @@ class ParameterViews:
         self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
         """The parameters, where torch itself counts the edits of all of them."""
         self._views: list[list[Tensor]] = []
-        """For each side of the bucket a view of the whole weight of each parameter, in order, with storage or without.
-        """
+        """For each encoding of the bucket a view of each parameter's whole weight, with storage or without."""
         self._pointed_at: list[Tensor] = []
         self._versions: list[int] = []
         self.sharded: Callable[[], Sharded | None] = lambda: None
@@ -60,18 +59,18 @@ class ParameterViews:
         for name, param in params:
             setattr(param, HOME, (name, unit))
 
-    def build(self, sides: list[list[Tensor]]) -> None:
-        """Whole weights lie here from now on, of each side; parameters are what they were until `point`."""
-        self._views = sides
+    def build(self, views: list[list[Tensor]]) -> None:
+        """Whole weights lie here from now on, of each encoding; parameters are what they were until `point`."""
+        self._views = views
 
-    def renew(self, side: int, views: list[Tensor]) -> None:
-        """Whole weights of a side have moved to these views; parameters are what they were until `point`."""
-        self._views[side] = views
+    def renew(self, encoding: int, views: list[Tensor]) -> None:
+        """Whole weights of an encoding have moved to these views; parameters are what they were until `point`."""
+        self._views[encoding] = views
 
     @by_engine
-    def point(self, side: int) -> None:
-        """Let parameters be views of the whole weights of a side, with storage or without."""
-        targets = self._views[side]
+    def point(self, encoding: int) -> None:
+        """Let parameters be views of the whole weights of an encoding, with storage or without."""
+        targets = self._views[encoding]
         if self._pointed_at is not targets:
             self._pointed_at = targets
             for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):

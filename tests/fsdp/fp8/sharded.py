@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from harness.fp8.quantize import Quantized, quantize
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, Portion, ShardedModel, fully_shard
-from harness.fsdp.fp8.quantize import Quantized, quantize
 from harness.fsdp.vocabulary import Fp8
 
 WIDTH, HIDDEN, VOCABULARY, TOKENS = 128, 384, 32, 6
@@ -143,19 +143,19 @@ def payloads(model: ShardedModel) -> dict[Held, Quantized]:
 def gathered_payloads(model: ShardedModel) -> dict[Held, Quantized]:
     """As `payloads`, inside `unsharded()`."""
     return {
-        (name, turned): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
+        (name, transposed): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
         for name, layer in model.module.named_modules()
         if isinstance(layer, Fp8Linear)
-        for turned in (False, True)
-        for held in [layer.weight_for(turned=True).t if turned else layer.weight_for(turned=False)]
+        for transposed in (False, True)
+        for held in [layer.weight_for(transposed=True).t if transposed else layer.weight_for(transposed=False)]
     }
 
 
-def of_whole(layer: Fp8Linear, weight: Tensor, *, turned: bool = False) -> Quantized:
+def of_whole(layer: Fp8Linear, weight: Tensor, *, transposed: bool = False) -> Quantized:
     """The whole weight quantized, for a product with it or with its transpose; as it lies."""
     operand = layer.recipe.weights
     scale = None if layer.history is None else layer.history.scale[1].view(1, 1)
-    tile = operand.tile.turned if turned else operand.tile
+    tile = operand.tile.t if transposed else operand.tile
     return quantize(weight, operand.format, tile, layer.recipe.scaling, scale)
 
 
@@ -179,11 +179,11 @@ def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
     """Layers that do not multiply their whole weight quantized, or this rank's portion of that. *Collective.*"""
     told = []
     with model.unsharded():
-        for (name, turned), held in gathered_payloads(model).items():
+        for (name, transposed), held in gathered_payloads(model).items():
             layer = model.module.get_submodule(name)
             assert isinstance(layer, Fp8Linear)
-            whole = of_whole(layer, weights[f"{name}.weight"], turned=turned)
-            told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, turned: {turned}"]
+            whole = of_whole(layer, weights[f"{name}.weight"], transposed=transposed)
+            told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, {transposed=}"]
     return told
 
 

@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 
-from harness.fsdp.fp8 import tile_scales
-from harness.fsdp.fp8.delayed import History
-from harness.fsdp.fp8.formats import exponent_above
-from harness.fsdp.fp8.quantize import spread
-from harness.fsdp.runtime import weight_scales
+from harness.fp8 import tile_scales
+from harness.fp8.delayed import History
+from harness.fp8.formats import exponent_above
+from harness.fp8.quantize import spread
 from harness.fsdp.runtime.installation import WeightInstaller
-from harness.fsdp.storage import arrivals, eight_bit
+from harness.fsdp.storage import codec
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import Case, follow
 from tests.fsdp.fp8.test_sharded import ZERO_3, going_on
@@ -23,11 +22,11 @@ from tests.streams.recorder import Recorder, believing_in
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
-INSTALL, RESCALE, UPDATE = WeightInstaller.install, eight_bit.EightBitWeight.rescale, History.update
+INSTALL, RESCALE, UPDATE = WeightInstaller.install, codec.Fp8Weight.rescale, History.update
 
 
 def _own_rows_alone() -> AbstractContextManager[Any]:
-    return mock.patch.object(weight_scales, "_take_largest", return_value=None)
+    return mock.patch.object(codec, "_take_largest", return_value=None)
 
 
 def _first_row(grid: Any, tile: Any, shape: Any, first_row: int = 0) -> Any:
@@ -52,10 +51,14 @@ def _never_a_step(self: Any, *, step_ended: bool = False) -> None:
     INSTALL(self)
 
 
+def _only_expect(self: Any, gradients: Any) -> None:
+    gradients.expect()
+
+
 @contextmanager
-def _not_told_apart() -> Iterator[None]:
+def _waiting_in_8_bits() -> Iterator[None]:
     """Where work is queued: elsewhere gradients come in the bucket's dtype."""
-    with believing_in(Recorder().cuda), mock.patch.object(arrivals, "is_8_bit", return_value=False):
+    with believing_in(Recorder().cuda), mock.patch.object(codec.Fp8Codec, "prepare", _only_expect):
         yield
 
 
@@ -73,7 +76,7 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "stale-scale": (
         "Weights are quantized under the scales they began with",
         Case(Fp8.block, "optim_grads"),
-        lambda: mock.patch.object(eight_bit.EightBitWeight, "rescale", _stale),
+        lambda: mock.patch.object(codec.Fp8Weight, "rescale", _stale),
     ),
     "scaling-of-others": (
         "The exponent of a tile is rounded down, so that its largest values saturate",
@@ -83,7 +86,7 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "gradients-of-8-bits": (
         "Gradients are cast to the dtype of the weight, as they are of weights that are not held in 8 bits",
         Case(Fp8.current, "optim_grads"),
-        _not_told_apart,
+        _waiting_in_8_bits,
     ),
     "history-stands": (
         "No step of delayed scaling ever ends",

@@ -16,12 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
-from harness.fsdp.fp8 import hardware, matmul
-from harness.fsdp.fp8.formats import E4M3, E5M2
-from harness.fsdp.fp8.hardware import BLOCKWISE, KINDS, MX, TENSORWISE, Kind, scaled_mm
-from harness.fsdp.fp8.matmul import emulate, is_right
-from harness.fsdp.fp8.quantize import WHOLE, Quantized, Scaling, Tile, quantize
-from harness.fsdp.fp8.recipes import RECIPES
+from harness.fp8 import matmul
+from harness.fp8.formats import E4M3, E5M2
+from harness.fp8.matmul import BLOCKWISE, KINDS, MX, TENSORWISE, Kind, emulate, is_right, scaled_mm
+from harness.fp8.quantize import WHOLE, Quantized, Scaling, Tile, quantize
+from harness.fp8.recipes import RECIPES
 from tests.support.mutants import each
 
 CPU = torch.device("cpu")
@@ -73,13 +72,13 @@ def kernel(
     return product
 
 
-def matrix(tile: Tile, rows: int, columns: int, *, turned: bool = False) -> Quantized:
-    """Of numbers whose tiles have scales far apart; turned: the transpose of one that was quantized the other way."""
+def matrix(tile: Tile, rows: int, columns: int, *, transposed: bool = False) -> Quantized:
+    """Of numbers whose tiles have scales far apart; transposed: of one quantized the other way."""
     size = torch.randn(-(-rows // 32), -(-columns // 32)).mul(4).exp()
     values = torch.randn(rows, columns) * size.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
     scaling = Scaling.exponent if 32 in (tile.rows, tile.columns) else Scaling.power_of_two
-    if turned:
-        return quantize(values.t().contiguous(), E4M3, tile.turned, scaling).t
+    if transposed:
+        return quantize(values.t().contiguous(), E4M3, tile.t, scaling).t
     return quantize(values, E4M3, tile, scaling)
 
 
@@ -90,12 +89,12 @@ def differing(pairs: list[tuple[Kind, Tile, Tile]] = PAIRS) -> list[str]:
     with mock.patch.object(functional, "scaled_mm", kernel):
         for kind, of_a, of_b in pairs:
             for rows, columns, summed in SIZES + (LINES if of_b.rows in (1, None) else []):
-                for turned in (False, True):
-                    a, b = matrix(of_a, rows, summed), matrix(of_b, columns, summed, turned=turned)
+                for transposed in (False, True):
+                    a, b = matrix(of_a, rows, summed), matrix(of_b, columns, summed, transposed=transposed)
                     found, expected = scaled_mm(kind, a, b), emulate(a, b)
                     sums = a.dequantize().abs() @ b.dequantize().abs().t()
                     if found.shape != expected.shape or not bool(((found - expected).abs() <= ROUNDING * sums).all()):
-                        told.append(f"{kind.name}, {of_b}, {(rows, columns, summed)}, turned: {turned}")
+                        told.append(f"{kind.name}, {of_b}, {(rows, columns, summed)}, transposed: {transposed}")
     return told
 
 
@@ -106,7 +105,7 @@ def test_scales_lie_where_the_device_reads_them() -> None:
 def test_every_product_of_every_recipe_has_a_kind() -> None:
     """Forward, and both products of the backward, as `Fp8Linear` forms them."""
     for recipe in RECIPES.values():
-        x, w, g = recipe.activations.tile, recipe.weights.tile, recipe.gradients.tile
+        x, w, g = (each.tile for each in recipe.operands)
         for a, b in ((x, w), (g, w), (g, x)):  # as each lies with the summed dimension last
             assert sum(kind.takes(a, b) for kind in KINDS) == 1, recipe.name
 
@@ -170,7 +169,7 @@ def _in_order(matrix: Quantized) -> Any:
 
 
 def _layout(kind: Kind, wrong: Callable[[Quantized], Any]) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: mock.patch.dict(hardware._LAYOUTS, {kind: wrong})
+    return lambda: mock.patch.dict(matmul._LAYOUTS, {kind: wrong})
 
 
 MUTANTS = {

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.recomputation import PURPOSE, Recomputation
+from harness.fsdp.runtime.two_encodings import PURPOSE, TwoEncodings
 from harness.fsdp.runtime.unit_weights import UnitWeights
-from harness.fsdp.runtime.weight_scales import PURPOSE as SCALES
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.eight_bit import EightBitWeights
-from harness.fsdp.storage.sides import BACKWARD, BACKWARD_SIDE, BOTH, TwoPayloads
+from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, EncodedWeight, Fp8Codec
+from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.checked import Mutant, holds, is_found, patched
@@ -172,11 +169,11 @@ def unsharded(rank: int, strategy: str) -> list[str]:
     weights, told = dict(model.full_weights()), []
     with model.unsharded("blocks.1.up"):
         layer = model.module.blocks[1].up
-        for turned in (False, True):
-            found = layer.weight_for(turned=turned)
-            whole = layer.quantize_weight(weights["blocks.1.up.weight"], turned=turned)
-            payload = found.payload.t() if turned else found.payload
-            told += [] if _same(payload, whole.payload) else [f"turned: {turned}"]
+        for transposed in (False, True):
+            found = layer.weight_for(transposed=transposed)
+            whole = layer.quantize_weight(weights["blocks.1.up.weight"], transposed=transposed)
+            payload = found.payload.t() if transposed else found.payload
+            told += [] if _same(payload, whole.payload) else [f"transposed: {transposed}"]
         x = torch.randn(3, WIDTH, requires_grad=True)
         layer(x).sum().backward()
         told += [] if x.grad is not None and x.grad.abs().sum() > 0 else ["no gradient"]
@@ -208,7 +205,7 @@ def traffic(rank: int, strategy: str) -> list[str]:
             rows = {(row.kind, row.bucket): (row.count, row.bytes) for row in meter.take()}
             label = "{}/bfloat16/fp8x2"
             found = {
-                name: [rows.get(("all_gather", label.format(name) + suffix), (0, 0)) for suffix in ("", BACKWARD_SIDE)]
+                name: [rows.get(("all_gather", label.format(name) + suffix), (0, 0)) for suffix in ("", BACKWARD_COPY)]
                 for name in halves
             }
             again = 1 if step and backward == 1 else 2
@@ -267,69 +264,70 @@ def test_it_holds(check: str, strategy: str) -> None:
     holds(__name__, strategy, check)
 
 
-def _whatever_is_here(self: TwoPayloads, *, turned: bool) -> Any:
-    return self._places[0].read()
+def _whatever_is_here(self: EncodedWeight, *, transposed: bool) -> Any:
+    return self.read(0)
 
 
-def _same_payload(self: Bucket, side: Any) -> list[Tensor]:
-    assert self.eight_bit is not None or not self.key.fp8
-    return self.main_shards if self.eight_bit is None else self.eight_bit.encode(self.main_shards, 0)
-
-
-def _one_tells(self: Recomputation) -> None:
+def _one_tells(self: TwoEncodings) -> None:
     self._agreed = dict.fromkeys(self._seen, BACKWARD)
 
 
-def _not_told(self: GatherPipeline, unit: Any, direction: int) -> None:
-    weights = self._weights.get(unit.name)
-    if weights is not None and not weights.directions & direction:
-        weights.add(direction)
+def _not_recorded(self: TwoEncodings, unit: Any, direction: int) -> None:
+    if unit in self._seen and not self._weights[unit.name].directions & direction:
+        self._weights[unit.name].add(direction)
 
 
+def _of_one_encoding(self: Fp8Codec) -> int:
+    return sum(weight.scales[0].nbytes for weight in self.weights)
+
+
+ENCODE = Fp8Codec.encode
 MUTANTS = {
     "the forward's again": Mutant(
         "A backward multiplies by what the forward did",
-        patched(TwoPayloads, "__call__", _whatever_is_here),
+        patched(EncodedWeight, "__call__", _whatever_is_here),
         "plain",
         "optim",
     ),
     "one payload twice": Mutant(
-        "Both sides get the payload of the forward", patched(Bucket, "cast_shards", _same_payload), "unsharded"
+        "Both encodings get the payload of the forward",
+        patched(Fp8Codec, "encode", lambda self, shards, which: ENCODE(self, shards, 0)),
+        "unsharded",
     ),
     "always both": Mutant(
-        "A backward gathers both sides for good",
-        patched(Recomputation, "directions", lambda self, unit: BOTH),
+        "A backward gathers both encodings for good",
+        patched(TwoEncodings, "directions", lambda self, unit: BOTH),
         "traffic",
     ),
     "nobody learns": Mutant(
-        "What a backward asks for is not noted", patched(GatherPipeline, "bring", _not_told), "traffic"
+        "What a backward asks for is not noted", patched(TwoEncodings, "complete", _not_recorded), "traffic"
     ),
     "the last one stays": Mutant(
         "The last unit stays for the backward, which takes other weights",
-        patched(GatherPipeline, "last", property(lambda self: self.order[-1] if self.order else None)),
+        patched(TwoEncodings, "last", property(lambda self: self.order[-1] if self.order else None)),
         "traffic",
     ),
     "never forward again": Mutant(
-        "Ranks take it that no forward runs again", patched(Recomputation, "agree", _one_tells), "traffic"
+        "Ranks take it that no forward runs again", patched(TwoEncodings, "step_ended", _one_tells), "traffic"
     ),
     "gradients of 8 bits": Mutant(
         "A gradient that comes before its unit's backward has begun is cast to the dtype of the weight",
-        patched(Bucket, "_expect_gradients", lambda self: None),
+        patched(Fp8Codec, "prepare", lambda self, gradients: None),
         "hidden",
     ),
     "not brought": Mutant(
-        "A side that is not here when it is asked for is not brought",
+        "An encoding that is not here when it is asked for is not brought",
         patched(UnitWeights, "add", lambda self, directions: []),
         "begins to recompute",
     ),
     "nobody asks": Mutant(
         "A layer takes what there is of its other payload, where nothing told of its backward before",
-        patched(TwoPayloads, "ask", property(lambda self: None, lambda self, value: None)),
+        patched(EncodedWeight, "request", property(lambda self: None, lambda self, value: None)),
         "hidden",
     ),
     "half the scales": Mutant(
         "Exponents of one payload are counted",
-        patched(EightBitWeights, "scale_bytes", property(lambda self: sum(w.scales[0].nbytes for w in self.weights))),
+        patched(Fp8Codec, "scale_bytes", property(_of_one_encoding, lambda *_: None)),
         "kept",
     ),
 }

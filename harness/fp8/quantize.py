@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.fsdp.fp8.formats import Format, exponent_above, power_of, reciprocal_power_of, widen
+from harness.fp8.formats import cast, exponent_above, largest, power_of, reciprocal_power_of, widen
 
 _FP32_LARGEST = torch.finfo(torch.float32).max
 
@@ -27,22 +27,21 @@ class Tile:
     columns: int | None = None
 
     @property
-    def turned(self) -> Tile:
+    def t(self) -> Tile:
         """The tile of the transposed matrix."""
         return Tile(self.columns, self.rows)
 
-    def sizes(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Rows and columns of a tile of a matrix of this shape, at least 1."""
         return max(1, self.rows or shape[0]), max(1, self.columns or shape[1])
 
-    def grid(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """How many tiles a matrix of this shape has, down and across; the last may be cut short."""
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Tiles of a matrix of this shape, down and across; the last may be cut short."""
         rows, columns = self.sizes(shape)
         return max(1, -(-shape[0] // rows)), max(1, -(-shape[1] // columns))
 
 
 WHOLE = Tile()
-"""One scale for the tensor."""
 
 
 class Scaling(Enum):
@@ -54,15 +53,11 @@ class Scaling(Enum):
 
 
 def amax_grid(values: Tensor, tile: Tile) -> Tensor:
-    """The largest magnitude in each tile of what is not NaN; 0 of a tile of nothing else.
+    """The largest magnitude in each tile, NaN ignored; fp32, shape `tile.grid(values.shape)`.
 
-    Args:
-        values: shape [rows, columns], fp32, bf16 or fp16.
-
-    Returns:
-        fp32, shape `tile.grid(values.shape)`.
+    values: shape [rows, columns], fp32, bf16 or fp16.
     """
-    shape = (values.shape[0], values.shape[1])
+    shape = values.shape
     rows, columns = tile.sizes(shape)
     down, across = tile.grid(shape)
     magnitudes = widen(values.detach()).abs().nan_to_num(nan=0.0, posinf=math.inf)
@@ -70,36 +65,24 @@ def amax_grid(values: Tensor, tile: Tile) -> Tensor:
     return padded.view(down, rows, across, columns).amax(dim=(1, 3))
 
 
-def scales_of(amax: Tensor, format: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Scales that bring each amax to the format's largest number, and their reciprocals.
+def scales_of(amax: Tensor, format: torch.dtype, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """Scales that bring each amax to the format's largest number, and their reciprocals; fp32, shape of `amax`.
 
-    Args:
-        amax: fp32, any shape, no NaN.
-
-    Returns:
-        scale and scale_inv, fp32 of the same shape. Under `Scaling.exponent` both are powers of two.
+    amax: fp32, no NaN.
     """
     if scaling is Scaling.exponent:
-        exponent = exponent_above(amax * (1.0 / format.largest))
+        exponent = exponent_above(amax * (1.0 / largest(format)))
         return reciprocal_power_of(exponent), power_of(exponent)
     # not `largest / amax`, which torch makes a reciprocal and a product of, rounding twice
-    scale = torch.div(torch.full_like(amax, format.largest), amax).clamp(max=_FP32_LARGEST)
+    scale = torch.div(torch.full_like(amax, largest(format)), amax).clamp(max=_FP32_LARGEST)
     if scaling is Scaling.power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     scale = torch.where((amax == 0) | amax.isinf(), 1.0, scale)
     return scale, scale.reciprocal()
 
 
-def spread(grid: Tensor, tile: Tile, shape: tuple[int, int], first_row: int = 0) -> Tensor:
-    """A grid of scales as something that multiplies rows `first_row` on of the matrix it belongs to.
-
-    Args:
-        shape: of the part: [rows, columns].
-        first_row: of the part in the matrix that the grid is of.
-
-    Returns:
-        A tensor that broadcasts to `shape`.
-    """
+def spread(grid: Tensor, tile: Tile, shape: tuple[int, ...], first_row: int = 0) -> Tensor:
+    """A grid of scales as a tensor that broadcasts to `shape`: rows of its matrix from `first_row` on."""
     if tile.columns is not None:
         grid = grid.repeat_interleave(tile.columns, dim=1)[:, : shape[1]]
     if tile.rows is None:
@@ -107,9 +90,9 @@ def spread(grid: Tensor, tile: Tile, shape: tuple[int, int], first_row: int = 0)
     return grid[torch.arange(first_row, first_row + shape[0], device=grid.device) // tile.rows]
 
 
-def encode(values: Tensor, scale: Tensor, format: Format) -> Tensor:
+def encode(values: Tensor, scale: Tensor, format: torch.dtype) -> Tensor:
     """The payload of values under scales that broadcast to them: `cast(values * scale)`, the product in fp32."""
-    return format.cast(widen(values.detach()) * scale)
+    return cast(widen(values.detach()) * scale, format)
 
 
 @dataclass(frozen=True)
@@ -122,28 +105,23 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """The values: `payload * scale_inv`, fp32."""
-        shape = (self.payload.shape[0], self.payload.shape[1])
-        return self.payload.float() * spread(self.scale_inv, self.tile, shape)
+        return self.payload.float() * spread(self.scale_inv, self.tile, self.payload.shape)
 
     @property
     def t(self) -> Quantized:
         """The transposed matrix, of the same bits; a view."""
-        return Quantized(self.payload.t(), self.scale_inv.t(), self.tile.turned)
+        return Quantized(self.payload.t(), self.scale_inv.t(), self.tile.t)
 
 
-def quantize(values: Tensor, format: Format, tile: Tile, scaling: Scaling, scale: Tensor | None = None) -> Quantized:
-    """Quantize a matrix.
+def quantize(
+    values: Tensor, format: torch.dtype, tile: Tile, scaling: Scaling, scale: Tensor | None = None
+) -> Quantized:
+    """Quantize a matrix [rows, columns] of fp32, bf16 or fp16; TypeError for another dtype.
 
-    Args:
-        values: shape [rows, columns], fp32, bf16 or fp16.
-        scale: fp32, what to use instead of the scales that `scaling` makes of the values now.
-
-    Raises:
-        TypeError: another dtype.
+    scale: fp32, in place of the scales that `scaling` makes of the values.
     """
     if scale is None:
         scale, inverse = scales_of(amax_grid(values, tile), format, scaling)
     else:
         inverse = scale.reciprocal()
-    shape = (values.shape[0], values.shape[1])
-    return Quantized(encode(values, spread(scale, tile, shape), format), inverse, tile)
+    return Quantized(encode(values, spread(scale, tile, values.shape), format), inverse, tile)

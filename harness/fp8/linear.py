@@ -1,0 +1,327 @@
+"""A linear layer whose three products multiply 8-bit numbers, and how ordinary ones become such.
+
+[Note: Three products] With x [tokens, in], w [out, in] and the gradient g [tokens, out] of y = x w^T, each product sums
+over the last dimension of both operands:
+
+    y  [tokens, out] = x        times w
+    dx [tokens, in]  = g        times w^T quantized for it
+    dw [out, in]     = g^T      times x^T, both quantized for it
+
+Results are rounded once, from fp32 to the dtype of x; bias is added before. What backward needs of x is kept in 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from harness.fp8.delayed import Column, History
+from harness.fp8.formats import is_8_bit
+from harness.fp8.matmul import multiply
+from harness.fp8.portions import adds_bias, gradient_of, input_here, output_of, portion_here, take_largest
+from harness.fp8.quantize import WHOLE, Quantized, amax_grid, quantize, scales_of
+from harness.fp8.recipes import Recipe, recipe_of
+
+HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
+"""Buffers of a layer under delayed scaling."""
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer of an FP8 recipe; made of an ordinary one by `convert`.
+
+    Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already. Then whoever quantized it has
+    set `weight_scale_inv` to the reciprocals of its scales (fp32 or e8m0, one a tile); or, where forward and backward
+    have an encoding each, `encoded_weight`, which gives by `transposed` the one for a product with the weight or with
+    its transpose, as the weight [out, in] lies. ends_with_engine: an engine ends the steps of delayed scaling.
+    """
+
+    recipe: Recipe
+    margin: int
+    ends_with_engine: bool
+    fp8_amax_history: Tensor
+    fp8_scale: Tensor
+    weight_scale_inv: Tensor | None
+    encoded_weight: Callable[..., Quantized] | None
+
+    @staticmethod
+    def convert(
+        module: nn.Module,
+        recipe: str | Enum,
+        chosen: Callable[[str, nn.Linear], bool] | None = None,
+        history: int = 1024,
+        margin: int = 0,
+        device: torch.device | None = None,
+    ) -> list[str]:
+        """Make linear layers of a module multiply 8-bit numbers, in place, before sharding. Parameters are kept.
+
+        Args:
+            module: the module whose layers are changed.
+            recipe: current, delayed, block, mx or mx_32x32; see [Note: FP8].
+            chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe
+                and belongs to no other module.
+            history: number of past steps that delayed scaling uses.
+            margin: powers of two that delayed scaling leaves free above the amax.
+            device: device of the amax histories; None: that of the weights.
+
+        Returns:
+            The names of the converted layers, in definition order.
+
+        Raises:
+            ValueError: there is no layer to convert; or a chosen one has sizes that the recipe cannot tile, or a weight
+                that another module shares.
+        """
+        found = recipe_of(recipe)
+        if history < 1:
+            raise ValueError(f"history={history}: delayed scaling looks back at least 1 step")
+        owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+        names: list[str] = []
+        for name, layer in module.named_modules():
+            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+                continue
+            if chosen is not None and not chosen(name, layer):
+                continue
+            problem = _problem(layer, found, owners)
+            if problem and chosen is not None:
+                raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
+            if not problem:
+                _become(layer, found, history, margin, device or layer.weight.device)
+                names.append(name)
+        if not names:
+            raise ValueError(
+                f"fp8={found.name} found no linear layer in {type(module).__name__}: a weight of its own with both"
+                f" sizes multiples of {found.multiple} is what it takes"
+            )
+        return names
+
+    @staticmethod
+    def delayed_state(module: nn.Module) -> dict[str, Tensor]:
+        """The amax histories and scales of delayed scaling, by the names of a module's buffers, not copied.
+
+        They belong into every checkpoint of such layers: neither follows from the weights.
+        """
+        layers = ((name, each) for name, each in module.named_modules() if isinstance(each, Fp8Linear))
+        return {f"{name}.{part}": held for name, each in layers for part, held in each.plain_buffers().items()}
+
+    @staticmethod
+    def update_scales(module: nn.Module, reduce: Callable[[Tensor], None] | None = None) -> None:
+        """Update the scales of delayed scaling, once per step, after optimizer.step(). Other recipes need no call.
+
+        Args:
+            module: what has the layers, the same on all ranks.
+            reduce: replaces a tensor in place by its maximum over all ranks that have other data or other portions;
+                None with a single such rank.
+
+        Raises:
+            RuntimeError: the layers are in a sharded model, whose engine updates the scales itself.
+        """
+        layers = layers_of(module)
+        if any(each.ends_with_engine for each in layers):
+            raise RuntimeError(
+                "optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()"
+            )
+        histories = [history for each in layers if (history := each.history) is not None]
+        if histories and reduce is not None:
+            seen = torch.stack([each.amax[0] for each in histories])
+            reduce(seen)
+            for each, amax in zip(histories, seen, strict=True):
+                each.amax[0] = amax
+        for each in histories:
+            each.update()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.recipe.delayed:
+            self.fp8_amax_history.zero_()
+            self.fp8_scale.fill_(1.0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self.plain_buffers()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        for name, held in before.items():  # casts leave these in fp32
+            moved = self.get_buffer(name)
+            if moved.dtype != held.dtype:
+                self._buffers[name] = held.to(moved.device)
+        return self
+
+    def plain_buffers(self) -> dict[str, Tensor]:
+        """Buffers of delayed scaling by name, none under other recipes; no longer DTensors.
+
+        torch's `parallelize_module` makes these of buffers, though each rank has amaxes of its own operands.
+        """
+        names = (HISTORY, SCALE) if self.recipe.delayed else ()
+        for name in names:
+            held = self.get_buffer(name)
+            if isinstance(held, DTensor):
+                self._buffers[name] = portion_here(held)
+        return {name: self.get_buffer(name) for name in names}
+
+    @property
+    def is_held(self) -> bool:
+        """An engine may keep the weight in 8 bits: it is trained."""
+        return self.weight.requires_grad
+
+    @property
+    def history(self) -> History | None:
+        """Amaxes and scales of delayed scaling; None under recipes without."""
+        if not self.recipe.delayed:
+            return None
+        buffers = self.plain_buffers()
+        return History(buffers[HISTORY], buffers[SCALE], [each.format for each in self.recipe.operands], self.margin)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
+
+        Where a plan of tensor parallelism has cut the weight, x may be plain or a DTensor, and the result is a DTensor;
+        see [Note: FP8 and tensor parallelism]. TypeError if x is neither fp32 nor bf16 nor fp16.
+        """
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        cut = self.weight if isinstance(self.weight, DTensor) else None
+        x = input if cut is None else input_here(input, cut)
+        rows, trains = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
+        y: Tensor = _Product.apply(rows, self.weight, self.bias, self, trains)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return y if cut is None else output_of(y, cut)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.recipe.name}"
+
+    def weight_for(self, *, transposed: bool) -> Quantized:
+        """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
+
+        Of a weight that is cut, this rank's portion: *collective* over the axis that cuts it, where it does not hold 8
+        bits and its one scale is made now. RuntimeError if it holds 8 bits without scales, or of one direction alone.
+        """
+        operand, weight = self.recipe.weights, portion_here(self.weight)
+        if not is_8_bit(weight.dtype):
+            return self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
+        if self.encoded_weight is not None:
+            held = self.encoded_weight(transposed=transposed)
+        elif self.weight_scale_inv is not None and operand.is_symmetric:
+            held = Quantized(weight, self.weight_scale_inv.float(), operand.tile)
+        else:
+            raise RuntimeError(
+                f"the weight holds {weight.dtype} and nothing says its scales under fp8={self.recipe.name}:"
+                " weights are cast to 8 bits by the engine that shards them, never by module.to()"
+            )
+        return held.t if transposed else held
+
+    def quantize_weight(self, weight: Tensor, *, transposed: bool = False) -> Quantized:
+        """An unsharded weight [out, in], or its transpose, as it would be multiplied; as it lies. Records no amax."""
+        found = self._quantize(Column.weights, weight, weight, transposed=transposed, trains=False)
+        return found.t if transposed else found
+
+    def quantize_pair(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
+        """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
+        dimension; trains: the step's amax is to know of it."""
+        first = self._quantize(column, values, values, transposed=False, trains=trains)
+        if self.recipe.operands[column].is_symmetric:
+            return first, first.t
+        return first, self._quantize(column, values, values, transposed=True, trains=trains)
+
+    def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool, trains: bool) -> Quantized:
+        """cut: the tensor of which `values` are this rank's portion."""
+        operand, scaling = self.recipe.operands[column], self.recipe.scaling
+        history, scale = self.history, None
+        if history is not None:
+            if trains:
+                history.record(column, amax_grid(values, operand.tile))
+            scale = history.scale[column].clone().view(1, 1)
+        elif column is Column.weights and operand.tile == WHOLE:
+            scale, _ = scales_of(take_largest(amax_grid(values, WHOLE), cut), operand.format, scaling)
+        tile = operand.tile.t if transposed else operand.tile
+        found = quantize(values, operand.format, tile, scaling, scale)
+        return found.t if transposed else found
+
+
+class _Product(torch.autograd.Function):
+    """See [Note: Three products]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, trains: bool) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x.
+
+        trains: gradients are on; an evaluation leaves no trace in the scales of later steps.
+        """
+        for_y, for_dw = layer.quantize_pair(Column.activations, x, trains=trains)
+        y = multiply(for_y, layer.weight_for(transposed=False))
+        if bias is not None and adds_bias(weight):
+            y = y + portion_here(bias).float()
+        ctx.layer, ctx.tile, ctx.dtype, ctx.bias = layer, for_dw.tile, x.dtype, bias
+        ctx.cut = _CutWeight(weight) if isinstance(weight, DTensor) and trains else None
+        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight if ctx.cut is None else None)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
+        payload, scale_inv, weight = ctx.saved_tensors  # torch raises here where the weight was edited since
+        if ctx.cut is not None:
+            weight = ctx.cut.unedited()
+        for_dx, for_dw = ctx.layer.quantize_pair(Column.gradients, grad)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = multiply(for_dx, ctx.layer.weight_for(transposed=True)).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = gradient_of(weight, multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype))
+        if ctx.needs_input_grad[2]:
+            db = gradient_of(ctx.bias, grad.float().sum(dim=0).to(ctx.bias.dtype))
+        return dx, dw, db, None, None
+
+
+class _CutWeight:
+    """A DTensor that a backward needs. `save_for_backward` would note the dtype it came with, and in a recomputation
+    that of the 8 bits in it: `torch.utils.checkpoint` takes that for another forward."""
+
+    def __init__(self, weight: DTensor) -> None:
+        self._weight, self._version = weight, weight._version
+
+    def unedited(self) -> DTensor:
+        """The weight; RuntimeError, as torch's own, if it was edited since."""
+        if self._weight._version != self._version:
+            raise RuntimeError(
+                "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
+                " backward, which needs it as it was"
+            )
+        return self._weight
+
+
+def layers_of(module: nn.Module) -> list[Fp8Linear]:
+    """The FP8 layers of a module, in definition order."""
+    return [each for each in module.modules() if isinstance(each, Fp8Linear)]
+
+
+def _become(layer: Any, recipe: Recipe, history: int, margin: int, device: torch.device) -> None:
+    """Make an ordinary layer one of a recipe, its weight and bias being kept."""
+    ordinary = type(layer)
+    if ordinary not in _MADE:  # its own methods stay
+        _MADE[ordinary] = type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
+    layer.__class__ = _MADE[ordinary]
+    layer.recipe, layer.margin = recipe, margin
+    layer.weight_scale_inv = layer.encoded_weight = None
+    layer.ends_with_engine = False
+    if recipe.delayed:
+        layer.register_buffer(HISTORY, torch.zeros(history, len(Column), dtype=torch.float32, device=device))
+        layer.register_buffer(SCALE, torch.ones(len(Column), dtype=torch.float32, device=device))
+
+
+_MADE: dict[Any, type] = {nn.Linear: Fp8Linear}
+
+
+def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
+    """The reason why a layer cannot have a recipe; "" where it can."""
+    shape = portion_here(layer.weight).shape
+    if not recipe.fits(shape):
+        which = "a portion of its weight" if isinstance(layer.weight, DTensor) else "its weight"
+        return f"{which} has shape {list(shape)}: both sizes must be multiples of {recipe.multiple}"
+    if owners[id(layer.weight)] > 1:
+        return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"
+    return ""

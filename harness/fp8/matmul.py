@@ -1,0 +1,165 @@
+"""The product of two quantized matrices: `torch.nn.functional.scaled_mm` where a device has it, else in fp32.
+
+[Note: Emulation] Products of two 8-bit numbers are exact in fp32; sums are made in fp32, in the order of torch's own
+matrix product. Where each operand has one scale, the sum of products of payloads is multiplied by the product of both;
+elsewhere operands are dequantized first, which is exact under scales that are powers of two (unless the value leaves
+fp32's range). cuBLASLt's order of sums is another one, and before Blackwell its accumulator keeps fewer bits.
+
+[Note: Hardware products] The first product of a kind on a device is tried with numbers whose product is exact: where it
+raises or is wrong, a warning says so, and products of that kind are emulated from then on.
+
+Sources of the layouts of scales: torch's checks of its arguments (`aten/src/ATen/native/cuda/ScaledBlas.cpp`, and for
+tensors without memory `torch/_meta_registrations.py`); cuBLAS documentation, "1D block scaling for FP8 and FP4 data
+types" for the order of exponents.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType, SwizzleType
+
+from harness.fp8.formats import E4M3
+from harness.fp8.quantize import WHOLE, Quantized, Tile
+
+_LINE, _SQUARE = Tile(1, 128), Tile(128, 128)
+_MX_LINE, _MX_SQUARE = Tile(1, 32), Tile(32, 32)
+_SWIZZLE = SwizzleType.NO_SWIZZLE, SwizzleType.SWIZZLE_32_4_4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Tiles that one kind of GPU multiplies.
+
+    name: for messages. tiles: of a, and of b in `a @ b.T`, any of these. multiple: of both sizes of both matrices,
+    once filled up. from_, below: compute capabilities of the devices. cuda: the first version that has it.
+    """
+
+    name: str
+    tiles: tuple[tuple[Tile, ...], tuple[Tile, ...]]
+    multiple: int
+    from_: tuple[int, int]
+    below: tuple[int, int] = (1_000, 0)
+    cuda: tuple[int, int] = (12, 9)
+
+    def takes(self, a: Tile, b: Tile) -> bool:
+        """True if the kind multiplies a matrix of tiles a by one of tiles b."""
+        return a in self.tiles[0] and b in self.tiles[1]
+
+    def is_built(self, device: torch.device) -> bool:
+        """True if a GPU and this torch have it."""
+        cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+        return cuda >= self.cuda and self.from_ <= torch.cuda.get_device_capability(device) < self.below
+
+
+TENSORWISE = Kind("scaled_mm with one scale", ((WHOLE,), (WHOLE,)), 16, (8, 9), cuda=(0, 0))
+BLOCKWISE = Kind("scaled_mm with scales of 1x128 and 128x128", ((_LINE,), (_LINE, _SQUARE)), 128, (9, 0), (9, 1))
+MX = Kind("scaled_mm with MX scales", ((_MX_LINE,), (_MX_LINE, _MX_SQUARE)), 128, (10, 0))
+KINDS = (TENSORWISE, BLOCKWISE, MX)
+
+
+def multiply(a: Quantized, b: Quantized) -> Tensor:
+    """`a @ b.T` of shape [m, n] in fp32, for a of shape [m, k] and b of shape [n, k].
+
+    By the device itself where it multiplies these tiles; see [Note: Hardware products] and [Note: Emulation].
+    """
+    device = a.payload.device
+    kind = _kind_for(a.tile, b.tile, device) if device.type == "cuda" else None
+    return emulate(a, b) if kind is None else scaled_mm(kind, a, b)
+
+
+def emulate(a: Quantized, b: Quantized) -> Tensor:
+    """As `multiply`, in fp32; see [Note: Emulation]."""
+    if a.tile == WHOLE == b.tile:
+        return (a.payload.float() @ b.payload.float().t()) * (a.scale_inv * b.scale_inv)
+    return a.dequantize() @ b.dequantize().t()
+
+
+def scaled_mm(kind: Kind, a: Quantized, b: Quantized) -> Tensor:
+    """As `multiply`, by a kind that takes the tiles of both, without fast accumulation; zeros fill up sizes."""
+    left, right = _filled(a, kind.multiple), _filled(b, kind.multiple)
+    scales = *_LAYOUTS[kind](left), *_LAYOUTS[kind](right)
+    how = _SWIZZLE[kind is MX]
+    product = functional.scaled_mm(
+        left.payload, right.payload.t(), *scales, swizzle_a=how, swizzle_b=how, output_dtype=torch.float32
+    )
+    return product[: a.payload.shape[0], : b.payload.shape[0]]
+
+
+def _filled(matrix: Quantized, multiple: int) -> Quantized:
+    """A row-major matrix of sizes that the hardware takes; new tiles have a scale of 1."""
+    rows, columns = (-size % multiple for size in matrix.payload.shape)
+    payload = matrix.payload.contiguous()
+    if rows or columns:
+        payload = functional.pad(payload.view(torch.uint8), (0, columns, 0, rows)).view(payload.dtype)
+    grid, held = matrix.tile.grid(payload.shape), matrix.scale_inv.shape
+    more = (0, grid[1] - held[1], 0, grid[0] - held[0])
+    scale_inv = functional.pad(matrix.scale_inv, more, value=1.0) if any(more) else matrix.scale_inv
+    return Quantized(payload, scale_inv, matrix.tile)
+
+
+_Scales = tuple[Tensor, ScalingType]
+
+
+def _blocks(matrix: Quantized) -> _Scales:
+    """Scales of lines lie as [rows, columns / 128], column by column; those of squares as [columns / 128, rows / 128],
+    the first rounded up to a multiple of 4, column by column."""
+    if matrix.tile == _LINE:
+        return matrix.scale_inv.t().contiguous().t(), ScalingType.BlockWise1x128
+    missing = -matrix.scale_inv.shape[1] % 4
+    return functional.pad(matrix.scale_inv, (0, missing), value=1.0).contiguous().t(), ScalingType.BlockWise128x128
+
+
+def _exponents(matrix: Quantized) -> _Scales:
+    """One e8m0 for each line of 32, in tiles of 128 x 4 of them that lie one after the other; within a tile, exponent
+    (row, column) is number `row % 32 * 16 + row // 32 * 4 + column`."""
+    lines = matrix.scale_inv if matrix.tile == _MX_LINE else matrix.scale_inv.repeat_interleave(32, dim=0)
+    down, across = lines.shape[0] // 128, -(-lines.shape[1] // 4)
+    padded = functional.pad(lines, (0, across * 4 - lines.shape[1]), value=1.0)
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.to(torch.float8_e8m0fnu).reshape(-1), ScalingType.BlockWise1x32
+
+
+_LAYOUTS: dict[Kind, Callable[[Quantized], _Scales]] = {
+    TENSORWISE: lambda matrix: (matrix.scale_inv.reshape(1), ScalingType.TensorWise),
+    BLOCKWISE: _blocks,
+    MX: _exponents,
+}
+
+
+@cache
+def _kind_for(a: Tile, b: Tile, device: torch.device) -> Kind | None:
+    """How a device multiplies matrices of these tiles; None where it does not, or gives wrong products."""
+    kind = next((kind for kind in KINDS if kind.takes(a, b) and kind.is_built(device)), None)
+    return None if kind is None or not is_right(kind, a, b, device) else kind
+
+
+def is_right(kind: Kind, a: Tile, b: Tile, device: torch.device) -> bool:
+    """True if a product of small integers, exact in any order of sums, is right; warns where it is not, or raises."""
+    left, right = (_small_integers(tile, device, seed) for seed, tile in enumerate((a, b)))
+    try:
+        if torch.equal(scaled_mm(kind, left, right), emulate(left, right)):
+            return True
+        why = "gives other numbers"
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        why = f"raises {error}"
+    warnings.warn(
+        f"{kind.name} on {device} {why}: FP8 products of these tiles are emulated in fp32, which is slower",
+        stacklevel=2,
+    )
+    return False
+
+
+def _small_integers(tile: Tile, device: torch.device, seed: int) -> Quantized:
+    """A matrix of -1, 0 and 1, with a scale of 1, 2 or 4 for each tile: sums that any accumulator holds."""
+    shape = (256, 256)
+    generator = torch.Generator().manual_seed(seed)
+    payload = torch.randint(-1, 2, shape, generator=generator).float().to(E4M3)
+    scale_inv = 2.0 ** torch.randint(0, 3, tile.grid(shape), generator=generator)
+    return Quantized(payload.to(device), scale_inv.to(device), tile)

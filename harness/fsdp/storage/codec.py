@@ -1,0 +1,329 @@
+"""How main weights become compute weights: by a cast, or by the codec of FP8 layers; a bucket is built with one.
+
+[Note: 8-bit weights] Weights of FP8 layers have buckets of their own, whose compute dtype is e4m3: payload is kept and
+gathered, one byte a parameter, and a layer multiplies it as it is. Main weights stay as the policy says (fp32), and are
+quantized from there, after an update and whenever a gather casts them. Frozen weights are not held in 8 bits.
+
+A scale belongs to a tile of the unsharded weight, of which a rank may hold some rows. Each rank takes the amaxes of its
+own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
+cut). A maximum has no order, so every rank makes the same scales of it, and casts its rows as if it cast all of them:
+shards that are gathered are the unsharded weight quantized. Scales are on every rank and never travel. Where a plan of
+tensor parallelism has cut the weight, a bucket holds this rank's portion, and `current` and `delayed` take the largest
+over that axis too. A portion of the other recipes consists of entire tiles: its scales are its own.
+
+Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
+is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights
+that are loaded are quantized under the scale that was saved with them: no step ends there, and the payload is the same.
+
+[Note: Two encodings] The recipe `mx` quantizes a weight along the dimension that a product sums over: along rows for
+the forward (rowwise), along columns for the backward (columnwise). Neither payload follows from the other, so a bucket
+has both, laid out alike, and all else (main weights, gradients, cuts) once; `TwoEncodings` gathers them. While only the
+backward's copy is gathered, the parameters of the bucket show that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from harness.fp8.delayed import Column, History
+from harness.fp8.formats import WIDENED, is_8_bit
+from harness.fp8.linear import Fp8Linear, layers_of
+from harness.fp8.portions import portion_here
+from harness.fp8.quantize import Quantized
+from harness.fp8.tile_scales import TileScales
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.mesh import Mesh, Meshes
+from harness.fsdp.policy import Dtypes
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
+from harness.fsdp.storage.placement import SHARD, Axis
+from harness.fsdp.tensor_parallel.portion import Portion
+
+FORWARD, BACKWARD = 1, 2
+"""Directions, which are added."""
+BOTH = FORWARD + BACKWARD
+BACKWARD_COPY = " backward"
+PURPOSE = "fp8 amaxes"
+LAYER = "_fsdp_fp8_layer"
+"""Attribute of a parameter that is to be held in 8 bits: its layer, weakly."""
+
+
+@dataclass(eq=False)
+class Encoding:
+    """One copy of the compute weights of a bucket.
+
+    directions: of the products that take it. unsharded: shape [bucket], once the bucket has storage. kept: compute
+    weights between uses, unsharded or this inner shard's; None: there are none. is_valid: `unsharded` has its values.
+    """
+
+    directions: int
+    unsharded: Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: Tensor | None = None
+    is_valid: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of the bucket's name in labels of its gathers."""
+        return BACKWARD_COPY if self.directions == BACKWARD else ""
+
+
+class WeightCodec:
+    """The codec of all ordinary weights: compute weights are main weights, which a copy casts."""
+
+    is_lossy = False
+    """An edit of compute weights cannot be adopted by main weights."""
+    scale_bytes = 0
+    """Bytes of scales, on every rank."""
+    shares_tiles = False
+    """A scale also depends on other ranks of the tensor-parallel axis."""
+    encoded: Sequence[EncodedWeight] = ()
+    """Weights whose layers read an encoding for each direction."""
+
+    def encode(self, shards: Sequence[Tensor], which: int) -> Sequence[Tensor]:
+        """This rank's main weights in one of the bucket's encodings, by place; a tensor a segment."""
+        return shards
+
+    def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
+        """Every encoding, flat, of the value of one weight or of its portion (flat, in the main weights' dtype)."""
+        return [value]
+
+    def wire(self, tensor: Tensor) -> Tensor:
+        """Compute weights as collectives take them, in place."""
+        return tensor
+
+    def prepare(self, gradients: Gradients) -> None:
+        """Set the dtype of the first gradients, once parameters are views of compute weights."""
+
+
+class EncodedWeight:
+    """The two encodings of one weight [out, in], each with scales, from element `first` of the bucket on."""
+
+    request: Callable[[int], None] | None = None
+    """Gathers the encoding for a direction, unless it is valid. *Collective* where it is not."""
+
+    def __init__(self, held: Sequence[tuple[Encoding, TileScales]], first: int, shape: tuple[int, int]) -> None:
+        self._held, self._first, self._shape = held, first, shape
+
+    def __call__(self, *, transposed: bool) -> Quantized:
+        """The encoding for a product with the weight, or with its transpose; as the weight lies."""
+        if self.request is not None:
+            self.request(self._held[transposed][0].directions)
+        return self.read(transposed)
+
+    def read(self, which: int) -> Quantized:
+        encoding, scales = self._held[which]
+        first = encoding.unsharded.storage_offset() + self._first
+        view = encoding.unsharded.as_strided(self._shape, contiguous_strides(self._shape), first)
+        return Quantized(view, scales.inverse.float(), scales.tile)
+
+
+def mark_weights(module: nn.Module) -> None:
+    """Mark each weight that is to be held in 8 bits with its layer; see [Note: 8-bit weights].
+
+    Raises:
+        ValueError: a weight holds 8 bits already, or tensor parallelism has cut it inside a tile of its recipe.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, Fp8Linear):
+            continue
+        layer.plain_buffers()
+        weight, recipe, here = layer.weight, layer.recipe, portion_here(layer.weight)
+        if is_8_bit(here.dtype):
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} is {here.dtype} before sharding: give it in fp32 or bf16,"
+                " of which the engine makes 8 bits"
+            )
+        if not recipe.fits(tuple(here.shape)):
+            raise ValueError(
+                f"{name}.weight of shape {list(weight.shape)} is {list(here.shape)} on this rank:"
+                f" fp8={recipe.name} takes portions of which both sizes are multiples of {recipe.multiple}. Cut it"
+                f" over fewer ranks, or leave {name} out of Fp8Linear.convert()"
+            )
+        if layer.is_held:
+            setattr(weight, LAYER, weakref.ref(layer))
+
+
+def encodings_of(param: nn.Parameter) -> int:
+    """The number of 8-bit encodings that a parameter is to be held in; 0: it is not."""
+    layer = getattr(param, LAYER)() if LAYER in param.__dict__ else None
+    return 0 if layer is None else len(layer.recipe.held_tiles)
+
+
+class Fp8Weight:
+    """One weight's scales, or of this rank's portion of it under tensor parallelism. layer: of the weight, weakly."""
+
+    def __init__(
+        self, layer: Callable[[], Fp8Linear | None], slot: Slot, portion: Portion, device: torch.device
+    ) -> None:
+        self._layer, self.slot = layer, slot
+        self.shape = (slot.spec.shape[0], slot.spec.shape[1])
+        recipe, tile = self.layer.recipe, self.layer.recipe.weights.tile
+        self.scales = [
+            TileScales(each, self.shape, recipe.weights.format, recipe.scaling, device) for each in recipe.held_tiles
+        ]
+        """Scales of each encoding."""
+        self.shares_tiles = not portion.is_whole and (tile.columns if portion.dim else tile.rows) is None
+        self.layer.weight_scale_inv = self.scales[0].inverse
+
+    @property
+    def layer(self) -> Fp8Linear:
+        found = self._layer()
+        assert found is not None, "an engine does not outlive the module it shards"
+        return found
+
+    def maxima(self, values: Tensor, start: int) -> Tensor:
+        """`TileScales.maxima` of all encodings, flat."""
+        return torch.cat([each.maxima(values, start).view(-1) for each in self.scales])
+
+    def rescale(self, maxima: Tensor) -> None:
+        """Set scales from the largest `maxima` of all ranks; or from the history, which records these."""
+        history = self.layer.history
+        if history is not None:
+            scale = history.scale[Column.weights].view(1, 1)
+            self.scales[0].set(scale, scale.reciprocal())
+            history.record(Column.weights, maxima.view(1, 1))
+            return
+        for each, part in zip(self.scales, maxima.split([each.num_tiles for each in self.scales]), strict=True):
+            each.take(part)
+
+
+class Fp8Codec(WeightCodec):
+    """Quantizes the weights of one bucket; see [Note: 8-bit weights].
+
+    params: the bucket's, each marked by `mark_weights`, all with as many encodings. ValueError for a dtype of main
+    weights that is not quantized.
+    """
+
+    is_lossy = True
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        cuts: Cuts,
+        encodings: Sequence[Encoding],
+        portions: Mapping[str, Portion],
+        dtypes: Dtypes,
+        device: torch.device,
+    ) -> None:
+        if dtypes.main not in WIDENED:
+            raise ValueError(
+                f"main_params_dtype={dtypes.main} cannot be quantized to 8 bits: FP8 layers take main weights of"
+                f" {', '.join(str(each) for each in WIDENED)}"
+            )
+        self.cuts, self.dtype = cuts, dtypes.compute
+        self.weights = [
+            Fp8Weight(getattr(param, LAYER), slot, portions[name], device)
+            for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
+        ]
+        for weight in self.weights if len(encodings) > 1 else ():
+            held = list(zip(encodings, weight.scales, strict=True))
+            found = EncodedWeight(held, cuts.layout.bucket_range(weight.slot)[0], weight.shape)
+            weight.layer.encoded_weight = found
+            self.encoded = [*self.encoded, found]
+        self.shares_tiles = any(each.shares_tiles for each in self.weights)
+        self.scale_bytes = sum(scales.nbytes for each in self.weights for scales in each.scales)
+
+    def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
+        """Each weight, this rank's rows of it, flat, and their place."""
+        for weight in self.weights:
+            local = self.cuts.layout.local_slice(weight.slot, self.cuts.layout_rank)
+            yield weight, shards[local.segment][local.offset : local.offset + local.numel], local
+
+    def encode(self, shards: Sequence[Tensor], which: int) -> list[Tensor]:
+        found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
+        for weight, rows, local in self.local(shards):
+            if local.numel:
+                into = found[local.segment][local.offset : local.offset + local.numel]
+                into.copy_(weight.scales[which].encode(rows, local.start))
+        return found
+
+    def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
+        weight = next(each for each in self.weights if each.slot is slot)
+        weight.rescale(weight.maxima(value, 0))
+        return [each.encode(value, 0) for each in weight.scales]
+
+    def wire(self, tensor: Tensor) -> Tensor:
+        """Bytes: backends know no 8-bit floats."""
+        return tensor.view(torch.uint8)
+
+    def prepare(self, gradients: Gradients) -> None:
+        """Rules out the dtype of the weight; a gradient may come before a hook knows that the unit's backward began."""
+        gradients.first_may_wait = False
+        gradients.expect()
+
+
+Held = Sequence[tuple[WeightCodec, Sequence[Tensor], Mesh]]
+
+
+class Scales:
+    """Scales of one model's FP8 layers, by one all-reduce an axis for all of them (two where recipes are mixed).
+
+    The engine ends the steps of these layers from now on.
+
+    Args:
+        held: all of the model's codecs with this rank's main weights and the mesh that cuts them.
+        is_expert: chooses the mesh of the ranks that see other data of a weight.
+    """
+
+    def __init__(
+        self, layers: Sequence[Fp8Linear], held: Held, meshes: Meshes, is_expert: Callable[[Tensor], bool]
+    ) -> None:
+        for layer in layers:
+            layer.ends_with_engine = True
+        delayed = [each for each in layers if each.recipe.delayed]
+        self._delayed = [(weakref.ref(each), meshes.of(expert=is_expert(each.weight))) for each in delayed]
+        self._held = [(codec, shards, mesh) for codec, shards, mesh in held if isinstance(codec, Fp8Codec)]
+        self._meshes = meshes
+
+    @classmethod
+    def of(cls, module: nn.Module, held: Held, meshes: Meshes, is_expert: Callable[[Tensor], bool]) -> list[Scales]:
+        """The scales of a model, none without FP8 layers."""
+        layers = layers_of(module)
+        return [cls(layers, held, meshes, is_expert)] if layers else []
+
+    def refresh(self, *, step_ended: bool) -> None:
+        """Compute scales for main weights as they are now. *Collective* where 8-bit weights are cut, and at the end of
+        a step of delayed scaling.
+
+        step_ended: an optimizer has updated them; else they were loaded or edited, and delayed scales stay.
+        """
+        found = [
+            (weight, codec, mesh, weight.maxima(rows, local.start))
+            for codec, shards, mesh in self._held
+            for weight, rows, local in codec.local(shards)
+        ]
+        histories = self._histories() if step_ended else []
+        for mesh in self._meshes:
+            seen = [each.amax[0] for each, of in histories if of is mesh]
+            for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
+                cut = [
+                    each for _, codec, of, each in found if of is mesh and getattr(codec.cuts.own, axis.name) is SHARD
+                ]
+                _take_largest(comm, [*cut, *seen])
+        elsewhere = [each for weight, _, _, each in found if weight.shares_tiles]
+        _take_largest(self._meshes.tensor, [*elsewhere, *(each.amax[0] for each, _ in histories)])
+        for history, _ in histories:
+            history.update()
+        for weight, _, _, maxima in found:
+            weight.rescale(maxima)
+
+    def _histories(self) -> list[tuple[History, Mesh]]:
+        layers = ((layer(), mesh) for layer, mesh in self._delayed)
+        return [(layer.history, mesh) for layer, mesh in layers if layer is not None and layer.history is not None]
+
+
+def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:
+    """Replace each element by its maximum over a group, in place, by one collective for each dtype. *Collective.*"""
+    if comm is None or comm.size == 1:
+        return
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        together = comm.largest(torch.cat([each.reshape(-1) for each in alike]), PURPOSE)
+        for each, part in zip(alike, together.split([each.numel() for each in alike]), strict=True):
+            each.copy_(part.view_as(each))
