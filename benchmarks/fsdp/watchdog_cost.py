@@ -4,7 +4,7 @@
 
 `off` and `on`: processor time of one rank (its threads together) for whole steps, taken in turns, because other
 processes on the machine take wall time, not that; median, quartiles. `alone`: what the watchdog does in such a step, by
-itself (a note for each collective and each wait, and its share of the looks at the store), which a difference of two
+itself (a note for each collective and each wait, and its share of the looks at waits), which a difference of two
 steps is too small to resolve. `checked`: wall time of a step whose collectives are compared beforehand, for contrast.
 """
 
@@ -28,10 +28,9 @@ from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
 from harness.fsdp import Observer
 from harness.fsdp.comm import events
-from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
-from harness.fsdp.guards.watchdog import Watchdog
 from harness.models.workload import LlamaWorkload
+from harness.watchdog import Watchdog
 from tests.support.spawn import run_ranks
 
 STEPS = 16
@@ -98,7 +97,7 @@ def measure(rank: int, strategy: str) -> dict[str, Any]:
 
 
 def _alone(counter: Counter) -> dict[str, float]:
-    """Quartiles of the notes of one step, with and without a watchdog, and its looks at the store in a second."""
+    """Quartiles of the notes of one step, with and without a watchdog, and its looks at waits in a second."""
     group: Any = torch.distributed.group.WORLD
 
     def notes() -> float:
@@ -112,13 +111,15 @@ def _alone(counter: Counter) -> dict[str, float]:
         return (time.process_time() - began) * 1e3
 
     without = statistics.median(notes() for _ in range(REPEATS))
-    watchdog = Watchdog([group], DeviceRuntime(torch.device("cpu")), LIMIT_S, lambda: "")
+    watchdog = Watchdog([group], LIMIT_S, records=False)
+    end = events.watch(watchdog)
     noted = statistics.quantiles([notes() for _ in range(REPEATS)], n=4)
     looks = []
     for _ in range(REPEATS):
         began = time.process_time()
-        watchdog._is_alarmed()
+        watchdog._reason()
         looks.append((time.process_time() - began) * 1e3 / watchdog.tick_s)
+    end()
     watchdog.close()
     low, middle, high = (value - without for value in noted)
     return {"p25": low, "median": middle, "p75": high, "looks_per_second": statistics.median(looks)}

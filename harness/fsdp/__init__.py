@@ -1,4 +1,6 @@
-"""An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and harness.fp8.
+"""An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL.
+
+It imports torch, `harness.fp8` and `harness.watchdog`.
 
 Everything a user needs is a name of this package. Names are imported on first use, so that `Placements` and the
 modules `vocabulary` and `options` can be imported where torch is not.
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
     from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
-    from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
+    from harness.fsdp.guards.watches import CollectiveError as CollectiveError
     from harness.fsdp.megatron import MegatronModel as MegatronModel
     from harness.fsdp.model import ShardedModel as ShardedModel
     from harness.fsdp.options import OPTIONS as OPTIONS
@@ -66,9 +68,9 @@ _EXPORTS = {
     ),
     "harness.fp8.linear": ("Fp8Linear",),
     "guards.agreement": ("RanksDisagree",),
-    "guards.hang_report": ("CollectiveError",),
     "guards.copied_gradients": ("CopiesPart",),
     "guards.replicas": ("ReplicaDrift",),
+    "guards.watches": ("CollectiveError",),
     "megatron": ("MegatronModel",),
     "model": ("ShardedModel",),
     "options": (

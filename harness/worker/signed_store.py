@@ -32,6 +32,11 @@ class SignedStore(Store):
         self._signer = signer
         self._clones: list[SignedStore] = []  # torch holds a clone's C++ half alone, whose methods are those in here
 
+    @property
+    def underlying_store(self) -> Any:
+        """As of torch's PrefixStore."""
+        return self._inner
+
     def set(self, key: str, value: bytes | str) -> None:
         self._inner.set(key, self._signed(key, value))
 

@@ -1,4 +1,4 @@
-"""The tours of docs/engine_alone.md: loops of other engines, before and after, run as printed; changed lines counted."""
+"""The tours of docs/engine_alone.md: loops of other engines, before and after, run as printed, and compared."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.storage.memory import BucketMemory
 
@@ -41,11 +41,13 @@ class Delays:
     @contextmanager
     def before_collectives(self) -> Iterator[None]:
         """Before any logical collective is issued."""
-        end = events.on_begin(self)
+        observer = Observer()
+        observer.collective = self  # type: ignore[method-assign]
+        observer.attach()
         try:
             yield
         finally:
-            end()
+            observer.detach()
 
     @contextmanager
     def around(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:

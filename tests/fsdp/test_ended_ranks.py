@@ -54,7 +54,8 @@ def test_a_rank_that_ends_is_named_at_once(eager_limit: int | None, tmp_path: Pa
     message = agree(told)
     assert "a collective failed" in message
     assert "rank 2 does not answer: ended" in message
-    assert "the backend of rank 0 said: " in message
+    # Of ranks 0 and 1 one may wait for the other, and have no error of its own.
+    assert any(f"the backend of rank {rank} said: " in message for rank in (0, 1))
 
 
 # -- a rank that stops, and an exchange of the program's own -----------------------------------------------------------
@@ -150,7 +151,7 @@ def ends_unclosed(folder: str) -> None:
         model, wrapped, optimizer = build(None, "optim_grads_params")
         step(wrapped, optimizer)
         atexit.register(len, [model, wrapped, optimizer])  # alive until the end
-    watching = sum(thread.name == "fsdp-watchdog" for thread in threading.enumerate())
+    watching = sum(thread.name == "watchdog" for thread in threading.enumerate())
     Path(folder, f"{rank}.txt").write_text(str(watching))
     if rank == 0:
         assert os.wait()[1] == 0

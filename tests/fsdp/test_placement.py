@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, Placements, fully_shard
+from harness.fsdp import MixedPrecisionPolicy, Observer, Placements, fully_shard
 from harness.fsdp.storage import placement
 from harness.fsdp.storage.placement import (
     GATHERED,
@@ -180,9 +180,10 @@ def data(step: int, rank: int) -> Tensor:
 
 def train(rank: int, placements: tuple[Placement, ...], k: int) -> tuple[list[Tensor], int]:
     """Weights after three steps of k microbatches, and reduce-scatters of the last step."""
-    from harness.fsdp.comm import events
 
     issued: list[str] = []
+    observer = Observer()
+    observer.collective = lambda kind, _: issued.append(kind)  # type: ignore[method-assign]
     with row(Strategy.optim, placements):
         module = model()
         sharded, optimizer = fully_shard(
@@ -194,13 +195,13 @@ def train(rank: int, placements: tuple[Placement, ...], k: int) -> tuple[list[Te
         )
         for step in range(3):
             issued.clear()
-            end = events.on_begin(lambda label: issued.append(label.kind))
+            observer.attach()
             for index in range(k):
                 with sharded.no_sync() if index < k - 1 else sharded.sync():
                     (sharded(data(step * k + index, rank)).square().sum() / k).backward()
             optimizer.step()
             optimizer.zero_grad()
-            end()
+            observer.detach()
         weights = [weight for _, weight in sharded.full_weights()]
         sharded.close()
     return weights, issued.count("reduce_scatter")

@@ -7,21 +7,24 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import CollectiveError, ShardedModel, fully_shard
+from harness.fsdp import Observer, ShardedModel, fully_shard, members
 from harness.fsdp.comm import events
-from harness.fsdp.comm.events import Label
-from harness.fsdp.guards.watchdog import Watchdog
+from harness.watchdog import watchdog
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_api import Block, sgd
 from tests.fsdp.trial import WAYS
+from tests.support.covering import once
+from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
+from tests.watchdog.ranks import logged
 
 # -- a rank that comes late --------------------------------------------------------------------------------------------
 
@@ -94,6 +97,93 @@ def test_a_silent_rank_and_another_collective_are_told() -> None:
     assert {found["again"].message for found in per_rank} == {message}, "the group stays of no use"
 
 
+# -- ranks that wait for each other ------------------------------------------------------------------------------------
+
+SUSPECT_S, LONG_S = 0.3, 60.0
+SHARDED = STRATEGIES[1:]
+"""Strategies under which looking at weights asks for others' rows."""
+
+
+def impatient() -> Any:
+    return mock.patch.object(watchdog, "SUSPECT_S", SUSPECT_S)
+
+
+def skipping(rank: int, limit_s: float = LONG_S, strategies: tuple[str, ...] = SHARDED) -> list[Told]:
+    """The second rank leaves a batch out, and both look at their weights then."""
+    found = []
+    for strategy in strategies:
+        with impatient():
+            _, wrapped, optimizer = build(dist.new_group([0, 1]), strategy, watchdog_timeout_s=limit_s)
+
+            def steps(wrapped: Any = wrapped, optimizer: Any = optimizer) -> None:
+                for _ in range(2 - rank):
+                    step(wrapped, optimizer)
+                list(wrapped.full_weights())
+
+            found.append(provoke(steps))
+            provoke(wrapped.close)
+        dist.barrier()
+    return found
+
+
+@once
+def skipped() -> list[list[Told]]:
+    return run_ranks(skipping, 2)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_rank_that_leaves_out_a_batch_is_told_at_once(strategy: str) -> None:
+    message = agree([told[SHARDED.index(strategy)] for told in skipped()])
+    assert GENEROUS_S < LONG_S, "it was not the limit"
+    assert message.startswith("ranks wait for each other")
+    assert "mismatch, collective number" in message
+    assert message.endswith("leaves a batch out, runs one with its loss times 0")
+
+
+def blind(rank: int) -> list[Told]:
+    with mock.patch.object(watchdog, "all_stuck", return_value=False):
+        return skipping(rank, 2.0, SHARDED[-1:])
+
+
+@pytest.mark.parametrize(
+    "name", each("Deadlocks", [("nobody looks", "Ranks that wait for each other do so until the limit")])
+)
+def test_a_watchdog_that_does_not_look_is_found(name: str) -> None:
+    message = agree([told[0] for told in run_ranks(blind, 2)])
+    assert message.startswith("a collective did not come about within 2 s")
+
+
+# -- a rank that works alone for long ----------------------------------------------------------------------------------
+
+ALONE_S = 3.0
+"""Longer than the notice, the suspicion and two looks take."""
+GROUP_S = 18
+"""The groups' timeout less a tenth."""
+
+
+def working_alone(rank: int) -> tuple[list[str], Told]:
+    """Lines logged while rank 0 worked alone, and the outcome of the step."""
+    with logged() as lines, mock.patch.multiple(watchdog, NOTICE_S=1.0, SUSPECT_S=SUSPECT_S):
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=GROUP_S / 0.9))
+        _, wrapped, optimizer = build(group, "optim_grads_params")
+        dist.barrier()
+        if rank == 0:
+            time.sleep(ALONE_S)  # saves, say
+        told = provoke(lambda: step(wrapped, optimizer))
+        dist.barrier()
+        wrapped.close()
+    return lines, told
+
+
+def test_one_line_says_who_waits_for_whom_and_the_step_goes_on() -> None:
+    found = run_ranks(working_alone, 3)
+    assert [told.error for _, told in found] == ["", "", ""], found
+    assert found[0][0] == [], "who works alone says nothing"
+    (line,) = (line for lines, _ in found for line in lines)
+    for part in ("ranks 1, 2 wait since ", "in all_gather ", "rank 0 has not come: ", f"after {GROUP_S} s (watchdog"):
+        assert part in line
+
+
 # -- all is well -------------------------------------------------------------------------------------------------------
 
 
@@ -105,12 +195,12 @@ def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
             "gloo", store=dist.FileStore(f"{folder}/{name}", 2), rank=rank, world_size=2, timeout=given
         )
         _, wrapped, _ = build(None, "optim", **options)
-        (watchdog,) = wrapped._parts.watches.watching
+        dog = wrapped._parts.watches.watchdog
         wrapped.close()
         dist.barrier()
         dist.destroy_process_group()
-        assert isinstance(watchdog, Watchdog)
-        return watchdog.timeout_s
+        assert dog is not None
+        return dog.timeout_s
 
     dist.barrier()  # who destroys a group that the other has not joined yet keeps it from doing so
     dist.destroy_process_group()
@@ -121,8 +211,30 @@ def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
     return found
 
 
-def test_a_wait_is_bounded_by_default(tmp_path: Path) -> None:
+def test_a_wait_is_bounded_by_the_groups_timeout(tmp_path: Path) -> None:
     assert run_ranks(usual_limits, 2, str(tmp_path)) == [(1770.0, 7170.0, 7.0)] * 2
+
+
+def own_group_s() -> list[float]:
+    """Timeouts of a group and of one that the engine makes of it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=2))
+    world: Any = dist.group.WORLD
+    found = [members.timeout_of(group).total_seconds() for group in (world, members.group_of_members([0], "a part"))]
+    dist.destroy_process_group()
+    return found
+
+
+def test_the_engines_own_groups_have_the_timeout_of_the_programs() -> None:
+    assert own_group_s() == [7200.0, 7200.0]
+
+
+OWN_TIMEOUT = "The engine's own groups have torch's timeout whatever init_process_group was given"
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [("torch's timeout", OWN_TIMEOUT)]))
+def test_another_timeout_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(members, "group_of_members", "timeout_of(like or default), ", "").put(monkeypatch)
+    assert own_group_s() != [7200.0, 7200.0]
 
 
 def trained(rank: int) -> list[tuple[bool, int, int]]:
@@ -136,13 +248,12 @@ def trained(rank: int) -> list[tuple[bool, int, int]]:
             outcomes.append([weight for _, weight in wrapped.full_weights()])
             wrapped.close()
         same = all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-        left = len(events._watchers) + len(events._checkers)
         for _ in range(100):  # threads end at their next look
-            alive = sum(thread.name == "fsdp-watchdog" for thread in threading.enumerate())
+            alive = sum(thread.name.startswith("watchdog") for thread in threading.enumerate())
             if not alive:
                 break
             time.sleep(0.05)
-        found.append((same, left, alive))
+        found.append((same, len(events._watchers), alive))
     return found
 
 
@@ -156,7 +267,7 @@ def test_off_there_is_nothing_and_a_limit_is_positive(tmp_path: Path) -> None:
     try:
         model = Stoppable()
         wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-        assert wrapped._parts.watches.watching == []
+        assert wrapped._parts.watches.watchdog is None
         with pytest.raises(
             ValueError,
             match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None",
@@ -166,76 +277,48 @@ def test_off_there_is_nothing_and_a_limit_is_positive(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_errors_of_the_program_are_left_alone() -> None:
-    watchdog = object.__new__(Watchdog)
-    for error in (ArithmeticError("gloo"), RuntimeError("a bucket was summed before it was exchanged")):
-        assert watchdog.explain(error) is error
-    told = CollectiveError("Connection")
-    assert watchdog.explain(told) is told
+# -- collectives that are compared before their data moves -------------------------------------------------------------
 
 
-# -- on a device -------------------------------------------------------------------------------------------------------
-
-
-class FakeEvent:
-    def __init__(self) -> None:
-        self.is_reached = False
-
-
-class FakeRuntime:
-    has_streams = True
+class Begun(Observer):
+    """Collectives of this process."""
 
     def __init__(self) -> None:
-        self.aborted: list[Any] = []
+        self.kinds: list[str] = []
 
-    def record(self) -> FakeEvent:
-        return FakeEvent()
-
-    def abort(self, group: Any) -> None:
-        self.aborted.append(group)
+    def collective(self, kind: str, bucket: str) -> None:
+        self.kinds.append(kind)
 
 
-def on_a_device(rank: int) -> tuple[bool, Told, int]:
-    """Waits that a stream makes: the host goes on, and the event behind a collective is never reached on rank 0."""
-    runtime: Any = FakeRuntime()
-    group: Any = dist.group.WORLD
-    watchdog = Watchdog([group], runtime, LIMIT_S, lambda: "in the backward of blocks.0")
-    with events.begin(Label("all_gather", "blocks.0/float32")), events.waiting():
-        pass
-    early = watchdog._overdue() is None
-    if rank == 1:
-        watchdog._on_device[0].reached.is_reached = True  # type: ignore[union-attr, misc] # set on a fake event
-    assert watchdog._told.wait(GENEROUS_S)
-
-    def next_collective() -> None:
-        with events.begin(Label("all_gather", "blocks.1/float32")):
-            raise AssertionError("nothing may be issued any more")
-
-    return early, provoke(next_collective), len(runtime.aborted)
-
-
-def test_a_stream_that_never_passes_a_collective_is_told_at_the_next_one() -> None:
-    found = run_ranks(on_a_device, 2)
-    assert [(early, aborted) for early, _, aborted in found] == [(True, 1)] * 2
-    message = agree([told for _, told, _ in found])
-    assert "rank 0 waits since" in message
-    assert "all_gather blocks.0/float32 (number 1) in the backward of blocks.0" in message
-    assert "rank 1 has not come" in message
+def mismatched(rank: int) -> list[Told]:
+    found = []
+    for strategy in STRATEGIES:
+        _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), strategy, check_collectives=True)
+        step(wrapped, optimizer)
+        begun = Begun()
+        begun.attach()
+        told = provoke(lambda w=wrapped: w.weight_norm() if rank == 1 else list(w.full_weights()))
+        begun.detach()
+        assert not begun.kinds, "no data may move"
+        found.append(told)
+        provoke(wrapped.close)
+        dist.barrier()
+    _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
+    values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
+    found.append(provoke(lambda: wrapped._parts.everyone.sum_scalars(values, "lengths")))
+    return found
 
 
-def test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        watchdog = Watchdog([cast(Any, dist.group.WORLD)], cast(Any, FakeRuntime()), LIMIT_S, lambda: "")
-    finally:
-        dist.destroy_process_group()
-    for name in "ab":
-        watchdog.leave(watchdog.enter((Label("all_gather", name),)))
-    first, second = watchdog._on_device
-    for wait in (first, second):
-        wait.since -= 2 * LIMIT_S  # when the host asked for it
-    assert watchdog._overdue() is first
-    first.reached.is_reached = True  # type: ignore[union-attr, misc] # set on a fake event
-    assert watchdog._overdue() is None
-    second.since -= 2 * LIMIT_S
-    assert watchdog._overdue() is second
+def test_checked_collectives_are_refused_before_data_moves() -> None:
+    *per_strategy, lengths = zip(*run_ranks(mismatched, 3), strict=True)
+    for strategy, told in zip(STRATEGIES, per_strategy, strict=True):
+        if strategy == "no_shard":  # whole on every rank: neither asks for data
+            assert {each.error for each in told} == {""}
+            continue
+        message = agree(list(told))
+        assert "all_gather blocks.0/float32 weights of " in message
+        assert "elements float32 on ranks 0, 2; all_reduce norm of 1 elements float64 on rank 1" in message
+    assert (
+        "all_reduce lengths of 3 elements float64 on ranks 0, 1; all_reduce lengths of 2 elements float64 on rank 2"
+        in agree(list(lengths))
+    )

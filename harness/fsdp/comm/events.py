@@ -2,8 +2,8 @@
 
 The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
 label of the calling thread. In the same way it announces where the thread that computes stands still for a collective:
-on a CPU that time is exposed communication, and what lasts too long is a hang (see `harness.fsdp.guards.watchdog`).
-Nothing here counts, and no collective depends on a label.
+on a CPU that time is exposed communication, and what lasts too long is a hang for whoever watches
+(`Watcher`). Nothing here counts, and no collective depends on a label.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Label(NamedTuple):
     kind: str
     bucket: str
 
+    def __str__(self) -> str:
+        """`all_gather blocks.0/float32`."""
+        return f"{self.kind} {self.bucket}"
+
     @property
     def is_traffic(self) -> bool:
         """False for messages about where data lies: the data itself is announced by `offer`."""
@@ -42,30 +46,32 @@ CONTROL = Label("control", "")
 
 
 class Watcher(Protocol):
-    """Who must know of a wait before it is over."""
+    """Observer of collectives before they begin, and of waits before they are over. It may raise in `begin`, `enter`
+    and `check` where what is waited for will not come about."""
 
-    def enter(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
+    def begin(self, label: Label, data: Sequence[Any] = ()) -> None:
+        """Called before each logical collective. data: see `begin`."""
+
+    def enter(self, labels: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
         """A wait for these collectives begins on this thread; returns a token for `leave`.
 
-        group: what the host alone waits for, where that is no group of the engine's.
+        group: waited for by the host alone, where it is no group of the engine's.
         """
 
     def leave(self, token: int) -> None:
         """Called when the wait is over, also by an exception."""
 
     def explain(self, error: Exception) -> Exception:
-        """What to raise for an error that ended a wait: itself, or one that tells more."""
+        """The error to raise for one that ended a wait: itself, or one that names ranks."""
 
     def check(self) -> None:
-        """Raise, where what is waited for will not come about."""
+        """Called by waits that look again and again."""
 
 
 FOR_EVER = timedelta(days=3650)
 
 _local = threading.local()
 _observers: list[Observer] = []
-_listeners: list[Callable[[Label], None]] = []
-_checkers: list[Callable[[Label, Sequence[Any]], None]] = []
 _watchers: list[Watcher] = []
 _endings: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.WeakMethod[Callable[[], None]]]] = (
     weakref.WeakKeyDictionary()
@@ -75,18 +81,6 @@ _endings: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.WeakMethod[C
 def current() -> Label | None:
     """Label of the collective this thread is issuing, if any."""
     return getattr(_local, "label", None)
-
-
-def on_begin(listener: Callable[[Label], None]) -> Callable[[], None]:
-    """Call `listener` once for each logical collective; returns a function that ends it."""
-    _listeners.append(listener)
-    return lambda: _listeners.remove(listener)
-
-
-def on_check(checker: Callable[[Label, Sequence[Any]], None]) -> Callable[[], None]:
-    """Call `checker` with label and data before each logical collective; it may raise. Returns a function to end it."""
-    _checkers.append(checker)
-    return lambda: _checkers.remove(checker)
 
 
 class resume:  # used as a function, as what follows: a class is entered in a third of a generator's time
@@ -108,7 +102,7 @@ class resume:  # used as a function, as what follows: a class is entered in a th
 class begin(resume):
     """Announce a logical collective and label the operations it issues here.
 
-    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only checkers look at them.
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchers look at them.
     """
 
     __slots__ = ("_data",)
@@ -118,10 +112,8 @@ class begin(resume):
         self._data = data
 
     def __enter__(self) -> None:
-        for checker in _checkers:
-            checker(self._label, self._data)
-        for listener in _listeners:
-            listener(self._label)
+        for watcher in _watchers:
+            watcher.begin(self._label, self._data)
         for observer in _observers:
             observer.collective(*self._label)
         super().__enter__()
@@ -138,14 +130,14 @@ def offer(num_bytes: int) -> None:
 
 
 def watch(watcher: Watcher) -> Callable[[], None]:
-    """Tell `watcher` of every wait; returns a function that ends it."""
+    """Let `watcher` observe collectives and waits; returns a function that ends it, also if called again."""
     _watchers.append(watcher)
-    return lambda: _watchers.remove(watcher)
 
+    def end() -> None:
+        if watcher in _watchers:
+            _watchers.remove(watcher)
 
-def num_watchers() -> int:
-    """How many are told of waits: one for each model of several ranks."""
-    return len(_watchers)
+    return end
 
 
 def on_give_up(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
@@ -162,7 +154,7 @@ def give_up(group: dist.ProcessGroup) -> None:
 
 
 def check() -> None:
-    """Raise CollectiveError where a watchdog knows that waits are vain: for whoever looks again and again."""
+    """Raise CollectiveError where a watcher knows that waits are vain: for waits that look again and again."""
     for watcher in _watchers:
         watcher.check()
 
@@ -211,7 +203,7 @@ class waiting:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What this thread waits for in the body holds nobody up: it is no exposed communication, no watchdog hears of it,
+    """What this thread waits for in the body holds nobody up: it is no exposed communication, no watcher observes it,
     and it lasts as long as it takes, whatever limit the group has."""
     before = _is_apart()
     _local.apart = True
@@ -235,7 +227,7 @@ def wait_for(work: Any) -> None:
 
 @contextmanager
 def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Let the engine's watchdog watch a wait of your own program, which is the body of the `with` statement.
+    """Let the engine's watcher observe a wait of your own program, which is the body of the `with` statement.
 
     If the wait lasts too long, every rank raises, as for a collective of the engine. The wait is not counted as exposed
     communication of the engine.

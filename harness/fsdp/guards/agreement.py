@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.guards.hang_report import by_value, ranks_text
+from harness.fsdp.guards.watches import by_value, ranks_text
 
 Told = Sequence[tuple[str, str]]
 """Pairs of what is spoken of ("parameter blocks.0.weight"), and what is said of that."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.guards.hang_report import by_value, ranks_text
+from harness.fsdp.guards.watches import by_value, ranks_text
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.placement import REPLICATE
 

@@ -1,36 +1,36 @@
-"""What watches the collectives of one model."""
+"""The watchdog of one model: the one module of the engine that knows `harness.watchdog`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
+from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.collective_check import CollectiveCheck
-from harness.fsdp.guards.watchdog import Watchdog
-from harness.fsdp.members import timeout_of
-
-MARGIN_S = 30.0
-"""Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
+from harness.watchdog import CollectiveError as CollectiveError
+from harness.watchdog import Watchdog, default_timeout_s
+from harness.watchdog import by_value as by_value
+from harness.watchdog import ranks_text as ranks_text
 
 
 class Watches:
-    """What watches one model's collectives; `close` ends it."""
+    """A watchdog that observes the engine's collectives until `close`; None for a model of one rank."""
 
-    def __init__(self, watching: Sequence[Watchdog | CollectiveCheck]) -> None:
-        self.watching = watching
+    def __init__(self, watchdog: Watchdog | None) -> None:
+        self.watchdog = watchdog
+        self._end: Callable[[], None] = (lambda: None) if watchdog is None else events.watch(watchdog)
 
     @property
     def is_over(self) -> bool:
-        """Whether a watchdog has raised its alarm: the groups are of no use any more."""
-        return any(isinstance(each, Watchdog) and each.is_over for each in self.watching)
+        """True once the alarm is over: the groups are of no use any more."""
+        return self.watchdog is not None and self.watchdog.is_over
 
     def close(self) -> None:
         """Stop watching; a second call does nothing."""
-        for each in self.watching:
-            each.close()
+        if self.watchdog is not None:
+            self.watchdog.close()
+        self._end()
 
 
 def watch_groups(
@@ -40,22 +40,14 @@ def watch_groups(
     check: bool,
     where: Callable[[], str],
 ) -> Watches:
-    """Watch a model of several ranks, and what else is asked for; see `Watchdog` and `CollectiveCheck`. The first group
-    has all ranks of the model.
+    """The first group has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin.
 
     Raises:
         ValueError: the limit is not positive.
     """
-    watching: list[Watchdog | CollectiveCheck] = []
-    if groups[0].size() > 1:
-        limit_s = usual_limit_s(groups, runtime.device) if timeout_s is None else timeout_s
-        watching.append(Watchdog(groups, runtime, limit_s, where))
-        watching += [CollectiveCheck(groups[0], limit_s)] if check else []
-    return Watches(watching)
-
-
-def usual_limit_s(groups: Sequence[dist.ProcessGroup], device: torch.device) -> float:
-    """Seconds a wait may last where nobody said so: the groups' own timeout, the shortest of them, less a margin. So a
-    rank that works alone for long is ended no sooner than torch would end it, and the message names ranks."""
-    given = min(timeout_of(group, device).total_seconds() for group in groups)
-    return given - min(MARGIN_S, given / 10)
+    if groups[0].size() == 1:
+        return Watches(None)
+    limit_s = default_timeout_s(groups, runtime.device) if timeout_s is None else timeout_s
+    mark = runtime.record if runtime.has_streams else None
+    watchdog = Watchdog(groups, limit_s, where=where, abort=runtime.abort, mark=mark, records=False, check=check)
+    return Watches(watchdog)

@@ -1,0 +1,138 @@
+"""Positions of ranks where a collective does not complete, and the message made of them.
+
+[Note: Mutual waits] Ranks that wait for each other are found before a wait is over the limit. Each of their waits is
+for a collective that another rank has not begun as often: so none of them can go on. A slow exchange is none of these,
+as all its ranks have begun it. Positions may be of different moments, since counts only grow, and of ranks that all
+waited in vain none could be the first to go on. But waits and counts of one rank are of one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+SAME_WORK = (
+    "All ranks must run the same forwards, backwards and steps, and the same units in them: a rank that has no data, or"
+    " leaves a batch out, runs one with its loss times 0"
+)
+ONLY_SLOW = ". Where a rank is only slow, set watchdog_timeout_s higher"
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not complete: a rank waited too long, ended, or ran another collective. All ranks that can be
+    reached raise it with the same message, which names ranks and collectives."""
+
+
+@dataclass
+class Position:
+    """One rank's position.
+
+    where: place in the program. waits: the collective it waits for, None if it waits for none. number: that
+    collective's place among all this rank has begun, 0 if unknown. history: number and name of its last collectives.
+    failure: error of its backend. is_late: its wait is over the limit. waited: for each wait the names of the
+    collectives it is for, empty unless the main thread waits long. begun: how often it has begun each collective.
+    """
+
+    where: str
+    waits: str | None
+    number: int | None
+    seconds: float
+    history: list[tuple[int, str]]
+    failure: str | None = None
+    is_late: bool = False
+    waited: list[list[str]] = field(default_factory=list)
+    begun: dict[str, int] = field(default_factory=dict)
+
+
+Positions = Mapping[int, Position]
+
+
+def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, *, is_deadlock: bool = False) -> str:
+    """Names the collective in which ranks first differ, and every rank's position."""
+    parts = [difference] if (difference := first_difference(positions)) else []
+    parts += _waiting(positions) + _absent(positions, ranks)
+    parts += [f"the backend of rank {rank} said: {p.failure}" for rank, p in sorted(positions.items()) if p.failure]
+    advice = f". {SAME_WORK}{'' if is_deadlock else ONLY_SLOW}"
+    cause = f"a collective did not come about within {timeout_s:g} s"
+    if any(each.failure for each in positions.values()):
+        cause, advice = "a collective failed", ""
+    elif is_deadlock:
+        cause = "ranks wait for each other, each for a collective that another one has not begun"
+    return f"{cause}: {'; '.join(parts)}{advice if len(positions) == len(ranks) else ''}"
+
+
+def describe_wait(positions: Positions, ranks: Sequence[int], timeout_s: float) -> str:
+    """One line for a wait that is long and no fault yet."""
+    parts = _waiting(positions) + _absent(positions, ranks)
+    return f"{'; '.join(parts)}. This is an error after {timeout_s:g} s (watchdog_timeout_s)"
+
+
+def all_stuck(positions: Positions) -> bool:
+    """True if each wait of each rank is for a collective that another rank has not begun; see [Note: Mutual waits]."""
+    return all(
+        each.waited and all(_is_vain(rank, names, positions) for names in each.waited)
+        for rank, each in positions.items()
+    )
+
+
+def _is_vain(rank: int, names: Sequence[str], positions: Positions) -> bool:
+    wanted = {name: positions[rank].begun.get(name, 0) for name in names}
+    others = [position for other, position in positions.items() if other != rank]
+    return any(count > each.begun.get(name, 0) for name, count in wanted.items() for each in others)
+
+
+def first_difference(positions: Positions) -> str:
+    """The first number at which ranks began different collectives; "" if there is none in their histories."""
+    histories = {rank: {int(number): name for number, name in each.history} for rank, each in positions.items()}
+    for number in sorted(set().union(*histories.values())):
+        names = {rank: history[number] for rank, history in histories.items() if number in history}
+        if len(set(names.values())) > 1:
+            sides = "; ".join(f"{ranks_text(ranks)} at {name}" for name, ranks in by_value(names).items())
+            return f"mismatch, collective number {number} is not the same on all ranks: {sides}"
+    return ""
+
+
+def _waiting(positions: Positions) -> list[str]:
+    places = {
+        rank: f"{each.waits}{f' (number {each.number})' if each.number else ''} {each.where}"
+        for rank, each in positions.items()
+        if each.waits is not None
+    }
+    return [
+        f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} since"
+        f" {max(positions[rank].seconds for rank in ranks):.1f} s in {place}"
+        for place, ranks in by_value(places).items()
+    ]
+
+
+def _absent(positions: Positions, ranks: Sequence[int]) -> list[str]:
+    """Ranks that wait for nothing, and ranks that do not answer."""
+    parts = [_elsewhere(rank, each) for rank, each in sorted(positions.items()) if each.waits is None]
+    if silent := [rank for rank in ranks if rank not in positions]:
+        parts.append(
+            f"{ranks_text(silent)} do{'es' if len(silent) == 1 else ''} not answer: ended, stopped, or inside a call"
+            " that lets no other thread run (the rank's own log tells)"
+        )
+    return parts
+
+
+def _elsewhere(rank: int, position: Position) -> str:
+    came = "failed" if position.failure else "has not come: it is"
+    if not position.history:
+        return f"rank {rank} {came} {position.where} and has begun no collective"
+    number, name = position.history[-1]
+    return f"rank {rank} {came} {position.where}; the last collective it began is {name} (number {number})"
+
+
+def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Ranks by their common value, in order of the first rank."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 2`, or `ranks 0, 1`; at most eight by number."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

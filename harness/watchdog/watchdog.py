@@ -1,0 +1,311 @@
+"""Turning a hang, or ranks that issue different collectives, into one error on every rank.
+
+[Note: How a hang ends] One thread looks at this rank's waits a few times a second and asks no store. If a wait is over
+the limit, or the backend has failed one, it calls a roll of all ranks (`harness.watchdog.store`). A second thread
+answers it, also while the program computes. One rank makes one message of all positions, and each rank reads it before
+the groups are aborted. Then waits fail, here and through closed connections on other ranks; `explain` replaces their
+error by CollectiveError with that message. A rank that waits for nothing raises it at its next collective.
+
+Rolls are called for two more reasons, once a wait. After SUSPECT_S ranks may wait for each other, [Note: Mutual waits].
+After NOTICE_S one rank logs who waits for whom, and the wait goes on: a rank that evaluates alone is no fault.
+
+[Note: A silent store] The store lives in some process, often rank 0, which may be the one that has stopped. So a third
+thread asks. If it comes to nothing within PATIENCE_S, the rank raises what it knows alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
+from harness.watchdog.store import CLOSED, CollectiveCheck, RollCalls, stores_of
+from harness.watchdog.waits import FlightRecorder, Wait, Waits
+
+LOG = logging.getLogger(__name__)
+TICK_S = 0.5
+"""Seconds between two looks at this rank's waits, at most; a quarter of the limit where that is less."""
+PATIENCE_S = 10.0
+"""Seconds that ranks may take to agree: more than a roll and the one before it do."""
+SILENCE = f"the store of the process group does not answer within {PATIENCE_S:g} s: who keeps it has stopped"
+SUSPECT_S, NOTICE_S = 5.0, 60.0
+MARGIN_S = 30.0
+"""Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
+EXIT_S = 1.0
+"""Seconds that the program's end waits for a thread; one that came back later would abort the interpreter."""
+NEVER_SENT = (1 << 31) - 3
+SUSPICION, NOTICE, ALARM = 1, 2, 3
+"""Reasons of a roll call."""
+BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "cannot be read any more", "imed out", "Wait timeout")
+"""Words of errors that say a collective failed, rather than the program is wrong."""
+
+
+def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.device) -> float:
+    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later."""
+    backends = [group._get_backend(device) for group in groups for device in devices or group._device_types]
+    given: float = min(backend.options._timeout for backend in backends).total_seconds()
+    return given - min(MARGIN_S, given / 10)
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Make all waits of this process in a group fail; the group is of no use afterwards.
+
+    gloo's own abort ends no wait, but a receive that times out closes the connections under all of them.
+    """
+    with suppress(RuntimeError):  # closed already
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+        elif group.size() > 1:
+            nothing, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
+            group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def main_thread_place() -> str:
+    """The line outside torch that the program's main thread has come to."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        frame = frame.f_back
+    return f"in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+
+
+class Watchdog:
+    """Watches the collectives of this process in some groups, from its construction to `close` or the end of `with`.
+
+    Args:
+        groups: the first has all ranks, and its store is used. None: the default group.
+        timeout_s: seconds a wait may last; None: `default_timeout_s`.
+        where: place in the program, for the message; called from another thread.
+        abort: makes the waits in a group fail.
+        mark: leaves an event on the current stream, with `is_reached`; None where the host waits.
+        records: watch what c10d's flight recorder has; False: only announced collectives and waits.
+        check: compare each announced collective over all ranks before its data moves.
+
+    Raises:
+        ValueError: the limit is not positive.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup] | None = None,
+        timeout_s: float | None = None,
+        *,
+        where: Callable[[], str] = main_thread_place,
+        abort: Callable[[dist.ProcessGroup], None] = abort_group,
+        mark: Callable[[], Any] | None = None,
+        records: bool = True,
+        check: bool = False,
+    ) -> None:
+        self.groups: Any = [dist.group.WORLD] if groups is None else list(groups)
+        self.timeout_s = default_timeout_s(self.groups) if timeout_s is None else timeout_s
+        if not self.timeout_s > 0:
+            raise ValueError(f"watchdog_timeout_s={timeout_s} must be above 0 seconds, or None")
+        self.tick_s = min(TICK_S, self.timeout_s / 4)
+        self.ranks, self.rank = dist.get_process_group_ranks(self.groups[0]), dist.get_rank()
+        self._where, self._abort = where, abort
+        everywhere = all(dist.get_process_group_ranks(group) == self.ranks for group in self.groups)
+        self._suspects = not records and everywhere and self.timeout_s > 2 * SUSPECT_S
+        self._failure: str | None = None
+        self._message: str | None = None
+        self._silence = SILENCE
+        self._is_closed = self._is_answering = False
+        self._wake, self._concluded = threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._check: CollectiveCheck | None = None
+        self.waits = Waits(mark, FlightRecorder(self.groups) if records else None)
+        if len(self.ranks) == 1:
+            return
+        ear, voice, *others = stores_of(self.groups[0], clones=2 + check)
+        self._rolls = RollCalls(ear, voice, self.ranks, self.rank, self.tick_s)
+        self._check = CollectiveCheck(others[0], self.ranks, self.rank) if check else None
+        Waits.live.add(self.waits)
+        self._threads = [_thread(self._watch, "watchdog"), _thread(self._listen, "watchdog-store")]
+        atexit.register(self._leave)
+
+    def close(self) -> None:
+        """Stop watching; a second call does nothing."""
+        self._is_closed = True
+        self._wake.set()
+        atexit.unregister(self._leave)
+        Waits.live.discard(self.waits)
+
+    def _leave(self) -> None:
+        self.close()
+        for thread in self._threads:
+            thread.join(EXIT_S)
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._raise_explained(error)
+        finally:
+            self.close()
+
+    @property
+    def is_over(self) -> bool:
+        """True once the alarm is over: no wait in the groups will complete."""
+        return self._message is not None
+
+    # -- called by the program's threads -----------------------------------------------------------------------------
+
+    def begin(self, label: Hashable, data: Sequence[Any] = ()) -> None:
+        """Announce a collective. data: its tensors, which only `check` looks at."""
+        self.check()
+        if self._check is not None:
+            with self.waiting(f"a comparison of {label}"):
+                self._check.compare(label, data, self.timeout_s)
+        self.waits.begin(label)
+
+    def enter(self, labels: tuple[Hashable, ...], group: dist.ProcessGroup | None = None) -> int:
+        """Begin a wait; returns a token for `leave`, which ends it. group: see `waiting`."""
+        self.check()
+        return self.waits.enter(labels, group)
+
+    def leave(self, token: int) -> None:
+        self.waits.leave(token)
+
+    @contextmanager
+    def waiting(self, *labels: Hashable, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """The body waits for these collectives. group: aborted too, if it is none of the watchdog's."""
+        token = self.enter(labels, group)
+        try:
+            yield
+        except Exception as error:
+            self._raise_explained(error)
+            raise
+        finally:
+            self.leave(token)
+
+    def check(self) -> None:
+        """Raise CollectiveError where the alarm is over."""
+        if self._message is not None:
+            raise CollectiveError(self._message)
+
+    def explain(self, error: Exception) -> Exception:
+        """CollectiveError for an error of the backend, which raises the alarm; other errors as they are."""
+        of_backend = isinstance(error, RuntimeError) and any(word in str(error) for word in BACKEND)
+        if isinstance(error, CollectiveError) or not (of_backend or isinstance(error, dist.DistError)):
+            return error
+        if self._failure is None:
+            self._failure = str(error).strip().splitlines()[0].split(". This is")[0]
+        self._wake.set()
+        if not self._concluded.wait(2 * self.tick_s + PATIENCE_S + 3.0) or self._message is None:
+            return error
+        return CollectiveError(self._message)
+
+    def _raise_explained(self, error: BaseException | None) -> None:
+        explained = self.explain(error) if isinstance(error, Exception) and self._threads else error
+        if explained is not None and explained is not error:
+            raise explained from error
+
+    # -- threads of the watchdog -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        asking, alone_at = threading.Thread(), float("inf")
+        while not self._is_closed and self._message is None:
+            reason = self._reason()
+            alone_at = min(alone_at, time.monotonic() + PATIENCE_S) if reason == ALARM else float("inf")
+            if time.monotonic() >= alone_at:
+                known = describe_hang({self.rank: self.position()}, [self.rank], self.timeout_s)
+                self._conclude(f"{known}; other ranks could not be asked: {self._silence}")
+            elif reason and not self._is_answering and not asking.is_alive():
+                asking = _thread(partial(self._ask, reason), "watchdog-asks")
+            self._wake.wait(self.tick_s)
+            self._wake.clear()
+        if asking.ident is not None:
+            asking.join(EXIT_S)
+        with suppress(Exception):  # the store is gone
+            self._rolls.close()
+
+    def _listen(self) -> None:
+        with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
+            while not self._is_closed and (reason := self._rolls.wait()) != CLOSED:
+                self._is_answering = True
+                if message := self._rolls.answer(self._answer(reason)):
+                    return self._conclude(message)
+                self._is_answering = False
+
+    def _ask(self, reason: int) -> None:
+        if self._failure is not None:
+            self._concluded.wait(self.tick_s)  # other ranks see errors of their own
+        try:
+            positions = self._rolls.ask(reason, self._verdict)
+        except Exception as error:
+            self._silence = str(error).splitlines()[0]
+            return
+        if reason == NOTICE and positions and not self._verdict(positions):
+            LOG.warning(describe_wait(positions, self.ranks, self.timeout_s))
+
+    def _reason(self) -> int:
+        """The most urgent reason to call a roll; 0: none."""
+        reasons = [self._reason_of(wait, time.monotonic() - wait.since) for wait in self.waits.all()]
+        return ALARM if self._failure is not None else max(reasons, default=0)
+
+    def _reason_of(self, wait: Wait, seconds: float) -> int:
+        if seconds > self.timeout_s:
+            return ALARM
+        if seconds > NOTICE_S and not wait.is_noticed:
+            return NOTICE
+        # Later than a wait counts, so that ranks which began about now need not ask again.
+        is_long = self._suspects and wait.is_main and seconds > 1.2 * SUSPECT_S
+        return SUSPICION if is_long and not wait.is_suspected else 0
+
+    def _answer(self, reason: int) -> Position:
+        """This rank's position, for which no rank need ask again."""
+        for wait in self.waits.all():
+            wait.is_noticed |= reason == NOTICE
+            wait.is_suspected |= time.monotonic() - wait.since > SUSPECT_S
+        return self.position()
+
+    def position(self) -> Position:
+        late = self.waits.late(self.timeout_s)
+        *_, wait = [None, *(late or self.waits.all())]
+        waited, begun = self.waits.blocked(SUSPECT_S) if self._suspects else ([], {})
+        return Position(
+            where=self._where(),
+            waits=None if wait is None else (" and ".join(map(str, wait.labels)) or "a collective begun before"),
+            number=None if wait is None else self.waits.number_of(wait),
+            seconds=0.0 if wait is None else time.monotonic() - wait.since,
+            history=self.waits.history(),
+            failure=self._failure,
+            is_late=bool(late),
+            waited=waited,
+            begun=begun,
+        )
+
+    def _verdict(self, positions: dict[int, Position]) -> str:
+        """The message that all ranks raise; "" if they go on."""
+        is_deadlock = len(positions) == len(self.ranks) and all_stuck(positions)
+        if is_deadlock or any(each.failure or each.is_late for each in positions.values()):
+            return describe_hang(positions, self.ranks, self.timeout_s, is_deadlock=is_deadlock)
+        return ""
+
+    def _conclude(self, message: str) -> None:
+        with self._lock:
+            if self._is_closed or self._message is not None:
+                return
+            self._message = message
+        for group in (*self.groups, *(wait.group for wait in self.waits.all() if wait.group is not None)):
+            self._abort(group)
+        self._concluded.set()
+        self._wake.set()
+
+
+def _thread(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread

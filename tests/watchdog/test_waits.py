@@ -1,0 +1,248 @@
+"""Waits of a rank: on a device, long ones, and those that a rank may count in a search for deadlocks."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.watchdog import CollectiveError, Watchdog, watchdog
+from harness.watchdog.store import RollCalls
+from harness.watchdog.waits import Waits
+from tests.support.mutants import Slip, each
+from tests.watchdog.ranks import logged, together, watchdogs, without_threads
+
+LIMIT_S = 1.0
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.is_reached = False
+
+
+def test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was() -> None:
+    waits = Waits(FakeEvent, None)
+    for name in "ab":
+        waits.leave(waits.enter((name,), None))
+    first, second = waits.on_device
+    for wait in (first, second):
+        wait.since -= 2 * LIMIT_S  # when the host asked for it
+    assert waits.late(LIMIT_S) == [first]
+    first.reached.is_reached = True
+    assert waits.late(LIMIT_S) == []
+    second.since -= 2 * LIMIT_S
+    assert waits.late(LIMIT_S) == [second]
+
+
+def test_a_stream_that_never_passes_a_collective_is_an_error_at_the_next_one() -> None:
+    dogs = watchdogs(2, dist.HashStore(), LIMIT_S, mark=FakeEvent, where=lambda: "in the backward of blocks.0")
+    for dog in dogs:
+        dog.begin("all_gather blocks.0")
+        with dog.waiting("all_gather blocks.0"):
+            pass
+        assert dog.waits.late(LIMIT_S) == []
+    dogs[1].waits.on_device[0].reached.is_reached = True
+    errors = together([lambda dog=dog: dog._concluded.wait(10) and dog.begin("next") for dog in dogs], 0)  # type: ignore[misc]
+    (message,) = set(map(str, errors))
+    assert "rank 0 waits since" in message
+    assert "all_gather blocks.0 (number 1) in the backward of blocks.0" in message
+    assert "rank 1 has not come" in message
+    assert [dog._abort.call_count for dog in dogs] == [1, 1]  # type: ignore[attr-defined]
+    for dog in dogs:
+        dog.close()
+
+
+def test_errors_of_the_program_are_left_alone() -> None:
+    dog = object.__new__(Watchdog)
+    for error in (ArithmeticError("gloo"), RuntimeError("a bucket was summed before it was exchanged")):
+        assert dog.explain(error) is error
+    known = CollectiveError("Connection")
+    assert dog.explain(known) is known
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_limit_is_positive(seconds: float) -> None:
+    with without_threads(), pytest.raises(ValueError, match="must be above 0 seconds"):
+        watchdogs(2, dist.HashStore(), seconds)
+
+
+# -- waits that count in a search for deadlocks ------------------------------------------------------------------------
+
+
+def is_counted(waits: Waits, while_asked: Callable[[], None] = lambda: None) -> bool:
+    """True if the wait counts of a rank that has begun a collective and waits for it; `while_asked` runs meanwhile."""
+
+    class Counts(Counter[Any]):
+        def items(self) -> Any:
+            while_asked()
+            return super().items()
+
+    waits.counts = Counts()
+    waits.begin("a")
+    token = waits.enter(("a",), None)
+    try:
+        return waits.blocked(-1.0) != ([], {})
+    finally:
+        waits.announced.pop(token, None)
+
+
+def counted_waits() -> list[bool]:
+    """Of a rank of one model, one that goes on meanwhile, one of two models, and one that had two."""
+    waits, other = Waits(None, None), Waits(None, None)
+    with mock.patch.object(Waits, "live", {waits}):
+        counted = [is_counted(waits), is_counted(waits, lambda: waits.leave(next(iter(waits.announced))))]
+        Waits.live.add(other)
+        counted.append(is_counted(waits))
+        Waits.live.discard(other)
+        return [*counted, is_counted(waits)]
+
+
+COUNTED = [True, False, False, False]
+
+
+def test_waits_of_one_model_and_one_moment_count() -> None:
+    assert counted_waits() == COUNTED
+
+
+COUNTING = {
+    "several models": (
+        "A rank tells counts in which those of another model are, which other ranks do not have",
+        Slip(Waits, "begin", "== 1", ">= 1"),
+    ),
+    "another moment": (
+        "A rank that goes on while it is asked tells a wait that is over, and what it has begun since",
+        Slip(Waits, "blocked", "dict(self.announced).keys() != waits.keys()", "False"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [(name, breaks) for name, (breaks, _) in COUNTING.items()]))
+def test_a_rank_that_counts_too_much_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    COUNTING[name][1].put(monkeypatch)
+    assert counted_waits() != COUNTED
+
+
+def test_parts_of_ranks_and_short_limits_are_not_judged() -> None:
+    found = [suspects(60.0, [0, 1]), suspects(60.0, [0, 1], [0]), suspects(2 * watchdog.SUSPECT_S, [0, 1])]
+    assert found == [True, False, False]
+
+
+def suspects(limit_s: float, *groups: list[int]) -> bool:
+    with (
+        mock.patch.object(dist, "get_process_group_ranks", side_effect=lambda group: group),
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(watchdog, "stores_of", lambda *_, clones: [dist.HashStore()] * clones),
+        without_threads(),
+    ):
+        dog = Watchdog(list(groups), limit_s, records=False)  # type: ignore[arg-type]
+        dog.close()
+        return dog._suspects
+
+
+# -- a rank that works alone for long ----------------------------------------------------------------------------------
+
+NOTICE_S = 0.3
+NOTICE_SLIPS = {
+    "nobody asks": Slip(
+        Watchdog,
+        "_reason_of",
+        "seconds > NOTICE_S and not wait.is_noticed",
+        "False",
+        "Nothing is said of a wait, however long it is",
+    ),
+    "who answers is not waited for": Slip(
+        RollCalls,
+        "ask",
+        "timedelta(seconds=ANSWER_S)",
+        "timedelta(milliseconds=1)",
+        "The line is made of the answers that are there at once",
+    ),
+    "who works is not asked": Slip(
+        Watchdog,
+        "_listen",
+        "if message := self._rolls.answer(self._answer(reason))",
+        "if message := self._reason() and self._rolls.answer(self._answer(reason))",
+        "Ranks that do not wait long do not say where they are, and are taken for silent ones",
+    ),
+    "again and again": Slip(
+        Watchdog,
+        "_answer",
+        "wait.is_noticed |= reason == NOTICE",
+        "pass",
+        "The same wait is told again every few seconds",
+    ),
+}
+
+
+def notices() -> list[str]:
+    """Lines of three watchdogs of one process, two of which wait for longer than the notice."""
+
+    def where() -> str:
+        time.sleep(0.05)
+        return "here"
+
+    with (
+        logged() as lines,
+        mock.patch.object(watchdog, "NOTICE_S", NOTICE_S),
+        mock.patch.object(watchdog, "TICK_S", 0.05),
+    ):
+        dogs = watchdogs(3, dist.HashStore(), 18.0, where=where)
+        for dog in dogs[1:]:
+            dog.enter(("all_gather a",))
+        time.sleep(NOTICE_S + 1.0)
+        for dog in dogs:
+            dog.close()
+    return lines
+
+
+def wrong_notice(lines: list[str]) -> list[str]:
+    if len(lines) != 1:
+        return [f"{len(lines)} lines: {lines}"]
+    parts = ("ranks 1, 2 wait since ", "in all_gather ", "rank 0 has not come: it is ", "after 18 s (watchdog")
+    return [f"{part!r} is not in {lines[0]!r}" for part in parts if part not in lines[0]]
+
+
+def test_one_rank_says_who_waits_for_whom() -> None:
+    assert wrong_notice(notices()) == []
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [(name, slip.breaks) for name, slip in NOTICE_SLIPS.items()]))
+def test_what_says_nothing_or_too_much_of_a_long_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    NOTICE_SLIPS[name].put(monkeypatch)
+    assert wrong_notice(notices())
+
+
+# -- the limit ---------------------------------------------------------------------------------------------------------
+
+GIVEN = {None: 1770.0, timedelta(minutes=10): 570.0, timedelta(hours=2): 7170.0, timedelta(seconds=10): 9.0}
+"""The limit, by the timeout that init_process_group is given."""
+
+
+def limits() -> dict[timedelta | None, float]:
+    found = {}
+    for given in GIVEN:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=given)
+        world: Any = dist.group.WORLD
+        found[given] = watchdog.default_timeout_s([world], torch.device("cpu"))
+        short: Any = dist.new_group([0], timeout=timedelta(seconds=5))
+        assert watchdog.default_timeout_s([world, short]) == 4.5, "the first backend that gives up"
+        assert Watchdog().timeout_s == found[given]
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_wait_may_last_as_long_as_the_groups_say() -> None:
+    assert limits() == GIVEN
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [("300 s", "A rank that saves for six minutes is ended")]))
+def test_another_limit_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(watchdog, "default_timeout_s", "given - min", "min(given, 300.0) - min").put(monkeypatch)
+    assert limits() != GIVEN
