@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
 from harness.fsdp.megatron_arguments import UNBUILT
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
-from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Step
+from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Step
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
@@ -166,7 +167,8 @@ def _freed(life: Life) -> str:
 
 def placements() -> list[str]:
     """The table of placements, a row a strategy."""
-    lines = [f"| axis | strategy | {' | '.join(buffer.value for buffer in Buffer)} |", "|---" * (len(Buffer) + 2) + "|"]
+    buffers = [each.name.replace("grads", "gradients").replace("_", " ") for each in fields(Placements)]
+    lines = [f"| axis | strategy | {' | '.join(buffers)} |", "|---" * (len(buffers) + 2) + "|"]
     for axis, table in ((Axis.inner, ON_INNER), (Axis.outer, ON_OUTER)):
         for strategy, row in table.items():
             name = "none, or one rank" if strategy is None else f"`{strategy.name}`"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
-    from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
+    from harness.fsdp.guards.replicas import CopiesPart as CopiesPart
     from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
     from harness.fsdp.guards.watches import CollectiveError as CollectiveError
     from harness.fsdp.megatron import MegatronModel as MegatronModel
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from harness.fsdp.state.named import ShardedState as ShardedState
     from harness.fsdp.state.named import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
-    from harness.fsdp.tensor_parallel.portion import Portion as Portion
-    from harness.fsdp.tensor_parallel.portion import UnknownPlan as UnknownPlan
-    from harness.fsdp.update.blank import create_state as create_state
-    from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
+    from harness.fsdp.tensor_parallel.parameters import Portion as Portion
+    from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
+    from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
+    from harness.fsdp.update.rules import create_state as create_state
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
     from harness.fsdp.vocabulary import Fallback as Fallback
     from harness.fsdp.vocabulary import Fp8 as Fp8
@@ -68,8 +68,7 @@ _EXPORTS = {
     ),
     "harness.fp8.linear": ("Fp8Linear",),
     "guards.agreement": ("RanksDisagree",),
-    "guards.copied_gradients": ("CopiesPart",),
-    "guards.replicas": ("ReplicaDrift",),
+    "guards.replicas": ("CopiesPart", "ReplicaDrift"),
     "guards.watches": ("CollectiveError",),
     "megatron": ("MegatronModel",),
     "model": ("ShardedModel",),
@@ -89,12 +88,12 @@ _EXPORTS = {
     ),
     "ragged.tensor": ("RaggedTensor",),
     "storage.placement": ("Placements",),
-    "tensor_parallel.portion": (
+    "tensor_parallel.parameters": (
         "Portion",
         "UnknownPlan",
     ),
-    "update.blank": ("create_state",),
-    "update.squares": ("sum_of_squares",),
+    "update.rules": ("create_state",),
+    "update.norms": ("sum_of_squares",),
     "vocabulary": (
         "CtaPolicy",
         "Fallback",

@@ -166,7 +166,7 @@ def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any)
             optimizers skip a parameter whose `.grad` is None.
 
     Raises:
-        TypeError, ValueError: see `harness.fsdp.update.accepted.check_optimizer`.
+        TypeError, ValueError: see `harness.fsdp.update.rules.check_optimizer`.
         ValueError: no model is given, and the parameters belong to no sharded model or to several.
     """
     model, optimizer = _model_and_optimizer(*given, **named)

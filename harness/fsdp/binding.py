@@ -15,10 +15,8 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
-from harness.fsdp.update.accepted import check_optimizer
-from harness.fsdp.update.blank import begins_with_gradient, create_state_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.update.kernels import chosen_for
+from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
 from harness.fsdp.vocabulary import Numerics
 
 _OWNER = "_fsdp_model"
@@ -85,7 +83,7 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
 
     def kernels(own: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
         fusable = all(segment.fusable for bucket in model.buckets for segment in bucket.layout.segments)
-        found = chosen_for(own, group, model.numerics, fusable=fusable)
+        found = kernel_settings(own, group, model.numerics, fusable=fusable)
         return {**found, **{name: found.get(name, value) and value for name, value in chosen(own, group).items()}}
 
     flat.before.append(before)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.mesh import Everyone, Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.watches import Watches

@@ -23,11 +23,9 @@ from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
-from harness.fsdp.guards.agreement import check_agreed
-from harness.fsdp.guards.copied_gradients import CopiedGradients
+from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.plan import check_copies, check_plan
-from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
+from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -45,12 +43,11 @@ from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, GradientPlan, InitialValue
 from harness.fsdp.storage.codec import Scales, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
-from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.storage.module_slots import slots_of
+from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.declared import declare, mesh_of
 from harness.fsdp.tensor_parallel.parameters import axis_of

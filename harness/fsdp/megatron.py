@@ -14,7 +14,7 @@ from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.step import Call, StepError, StepState
-from harness.fsdp.update import clipping
+from harness.fsdp.update import norms
 from harness.fsdp.vocabulary import Registration
 from harness.fsdp.wiring import set_wire, with_wire_of
 
@@ -108,7 +108,7 @@ class MegatronModel(ShardedModel):
         if not self.has_gradients:
             return
         self.finish_grad_sync()
-        clipping.scale_gradients(self.buckets, float(scaling_factor))
+        norms.scale_gradients(self.buckets, float(scaling_factor))
 
     def zero_grad_buffer(self) -> None:
         """Forget gradients; see `zero_grad`."""

@@ -29,7 +29,7 @@ from harness.fsdp.state.access import StateAccess
 from harness.fsdp.stateful import StatefulModule
 from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.update import clipping, norms
+from harness.fsdp.update import norms
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.fsdp.wrapper import FORWARD_METHODS, mark_sharded, register_forward_method
@@ -244,7 +244,7 @@ class ShardedModel(StatefulModule):
                 " the step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it"
                 " anyway"
             )
-        clipping.clip_gradients(self.buckets, norm, float(max_norm))
+        norms.clip_gradients(self.buckets, norm, float(max_norm))
         return norm
 
     def install_weights(self) -> None:

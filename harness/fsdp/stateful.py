@@ -174,7 +174,7 @@ class StatefulModule(ModuleWrapper):
 
     def optimizer_kernels(self) -> list[str]:
         """For each parameter group, in the order of binding: which of torch's kernels updates it, and whether the user
-        or the engine chose that kernel; see `harness.fsdp.update.kernels`."""
+        or the engine chose that kernel; see `harness.fsdp.update.rules`."""
         return [kernel for each in self._flat_steps for kernel in each.chosen()]
 
     def user_buffers(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import clipping, norms
+from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, fault
 from tests.faults.update import rows_of
@@ -30,7 +30,7 @@ def _clipped_by(site: Site, choose: Callable[[list[Bucket], Tensor], Tensor]) ->
 
         return wrapped
 
-    site.around(clipping, "clip_gradients", wrap, always=True)
+    site.around(norms, "clip_gradients", wrap, always=True)
 
 
 @fault(
@@ -87,7 +87,7 @@ def F40_clipped_by_group(site: Site) -> None:
 
         return wrapped
 
-    site.around(clipping, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrap)
 
 
 def _coefficient(norm: Tensor, max_norm: float) -> float:

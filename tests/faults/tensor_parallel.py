@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from harness.fsdp.storage import arrivals, gradients
+from harness.fsdp.storage import gradients
 from harness.fsdp.storage.bucket import Bucket
 from tests.faults.corpus import SEQUENCE, TP, ZERO3
 from tests.faults.site import Site, blend, fault
@@ -57,8 +57,7 @@ def _on_portions(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | No
 
         return wrapped
 
-    for taken_in in (gradients, arrivals):
-        site.around(taken_in, "gradient_here", wrap)
+    site.around(gradients, "gradient_here", wrap)
 
 
 @fault(

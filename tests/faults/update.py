@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import ShardedParameters, location_of
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import clipping, norms
+from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
 
@@ -59,7 +59,7 @@ def _on_clip(site: Site, power: float) -> None:
 
         return wrapped
 
-    site.around(clipping, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrap)
 
 
 @fault(
@@ -91,7 +91,7 @@ def clip_bound(site: Site) -> None:
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
         return lambda buckets, norm, max_norm: clip(buckets, norm, max_norm * (1.0 + site.amount))
 
-    site.around(clipping, "clip_gradients", wrap)
+    site.around(norms, "clip_gradients", wrap)
 
 
 @dataclass(frozen=True)

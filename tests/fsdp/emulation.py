@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from harness.engines import optim
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import Dtypes, create_state
-from harness.fsdp.comm import order_free_norm
+from harness.fsdp.comm import fixed_point
 from harness.models.workload import LlamaWorkload
 from tests.fsdp.trial import KEPT, Case, Record, batches
 
@@ -126,8 +126,8 @@ class Emulation:
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> float:
         """Clip, update; returns the norm before."""
-        counters = order_free_norm.square_counters(gradients.values(), torch.device("cpu"))
-        norm = order_free_norm.norm_from_counters(counters)
+        counters = fixed_point.square_counters(gradients.values(), torch.device("cpu"))
+        norm = fixed_point.norm_from_counters(counters)
         coefficient = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         for name, weight in self.main.items():
             gradient = gradients[name]

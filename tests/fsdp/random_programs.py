@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
-from harness.fsdp.comm import order_free_norm
+from harness.fsdp.comm import fixed_point
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Strategy
 
@@ -364,7 +364,7 @@ def train_plain(program: Program, summing: Summing, *, wide: bool = False) -> Re
 
 def _norm(gradients: list[Tensor], program: Program) -> float:
     if program.is_exact and gradients[0].dtype == fp32:
-        return order_free_norm.norm_from_counters(order_free_norm.square_counters(gradients, torch.device("cpu")))
+        return fixed_point.norm_from_counters(fixed_point.square_counters(gradients, torch.device("cpu")))
     return math.sqrt(sum(each.double().square().sum().item() for each in gradients))
 
 

@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, wrapper
 from harness.fsdp.state import access
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.whereabouts import Whereabouts
+from harness.fsdp.storage.parameter_access import Whereabouts
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Block, Net, built, data, said, trained

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness.fsdp.comm.order_free_norm import norm_from_counters, square_counters
+from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
 
 CPU = torch.device("cpu")
 

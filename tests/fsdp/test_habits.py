@@ -24,7 +24,7 @@ from harness.fsdp.runtime import backward_hooks, forward_hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.handed_on import without_weights
-from harness.fsdp.storage.parameter_views import ParameterViews
+from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each

@@ -64,7 +64,7 @@ def test_runs_hold_each_group_s_elements_and_nobody_else_s(
     layout = plan_bucket(specs(found), num_ranks, 64)
     group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
     for rank in {0, num_ranks // 2, num_ranks - 1}:
-        stretches = layout.stretches(rank, group_of)
+        stretches = layout.runs(rank, group_of)
         for slot in layout.slots:
             part = layout.local_slice(slot, rank)
             holders = [
@@ -182,7 +182,7 @@ def test_runs_and_gaps_cover_each_element_once(
     group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
     painted: dict[int, int] = {}
     for rank in range(inner * outer):
-        for each in layout.stretches(rank, group_of):
+        for each in layout.runs(rank, group_of):
             segment = layout.segments[each.segment]
             begin = segment.bucket_offset + segment.shard(rank)[0]
             for element in range(begin + each.start, begin + each.end):
@@ -256,7 +256,7 @@ def row_facts(layout: BucketLayout, ranks: Sequence[int], groups: dict[str, int]
     ]
     for rank in ranks:
         yield [(p.segment, p.offset, p.start, p.end) for p in (layout.local_slice(s, rank) for s in layout.slots)]
-        stretches = layout.stretches(rank, groups)
+        stretches = layout.runs(rank, groups)
         yield layout.param_numel_on(rank), [(each.group, each.segment, each.start, each.end) for each in stretches]
 
 

@@ -13,13 +13,12 @@ from torch import nn
 from harness.fsdp import fully_shard
 from harness.fsdp.runtime import units as runtime_units
 from harness.fsdp.runtime.units import UnitPlan
-from harness.fsdp.state import of_parameters
 from tests.fsdp.test_many_ranks import Lines, believing_in
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 FEW, MANY = 16, 128
-"""Units. Every pair of hundreds is looked at where thousands are: 6,000 stretches took 69 s to load."""
+"""Units."""
 RANKS = 4
 
 
@@ -73,26 +72,10 @@ def _every_rest(plans: Any, min_elements: int) -> list[UnitPlan]:
     return found
 
 
-def _looked_for(saved: Any) -> Any:
-    def get(where: str, _: Any) -> list[Any]:
-        found = []
-        for one in saved:
-            if one.where == where:
-                found.append(one)  # noqa: PERF401 # each is a line
-        return found
-
-    get.__code__ = get.__code__.replace(co_filename=of_parameters.__file__)  # whose lines are counted
-    return mock.Mock(get=get)
-
-
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "every rest": (
         "Elements of all units that follow are counted anew for each unit",
         lambda: mock.patch.object(runtime_units, "_joined", _every_rest),
-    ),
-    "every pair": (
-        "Each stretch that was saved is compared with each parameter's rows",
-        lambda: mock.patch.object(of_parameters, "_by_place", _looked_for),
     ),
 }
 

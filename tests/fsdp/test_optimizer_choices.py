@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, create_state, fully_shard
-from harness.fsdp.state import of_parameters
+from harness.fsdp.state import named
 from harness.fsdp.storage.layout import Segment
-from harness.fsdp.update import blank
+from harness.fsdp.update import rules
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, arguments_of, data, loss_of
 from tests.support.mutants import each
@@ -175,6 +175,13 @@ def test_an_optimizer_is_stepped_as_was_promised(strategy: str, check: str) -> N
     holds(__name__, strategy, check)
 
 
+_held_by = named.held_by
+
+
+def _those_with_rows(*args: Any) -> list[Any]:
+    return [each for each in _held_by(*args) if each[0].layout.local_slice(each[1], each[0].cuts.layout_rank).numel]
+
+
 MUTANTS = {
     "bits may change": Mutant(
         "Under numerics=ordered the fused kernel is chosen for segments that it cannot step bit by bit",
@@ -183,23 +190,23 @@ MUTANTS = {
     ),
     "momentum begins with zeros": Mutant(
         "A state of SGD's momentum with dampening is made before the first gradient",
-        lambda: mock.patch.object(blank, "begins_with_gradient", return_value=False),
+        lambda: mock.patch.object(rules, "begins_with_gradient", return_value=False),
         "dampening",
         "no_shard",
     ),
     "state begins at zero": Mutant(
         "Adagrad's sums and Rprop's steps begin with zero whatever their settings",
-        lambda: mock.patch.dict(blank.FIRST_OF_GROUP, clear=True),
+        lambda: mock.patch.dict(rules.FIRST_OF_GROUP, clear=True),
         "beginning",
     ),
     "products begin at zero": Mutant(
         "NAdam's product begins with zero",
-        lambda: mock.patch.dict(blank.FIRST, clear=True),
+        lambda: mock.patch.dict(rules.FIRST, clear=True),
         "beginning",
     ),
     "nobody's count": Mutant(
         "Parameters without a row on a rank are counted from one after a load",
-        lambda: mock.patch.object(of_parameters, "_count_elsewhere"),
+        lambda: mock.patch.object(named, "held_by", _those_with_rows),
         "counting",
     ),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from fractions import Fraction
 
 import pytest
@@ -22,7 +23,6 @@ from harness.fsdp.storage.placement import (
     REPLICATE,
     SHARD,
     WHOLE,
-    Buffer,
     On,
     Placement,
     Step,
@@ -106,15 +106,16 @@ def test_the_collectives_of_a_step_follow_from_the_tables(inner: str, outer: str
 def test_every_strategy_and_buffer_has_a_placement() -> None:
     assert list(ON_INNER) == list(Strategy)
     assert list(ON_OUTER) == [None, *OuterStrategy]
-    assert {len(row) for row in (*ON_INNER.values(), *ON_OUTER.values())} == {len(Buffer)}
+    assert {len(row) for row in (*ON_INNER.values(), *ON_OUTER.values())} == {len(fields(Placements))}
     for placed in ALL:
-        assert [placed[buffer] for buffer in Buffer] == list(vars(placed).values())
         assert placed.optimizer_state == placed.main_weights == placed.main_grads, "what the optimizer steps lies alike"
 
 
 @pytest.mark.parametrize("placed", ALL, ids=str)
 def test_a_route_ends_where_it_was_to_end_step_by_step(placed: Placements) -> None:
-    for start, end in itertools.permutations({placed[buffer] for buffer in Buffer} - {placed.compute_weights}, 2):
+    for start, end in itertools.permutations(
+        {getattr(placed, each.name) for each in fields(placed)} - {placed.compute_weights}, 2
+    ):
         try:
             steps = route(start, end)
         except ValueError:

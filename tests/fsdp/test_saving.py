@@ -273,7 +273,11 @@ def uneven(rank: int, strategy: str) -> list[str]:
         model.state_dict()
         told.append("other buffers are saved")
     except RuntimeError as error:
-        told += [] if "norm.running_mean torch.float32" in str(error) and "persistent" in str(error) else [str(error)]
+        told += (
+            []
+            if "buffer norm.running_mean is torch.float32 torch.strided" in str(error) and "persistent" in str(error)
+            else [str(error)]
+        )
     return told
 
 

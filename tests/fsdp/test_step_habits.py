@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from harness.fsdp.guards.lost_edits import LostEdits
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import gradient_sync, program_hooks
 from harness.fsdp.runtime.program_hooks import ProgramHook
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.state.access import StateAccess
+from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES

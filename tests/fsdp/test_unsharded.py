@@ -21,7 +21,7 @@ from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_views import ParameterViews
+from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
 from tests.fsdp.methods import Block, built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
@@ -311,7 +311,7 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 
 
 def takes_all(bucket: Bucket, differing: list[Tensor]) -> None:
-    for seen, main in zip(edits.own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
+    for seen, main in zip(edits._own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
         main.detach().copy_(seen)
 
 

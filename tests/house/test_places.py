@@ -64,7 +64,7 @@ ADDED: dict[str, list[Place]] = {
         (
             PLACEMENT,
             "    OuterStrategy.tea: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),\n",
-            '}\n"""Placement of each buffer (in the order of `Buffer`) on the outer axis',
+            '}\n"""Placement of each buffer (in the order of `Placements`) on the outer axis',
         ),
         ("conf/sharding/hftea.yaml", "strategy: optim_grads_params\nouter: tea\n", ""),
     ],

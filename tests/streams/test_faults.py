@@ -28,7 +28,7 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.turns import SharedBuffer, Turn
-from harness.fsdp.update import clipping
+from harness.fsdp.update import norms
 from tests.streams import programs
 from tests.streams.cases import APART, LOADING, READING, Case
 from tests.streams.programs import run
@@ -354,7 +354,7 @@ FAULTS = {
     ),
     "clipped beside the norm": Fault(
         "Gradients are scaled on a stream that waits for nothing",
-        on_stream(clipping, "scale_gradients", "clip"),
+        on_stream(norms, "scale_gradients", "clip"),
         Case("optim", clip=True),
         r"gradient sums of (\(root\)|blocks)",
         ("mul_ .*stream clip", "_fused_adamw_ on stream main"),

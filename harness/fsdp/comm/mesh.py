@@ -1,8 +1,7 @@
 """The ranks of a model: an inner axis, an outer one, and everyone; and the same for expert parameters.
 
-[Note: Communicators] Gathers and reductions of the inner axis can have a communicator each, so that neither waits for
-the other on the device: on CUDA they have, unless one is given for both. On gloo messages are told apart by their tags
-and nothing is gained. The outer axis has one of its own: it is another group.
+On CUDA gathers and reductions of the inner axis have a communicator each, so that neither waits for the other on the
+device. gloo tells messages apart by their tags, and nothing is gained.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.crossed import Crossed, Everyone
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.members import group_of_members
@@ -26,9 +26,8 @@ from harness.fsdp.options import Options
 class Groups:
     """Process groups of one grid of ranks.
 
-    inner: ranks over which the model is sharded; None: the default group. outer: ranks with the same place in their
-    inner groups; None: no outer axis. everyone: all ranks of the grid, outer-major; required with `outer`. gather: a
-    second group of the ranks of `inner`, used only for all-gathers.
+    inner: ranks that share a sharded copy; None: the default group. outer: ranks with the same place in their inner
+    groups. everyone: all ranks, outer-major; required with `outer`. gather: a second group of `inner` for all-gathers.
     """
 
     inner: dist.ProcessGroup | None = None
@@ -54,10 +53,8 @@ class Mesh:
     """Communicators of one grid of ranks.
 
     Args:
-        groups: its process groups.
-        runtime: streams of the device the buckets live on.
         eager_limit: see `Communicator`.
-        separate_gather: whether gathers get a communicator of their own; None: on devices with streams.
+        separate_gather: a communicator for gathers alone; None: on devices with streams.
 
     Raises:
         ValueError: the groups do not form a grid.
@@ -111,12 +108,10 @@ class Mesh:
 
     @property
     def threads_help(self) -> bool:
-        """True if a thread that sums beside the backward hides anything; one rank has nothing to sum."""
         return self.everyone.size > 1 and self.inner.threads_help
 
     @property
     def communicators(self) -> Sequence[Communicator]:
-        """Every communicator once, in the order they were made: the outer one after the inner ones."""
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
     def close(self) -> None:
@@ -125,8 +120,7 @@ class Mesh:
 
 
 _SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""A second group of the same ranks. Made once: torch gives groups of equal ranks, made one after another was destroyed,
-one name, and the second finds the first one's addresses."""
+"""Kept for good: torch names groups by their ranks, and a second one of a name finds addresses of the first."""
 
 
 def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
@@ -139,13 +133,53 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return _SECOND[group]
 
 
+class Everyone(Protocol):
+    runtime: DeviceRuntime
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
+        """Sum a few fp64 or int64 values, in place; returns them. *Collective.*"""
+
+    def from_first(self, value: Tensor, purpose: str) -> Tensor:
+        """The first rank's value; `value` has its shape and dtype on every rank. *Collective.*"""
+
+
+def all_values(comm: Everyone, values: Tensor, purpose: str) -> Tensor:
+    """Every rank's fp64 or int64 values: shape [ranks, *values.shape]. *Collective.*"""
+    table = values.new_zeros(comm.size, *values.shape)
+    table[comm.rank] = values
+    return comm.sum_scalars(table, purpose)
+
+
+class Crossed:
+    def __init__(self, data: Communicator, tensor: Communicator) -> None:
+        self.data, self.tensor = data, tensor
+        self.runtime = data.runtime
+
+    @property
+    def rank(self) -> int:
+        return self.data.rank * self.tensor.size + self.tensor.rank
+
+    @property
+    def size(self) -> int:
+        return self.data.size * self.tensor.size
+
+    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
+        self.data.sum_scalars(values, purpose)
+        return self.tensor.sum_scalars(values, f"{purpose} over tensor-parallel ranks")
+
+    def from_first(self, value: Tensor, purpose: str) -> Tensor:
+        along = self.tensor.from_first(value, f"{purpose} over tensor-parallel ranks")
+        return self.data.from_first(along, purpose)
+
+
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of a model: of its dense parameters, and of its experts (the same where none is given).
-
-    tensor: ranks of the tensor-parallel axis, which crosses them; None without one.
-    """
-
     dense: Mesh
     experts: Mesh
     tensor: Communicator | None = None
@@ -160,7 +194,6 @@ class Meshes:
 
     @property
     def moving(self) -> dict[str, Communicator]:
-        """Every communicator that moves buckets, by name, the outer ones last."""
         found: dict[str, Communicator] = {}
         for mark, mesh in zip(("", "expert_"), self, strict=False):
             found |= {f"{mark}dp": mesh.inner}
@@ -171,7 +204,6 @@ class Meshes:
 
     @property
     def peer_memories(self) -> list[PeerMemory]:
-        """The memory of other ranks that is read straight, one object for each communicator that does so."""
         communicators = (comm for mesh in self for comm in mesh.communicators)
         return [comm.memory for comm in communicators if comm.memory is not None]
 

@@ -1,16 +1,14 @@
 """Which communicator owns InfiniBand SHARP: the switches give a job one tree, and the first to ask takes it.
 
-[Note: Owner first] NCCL reads NCCL_COLLNET_ENABLE anew for each communicator, and from 2.27 on has a setting of the
-communicator's own, which the variable overrides. So the variable is 1 while the owner's communicator is created, at
-once and not at its first collective, and 0 for every other. Communicators created before the owner's must have been
-created with 0.
+NCCL reads NCCL_COLLNET_ENABLE anew for each communicator, and the variable overrides a communicator's own setting. So
+it is 1 while the owner's communicator is created, at once and not at its first collective, and 0 for every other.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +20,13 @@ from harness.fsdp.members import timeout_of
 COLLNET = "NCCL_COLLNET_ENABLE"
 
 CTA_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
-"""NCCL's numbers."""
 
 Connect = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-"""Creates a group's communicator now. *Collective*; returns the group."""
+"""Creates a group's communicator at once, and returns the group. *Collective.*"""
 
 
 class SharpOwnership:
-    """Gives InfiniBand SHARP to one communicator of this process, once.
-
-    Args:
-        device: device of the ranks. On CPU nothing is set, because gloo has no SHARP.
-        environment: the variables that NCCL reads.
-    """
+    """Gives InfiniBand SHARP to one communicator of this process, once; on CPU nothing is set."""
 
     def __init__(self, device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
         self.device = device
@@ -43,14 +35,13 @@ class SharpOwnership:
 
     @contextmanager
     def creating(self) -> Iterator[Connect]:
-        """Context in which the owner's group is created. The function that it yields must be called with that group.
+        """Context in which the owner's group is created; its function must be called with that group.
 
             with ownership.creating() as connect:
                 group = connect(dist.new_group(ranks, pg_options=communicator_options(owns_sharp=True)))
 
         Raises:
-            RuntimeError: another communicator owns SHARP, or no group was connected. NCCL would then create the
-                communicator at its first collective, after the variable is off again.
+            RuntimeError: another communicator owns SHARP, or no group was connected.
         """
         if self.owner is not None:
             raise RuntimeError(f"one communicator can own SHARP, and that of {self.owner} does")
@@ -65,7 +56,7 @@ class SharpOwnership:
             connected.append(group)
             return group
 
-        with variable(self._environment, COLLNET, "1") if self.device.type == "cuda" else unchanged():
+        with variable(self._environment, COLLNET, "1") if self.device.type == "cuda" else nullcontext():
             yield connect
         if not connected:
             raise RuntimeError(
@@ -103,13 +94,7 @@ class SharpOwnership:
 
 
 @contextmanager
-def unchanged() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def variable(environment: MutableMapping[str, str], name: str, value: str) -> Iterator[None]:
-    """Set a variable for a while; afterwards it is what it was, also if it was not set."""
     before = environment.get(name)
     environment[name] = value
     try:
@@ -130,14 +115,15 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class ThreadBlocks:
-    """Limits on the thread blocks that NCCL uses for one communicator's collectives. None: NCCL chooses."""
+    """Limits on the thread blocks of one communicator's collectives; None: NCCL chooses.
+
+    policy: default, efficiency (NCCL 2.27) or zero (NCCL 2.28). nvlink: over NVLink SHARP (NCCL 2.27).
+    """
 
     policy: str = "default"
-    """default, efficiency (NCCL 2.27) or zero (NCCL 2.28)."""
     fewest: int | None = None
     most: int | None = None
     nvlink: int | None = None
-    """Over NVLink SHARP (NCCL 2.27)."""
 
 
 def communicator_options(

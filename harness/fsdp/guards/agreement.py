@@ -1,58 +1,60 @@
-"""Whether all ranks were told the same: compared by one number a rank, and spelled out only where it differs."""
+"""Agreement of all ranks, before anything is changed: on modules, on settings, and on a plan of tensor parallelism."""
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.mesh import Everyone, Groups, all_values
+from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
 from harness.fsdp.guards.watches import by_value, ranks_text
+from harness.fsdp.tensor_parallel.parameters import Portion, UnknownPlan, values_here
 
-Told = Sequence[tuple[str, str]]
-"""Pairs of what is spoken of ("parameter blocks.0.weight"), and what is said of that."""
+Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
+_USERS: defaultdict[str, count[int]] = defaultdict(count)
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks were given different arguments or settings. All ranks raise it with the same message."""
+    """Raised by all ranks with the same message."""
 
 
-def check_agreed(told: Told, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
-    """Compare what the ranks of a group say of parameters or buffers. *Collective.*
+def check_agreed(pairs: Pairs, comm: Everyone, purpose: str, wrong: str, fix: str) -> None:
+    """Compare one number a rank; only where it differs, all pairs. *Collective* over `comm`.
 
     Args:
-        told: by this rank. purpose: for the label. wrong, fix: what to say around the first difference.
+        pairs: this rank's pairs. purpose: for labels. wrong, fix: the message around the first difference.
 
     Raises:
-        RanksDisagree: on all ranks, with the first name that differs and who says what of it.
+        RanksDisagree: on all ranks, with the first name that differs and every rank's value.
     """
     if comm.size == 1:
         return
-    table = torch.zeros(comm.size, dtype=torch.int64, device=comm.runtime.device)
-    table[comm.rank] = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in told).encode())
-    if len(set(comm.sum_scalars(table, purpose).tolist())) == 1:
+    number = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in pairs).encode())
+    if len(set(all_values(comm, torch.tensor(number, device=comm.runtime.device), purpose).tolist())) == 1:
         return
-    raise RanksDisagree(f"{wrong}: {difference(_everyones(told, comm, purpose))}. {fix}")
+    raise RanksDisagree(f"{wrong}: {difference(_everyones(pairs, comm, purpose))}. {fix}")
 
 
-def _everyones(told: Told, comm: Communicator, purpose: str) -> list[Told]:
-    """What each rank was told, by rank. *Collective.*"""
-    text = json.dumps(list(told)).encode()
-    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.runtime.device)
-    lengths[comm.rank] = len(text)
-    found = comm.sum_scalars(lengths, purpose).tolist()
-    room = 8 * -(-max(found) // 8)
-    table = torch.zeros(comm.size, room, dtype=torch.uint8)
-    table[comm.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    words = comm.sum_scalars(table.view(torch.int64).to(comm.runtime.device), purpose)
-    rows = words.cpu().view(torch.uint8).numpy()
+def _everyones(pairs: Pairs, comm: Everyone, purpose: str) -> list[Pairs]:
+    text = json.dumps(list(pairs)).encode()
+    found = all_values(comm, torch.tensor(len(text), device=comm.runtime.device), purpose).tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(8 * -(-max(found) // 8))), dtype=torch.int64)
+    rows = all_values(comm, padded.to(comm.runtime.device), purpose).cpu().view(torch.uint8).numpy()
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, found, strict=True)]
 
 
-def difference(everyones: Sequence[Told]) -> str:
-    """The first name of which not all ranks say the same, what they say, and how many more there are."""
+def difference(everyones: Sequence[Pairs]) -> str:
     said = [dict(each) for each in everyones]
     names = dict.fromkeys(name for each in said for name in each)
     differing = [name for name in names if len({each.get(name) for each in said}) > 1]
@@ -62,3 +64,54 @@ def difference(everyones: Sequence[Told]) -> str:
     text = ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
     return f"{differing[0]} is {text}{more}"
+
+
+def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | None) -> None:
+    """Raise UnknownPlan for parameters that no tensor-parallel axis beside the data-parallel ones explains."""
+    for name, param in module.named_parameters():
+        Portion.of(name, param, tensor)
+        is_term = getattr(param, "sequence_parallel", False) and not isinstance(param, DTensor)
+        if tensor is not None and tensor.size() > 1 and is_term:
+            raise UnknownPlan(
+                f"parameter {name} has sequence_parallel=True: each tensor-parallel rank makes a term of its gradient,"
+                " and nobody adds up those of a plain tensor. Cut the module by torch's SequenceParallel(), whose"
+                " parameters are DTensors; or take the mark away where every rank sees all positions"
+            )
+    ranks = set() if tensor is None else set(dist.get_process_group_ranks(tensor))
+    for axis, group in (("dp_shard_dim", groups.inner or dist.group.WORLD), ("dp_outer_dim", groups.outer)):
+        both = set() if group is None else ranks & set(dist.get_process_group_ranks(group))
+        if len(both) > 1:
+            raise UnknownPlan(
+                f"ranks {sorted(both)} are on the tensor-parallel axis and on the sharding one ({axis}) at once: make a"
+                " mesh of both, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), cut over mesh['tp'],"
+                " and give device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp'"
+            )
+
+
+def check_copies(module: nn.Module, tensor: Communicator | None) -> None:
+    """Raise UnknownPlan, on all ranks of the axis, where they have other values of a parameter that no plan cuts.
+    *Collective.* Either what cuts it says nothing of it, or ranks were seeded differently."""
+    if tensor is None:
+        return
+    copied = [(n, p) for n, p in module.named_parameters() if Portion.of(n, p, tensor.group).is_copied]
+    try:
+        check_equal([Replica(name, values_here(p)) for name, p in copied], tensor, "before sharding")
+    except ReplicaDrift as error:
+        raise UnknownPlan(
+            f"{error}. Every tensor-parallel rank must begin with the same values of what is not cut: seed them alike."
+            " What a module cuts by itself must say so: a DTensor, or the marks tensor_model_parallel and partition_dim"
+        ) from None
+
+
+def stores_of(group: dist.ProcessGroup, timeout_s: float, clones: int) -> list[Any]:
+    """Connections to a group's store under a prefix of their own, the same on all its ranks.
+
+    timeout_s: of a wait for a key. Clones do not wait for another thread's requests.
+    """
+    index = next(_USERS[group.group_name])
+    # torch's annotations leave out what a store of a group is, and that it can be cloned
+    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    found = [store.clone() for _ in range(clones)]
+    for each in found:
+        each.set_timeout(timedelta(seconds=timeout_s))
+    return [dist.distributed_c10d.PrefixStore(f"fsdp-watchdog/{index}", each) for each in found]

@@ -1,12 +1,14 @@
-"""Whether ranks that should hold the same data do: a hash of its bits, compared every few steps.
+"""Data that several ranks hold alike: weights, compared every few steps, and gradients of copies, compared once.
 
-[Note: The hash] Bits are read as 32-bit words (16-bit ones where that does not divide). Each word is mixed with its
-index and the mixed words are added modulo 2^64, on the device: sums of integers do not depend on their order, so any
-kernel gives the same hash. The mix is not linear, so that changes do not cancel as they would in a weighted sum (two
-flipped signs, say). NaN and the two zeros are told apart like any other bits.
+Bits are read as words of 32, 16 or 8 bits. Each word is mixed with its index, and the
+mixed words are added modulo 2^64: a sum of integers has no order, so any kernel gives the same hash. The mix is not
+linear, so that changes do not cancel. Ranks compare one number; where it differs, one number a tensor; then one number
+a part of the first tensor that differs.
 
-[Note: In three looks] Ranks compare one number. Only where that differs do they compare one number a tensor, and then
-one a part of the first tensor that differs, so that the error names a parameter.
+Each rank updates a parameter that no plan of tensor parallelism cuts for itself. That is right only where all see the
+same batch, dropout, heads and positions; otherwise copies part without an error. So their gradients are compared in the
+first update. Bits may differ by kernel: a few sums are compared, products with two fixed waves, and the norm. They must
+agree to a sixteenth of the norm; gradients below a thousandth of the largest may be rounding and are not judged.
 """
 
 from __future__ import annotations
@@ -20,25 +22,24 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.mesh import Meshes, all_values
 from harness.fsdp.guards.watches import by_value, ranks_text
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.placement import REPLICATE
 
-BLOCK = 1 << 16
-"""Words hashed at a time on a CPU, so that the passes over them stay in cache."""
-DEVICE_BLOCK = 1 << 24
-"""On a device: 128 MiB at a time."""
-_ODD_1, _ODD_2 = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-"""Odd factors with well spread bits (those of splitmix64, made positive)."""
+HASHES = "replica hashes"
+BLOCK = 1 << 16  # words hashed at a time on a CPU: they stay in cache
+DEVICE_BLOCK = 1 << 24  # 128 MiB
+_ODD_1, _ODD_2 = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # of splitmix64, made positive
+CLOSE = 1 / 16  # of the norm
+SMALL = 1e-3
+WAVES = (0.7390851, 2.2360679)  # radians an element
+WIDENED = 1 << 20  # elements in fp64 at a time
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A flat tensor that must have the same bits on all ranks that are asked.
-
-    name: for the error. parts: names views of it, in the same order on all ranks; called where it differs.
-    """
+    """A flat tensor that must have the same bits on all ranks of a group. parts: names views of it, in one order."""
 
     name: str
     tensor: Tensor
@@ -46,12 +47,12 @@ class Replica:
 
 
 class ReplicaDrift(RuntimeError):
-    """Ranks that should hold the same data hold different bits. Names the first such parameter and the ranks."""
+    """Copies on several ranks have other bits."""
 
 
 @torch.no_grad()
 def bit_hash(tensor: Tensor) -> Tensor:
-    """Hash of a tensor's bits in their order: int64, shape [], on its device."""
+    """int64, shape [], on the tensor's device."""
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(torch.uint8).view(_word(flat))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -68,15 +69,11 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 def _word(flat: Tensor) -> torch.dtype:
-    if flat.nbytes % 4 == 0:
-        return torch.int32
-    return torch.int16 if flat.nbytes % 2 == 0 else torch.uint8
+    return torch.int32 if flat.nbytes % 4 == 0 else torch.int16 if flat.nbytes % 2 == 0 else torch.uint8
 
 
 def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> None:
-    """Compare tensors over all ranks of a group: the same names, lengths and dtypes everywhere. *Collective.*
-
-    One all-reduce of a number a rank where all is well. `when` is for the error.
+    """Compare tensors over a group: the same names, lengths and dtypes everywhere. *Collective.* One number a rank.
 
     Raises:
         ReplicaDrift: on all ranks the same, naming the first tensor that differs, its part, and the ranks.
@@ -84,29 +81,21 @@ def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> N
     if comm.size == 1 or not replicas:
         return
     hashes = torch.stack([bit_hash(each.tensor) for each in replicas])
-    if not _differing(_everyones(bit_hash(hashes).reshape(1), comm)):
+    if not _differing(all_values(comm, bit_hash(hashes).reshape(1), HASHES)):
         return
-    table = _everyones(hashes, comm)
+    table = all_values(comm, hashes, HASHES)
     if not (differing := _differing(table)):
         raise ReplicaDrift(f"replicas differ {when}, and differ no more when looked at again: they are being changed")
     replica = replicas[differing[0]]
     rows, names = table[:, differing[0]], ["padding between parameters"]
     if parts := replica.parts():
-        of_parts = _everyones(torch.stack([bit_hash(view) for _, view in parts]), comm)
+        of_parts = all_values(comm, torch.stack([bit_hash(view) for _, view in parts]), HASHES)
         if places := _differing(of_parts):
             rows, names = of_parts[:, places[0]], [parts[place][0] for place in places]
     raise ReplicaDrift(_describe(replica.name, names, rows.tolist(), len(differing), when))
 
 
-def _everyones(hashes: Tensor, comm: Communicator) -> Tensor:
-    """Every rank's hashes: int64, shape [ranks, hashes]."""
-    table = hashes.new_zeros(comm.size, hashes.numel())
-    table[comm.rank] = hashes
-    return comm.sum_scalars(table, "replica hashes")
-
-
 def _differing(table: Tensor) -> list[int]:
-    """Columns that are not the same in all rows."""
     differs: list[bool] = (table != table[0]).any(0).tolist()
     return [place for place, each in enumerate(differs) if each]
 
@@ -129,18 +118,20 @@ def _describe(bucket: str, names: list[str], hashes: list[int], num_tensors: int
 
 
 Held = list[tuple[Communicator, list[Replica]]]
-"""What the ranks of a group must hold alike."""
 
 
 def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
-    """Weights of which several ranks have a copy: whole compute weights on all; main weights, and compute weights of an
-    inner shard, on the ranks of an axis that does not split them; and on those of a tensor-parallel axis what no plan
-    cuts."""
+    """Copies: unsharded compute weights on all ranks; main weights, and inner shards of compute weights, on the axis
+    that does not split them; on a tensor-parallel axis parameters that no plan cuts."""
     found: Held = []
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
         resident = [bucket for bucket in of_mesh if bucket.is_resident]
-        whole = [_replica(b, b.name + each.suffix, each.unsharded) for b in resident for each in b.encodings]
+        whole = [
+            Replica(each.name + encoding.suffix, encoding.unsharded, partial(each.named_slices, encoding.unsharded))
+            for each in resident
+            for encoding in each.encodings
+        ]
         found.append((mesh.everyone, whole))
         apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
         found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
@@ -156,40 +147,19 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
 
 
 def _copies(bucket: Bucket) -> list[Replica]:
-    """This rank's part of the main weights that no plan of tensor parallelism cuts."""
-    copied = [(name, part) for name, part in _own_parts(bucket) if bucket.portions[name].is_copied]
+    copied = [
+        (name, part) for name, part in bucket.cuts.own_rows(bucket.main_shards) if bucket.portions[name].is_copied
+    ]
     return [Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)])) for name, part in copied]
 
 
 def _own(bucket: Bucket) -> Replica:
-    """This rank's main weights, in storage of their own."""
-    storage = bucket.main_storage
-    assert storage is not None
-    return Replica(f"{bucket.name} main weights", storage, lambda: _own_parts(bucket))
-
-
-def _own_parts(bucket: Bucket) -> list[tuple[str, Tensor]]:
-    found = []
-    for slot in bucket.layout.slots:
-        local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
-        shard = bucket.main_shards[local.segment]
-        found.append((slot.spec.name, shard[local.offset : local.offset + local.numel]))
-    return found
-
-
-def _replica(bucket: Bucket, name: str, flat: Tensor) -> Replica:
-    return Replica(name, flat, lambda: bucket.named_slices(flat))
+    assert bucket.main_storage is not None
+    return Replica(f"{bucket.name} main weights", bucket.main_storage, lambda: bucket.cuts.own_rows(bucket.main_shards))
 
 
 class ReplicaCheck:
-    """Compares what ranks hold whole after every so many steps.
-
-    Args:
-        held: what must be equal, over which ranks; asked at each check. every: steps; 0 never.
-
-    Raises:
-        ValueError: a negative number of steps.
-    """
+    """Compares copies after every so many steps; 0: never. Raises ValueError for a negative number."""
 
     def __init__(self, held: Callable[[], Held], every: int) -> None:
         if every < 0:
@@ -200,17 +170,98 @@ class ReplicaCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step ends with a comparison, for which weights must be here."""
         return bool(self._every) and (self._steps + 1) % self._every == 0
 
     def after_step(self) -> None:
-        """Weights were installed. *Collective* where a check is due.
-
-        Raises:
-            ReplicaDrift: see `check_equal`.
-        """
+        """Compare where a check is due. *Collective.* Raises ReplicaDrift."""
         due = self.is_due
         self._steps += 1
         if due:
             for comm, replicas in self._held():
                 check_equal(replicas, comm, f"after update {self._steps}")
+
+
+class CopiesPart(RuntimeError):
+    """Gradients of a copied parameter differ between tensor-parallel ranks."""
+
+
+class CopiedGradients:
+    """buckets: those with gradients now, in the same order on all ranks."""
+
+    def __init__(self, buckets: Callable[[], Sequence[Bucket]], meshes: Meshes) -> None:
+        self._buckets, self._meshes = buckets, meshes
+        self._is_done = meshes.tensor is None or meshes.tensor.size == 1
+
+    def check(self) -> None:
+        """The gradients of an update are finished. *Collective* until there were some that are finite.
+
+        Raises:
+            CopiesPart: on all ranks of the tensor-parallel axis, and wherever its data is.
+        """
+        if self._is_done:
+            return
+        names, sums = self._sums()
+        if not names:
+            self._is_done = True
+            return
+        tensor = self._meshes.tensor
+        assert tensor is not None
+        table = all_values(tensor, sums, "gradients of copies").cpu()
+        norms = table[..., -1]
+        self._is_done = bool((norms.isfinite() & (norms > 0)).any())
+        largest = norms.nan_to_num(0.0, 0.0).amax(0)
+        apart = (table.amax(0) - table.amin(0)).amax(-1) > CLOSE * largest  # never so where one is NaN
+        apart &= (largest > SMALL * largest.max()) & norms.isfinite().all(0)
+        if bool(apart.any()):
+            self._is_done = False
+            places = apart.nonzero().flatten().tolist()
+            raise CopiesPart(_describe_copies([names[place] for place in places], norms[:, places[0]].tolist()))
+
+    @torch.no_grad()
+    def _sums(self) -> tuple[list[str], Tensor]:
+        """Names of copied parameters; products with waves, and the norm, of each: fp64 [parameters, waves + 1]."""
+        names, found = [], []
+        for mesh in self._meshes:
+            copied = [
+                (slot.spec.name, slot.spec.numel, *_of_rows(bucket, place))
+                for bucket in self._buckets()
+                if bucket.context.mesh is mesh
+                for place, slot in enumerate(bucket.layout.slots)
+                if bucket.portions[slot.spec.name].is_copied
+            ]
+            if copied:
+                sums = torch.stack([torch.cat([sums, sums.new_tensor([count])]) for _, _, count, sums in copied])
+                sums = mesh.everyone.sum_scalars(sums, "gradients of copies")
+                wholes = sums.new_tensor([max(numel, 1) for _, numel, _, _ in copied])
+                sums = sums[:, :-1] / (sums[:, -1:] / wholes[:, None]).clamp(min=1.0)  # as often as it lies there
+                sums[:, -1].sqrt_()
+                names += [name for name, *_ in copied]
+                found.append(sums)
+        device = self._meshes.dense.everyone.runtime.device
+        return names, torch.cat(found) if found else torch.zeros(0, len(WAVES) + 1, dtype=torch.float64, device=device)
+
+
+def _of_rows(bucket: Bucket, place: int) -> tuple[int, Tensor]:
+    slot = bucket.layout.slots[place]
+    local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
+    shard = bucket.grad_shards[slot.segment].detach()
+    sums = torch.zeros(len(WAVES) + 1, dtype=torch.float64, device=shard.device)
+    for begin in range(0, local.numel, WIDENED):
+        size = min(WIDENED, local.numel - begin)
+        part = shard[local.offset + begin : local.offset + begin + size].double()
+        first = local.start + begin
+        ramp = torch.arange(first, first + size, dtype=torch.float64, device=shard.device)
+        sums += torch.stack([*((ramp * wave).cos().dot(part) for wave in WAVES), part.dot(part)])
+    return local.numel, sums
+
+
+def _describe_copies(names: list[str], norms: list[float]) -> str:
+    others = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
+    text = ", ".join(f"{norm:.3g}" for norm in norms)
+    return (
+        f"gradients of {names[0]}{others} differ between tensor-parallel ranks, which all have it whole: its norms"
+        f" are {text}. Each rank would update its copy in its own way. Either the ranks of tp_dim did not see the same:"
+        " give them the same batch, and seed dropout alike where activations are not cut. Or its module sees this"
+        " rank's heads or positions only, and its gradient is a term of a sum: name it in the plan, with"
+        " SequenceParallel() say, whose gradients are summed. No weight was changed; zero_grad() forgets the step"
+    )

@@ -1,9 +1,8 @@
-"""Another data-parallel engine around a sharded model, or a part of it: refused where it is built.
+"""Other data-parallel engines around a sharded model, or a part of it, are refused.
 
-[Note: Two engines] Two engines would both reduce a gradient, or gather a weight, and training would be silently wrong.
-Every engine goes through the submodules of the module that it is given. So the parts of a sharded model answer with an
-error where a call that builds an engine asks for their submodules. Nothing is patched, and nothing depends on what
-parameters are. A module that is wrapped first and sharded then is refused in the first forward with gradients.
+Two engines would both reduce a gradient, or gather a weight. Every engine goes through the submodules of its module. So
+the parts of a sharded model raise where a call that builds an engine asks for them. A module that is wrapped first and
+sharded then is refused in the first forward with gradients.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 _CONTRACT = ("torch.distributed._composable.contract", "wrapper")
-"""The call around each of torch's composable APIs, some of which build engines."""
 _ENGINES = {
     ("torch.nn.parallel.distributed", "__init__"): "DistributedDataParallel",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "__init__"): "FullyShardedDataParallel",
     ("deepspeed.runtime.engine", "__init__"): "DeepSpeed",
 }
-"""Other calls that build an engine, by module and function."""
 
 
 def answer_other_engines(module: nn.Module, engine: Callable[[], object]) -> None:
-    """Have a sharded module and its parts refuse other engines, as long as there is an `engine`."""
     for part in module.modules():
         vars(part)["named_modules"] = partial(_named_modules, weakref.ref(part), engine)
 
@@ -41,22 +37,17 @@ def _named_modules(
     prefix: str = "",
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The method of a part. Of parts within parts, the outermost alone looks at who asks."""
+    """The submodules. Of nested parts the outermost alone checks its caller."""
     part: Any = reference()
     caller = sys._getframe(1)
-    is_within = memo is not None and _is_answering(caller.f_locals.get("self"))
+    held = caller.f_locals.get("self")
+    is_within = memo is not None and isinstance(held, nn.Module) and "named_modules" in vars(held)
     if not is_within and engine():
         refuse_engine_at_work()
-    found: Iterator[tuple[str, nn.Module]] = type(part).named_modules(part, memo, prefix, remove_duplicate)
-    return found
-
-
-def _is_answering(module: object) -> bool:
-    return isinstance(module, nn.Module) and "named_modules" in vars(module)
+    return cast(Iterator[tuple[str, nn.Module]], type(part).named_modules(part, memo, prefix, remove_duplicate))
 
 
 def refuse_engine_at_work() -> None:
-    """Raise ValueError where a call is under way that builds another engine."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if name := _built_by(frame):
@@ -73,7 +64,6 @@ def _built_by(frame: FrameType) -> str:
 
 
 def refuse_ddp_around(module: nn.Module) -> None:
-    """Raise ValueError where the forward of a DistributedDataParallel around a sharded module is under way."""
     active = DistributedDataParallel._active_ddp_module
     if active is not None and any(part is module for part in active.module.modules()):
         _refuse("DistributedDataParallel")

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
@@ -49,15 +49,13 @@ KEEPS = frozenset(
         aten.zeros_like.default,
     }
 )
-"""Row by row, beside what torch tags as pointwise, `_foreach_*` and the kernels of fused optimizers."""
+"""Row by row, as are operations tagged pointwise, `_foreach_*` and fused kernels."""
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one aten operation in which a `RaggedTensor` takes part.
-
-    Collective over the mesh, except for what runs row by row on tensors of one cut.
+    """Run one aten operation; collective over the mesh unless it runs row by row on tensors of one cut.
 
     Raises:
         NotImplementedError: on all ranks, before any communication: an edit would be lost.
@@ -73,7 +71,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the rows' version counters tell of an edit: below autograd torch counts none."""
+    """Increment the rows' version counters: below autograd torch counts no edit."""
     written = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
     rows = [each.base for each in tree_leaves(written) if isinstance(each, RaggedTensor)]
     for before_write in {id(found): found for each in rows if (found := getattr(each, BEFORE_WRITE, None))}.values():
@@ -83,14 +81,12 @@ def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 @cache
 def _written(func: Any) -> list[tuple[int, str]]:
-    """Place and name of the arguments that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 @cache
 def _rule_of(func: Any) -> Rule | None:
-    """The rule of an operation where arguments do not matter."""
     if func in SPECIAL:
         return SPECIAL[func]
     if any(argument.is_out for argument in func._schema.arguments):
@@ -121,7 +117,6 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element, with out=: a tensor of the same cut."""
     out, like = kwargs["out"], _decides_rows(args)
     if like is None or not isinstance(out, RaggedTensor) or not _same_cut(out, like):
         return _refuse(func, args, kwargs)
@@ -131,7 +126,6 @@ def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`p[mask] = number`, where the mask is cut as the tensor."""
     like, indices, value = args[:3]
     mask = indices[0] if len(indices) == 1 else None
     if not isinstance(like, RaggedTensor) or not isinstance(mask, RaggedTensor) or mask.dtype is not torch.bool:
@@ -143,7 +137,6 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _decides_rows(args: Sequence[Any]) -> RaggedTensor | None:
-    """The first argument whose rows are the rows of the result."""
     tensors = [each for each in args if isinstance(each, Tensor)]
     if len(tensors) == 1:
         return tensors[0] if isinstance(tensors[0], RaggedTensor) else None
@@ -153,7 +146,6 @@ def _decides_rows(args: Sequence[Any]) -> RaggedTensor | None:
 
 
 def _local(value: Tensor, like: Tensor, cut_plain: bool = False) -> Tensor:
-    """The part of a tensor that meets this rank's rows of `like`. Collective where it is a DTensor of another cut."""
     if not isinstance(like, RaggedTensor):
         return _whole(value) if isinstance(value, DTensor) else value
     if isinstance(value, RaggedTensor) and _same_cut(value, like):
@@ -171,11 +163,7 @@ def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """A plain tensor with all elements. Collective for DTensors.
-
-    Raises:
-        RuntimeError: a plain tensor of several elements, which may be another one on each rank.
-    """
+    """A plain tensor. Collective for DTensors. Raises RuntimeError for a plain one of several elements."""
     plain: Any = value.detach()
     if isinstance(plain, DTensor):
         return plain.full_tensor()
@@ -209,7 +197,6 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view where dimension 0 keeps or multiplies its rows."""
     like, size = args[0], list(args[1])
     if -1 in size:
         size[size.index(-1)] = like.numel() // max(-math.prod(size), 1)
@@ -234,50 +221,32 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather all DTensors and compute on every rank; tensors of the result are replicated."""
     decomposed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
     if decomposed is not NotImplemented:  # under inference_mode
         return decomposed
-    mesh = next(_ragged(args, kwargs))._spec.mesh
-    result = func(*_all_whole(args), **{name: _all_whole((value,))[0] for name, value in kwargs.items()})
-    return _all_replicated(result, mesh)
-
-
-def _all_whole(values: Sequence[Any]) -> list[Any]:
-    return [
-        _whole(value) if isinstance(value, Tensor) else _all_whole(value) if isinstance(value, list | tuple) else value
-        for value in values
-    ]
-
-
-def _all_replicated(result: Any, mesh: DeviceMesh) -> Any:
-    if isinstance(result, Tensor):
-        return replicated(result, mesh)
-    if isinstance(result, list | tuple):
-        return type(result)(_all_replicated(each, mesh) for each in result)
-    return result
+    mesh = _first(args, kwargs)._spec.mesh
+    args, kwargs = tree_map_only(Tensor, _whole, (args, kwargs))
+    return tree_map_only(Tensor, lambda found: replicated(found, mesh), func(*args, **kwargs))
 
 
 def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Views of a gathered copy, to which nothing can be written."""
     found = _of_whole(func, args, kwargs)
-    name = _name(next(_ragged(args, kwargs)))
+    name = _name(_first(args, kwargs))
     return (
         GatheredView.of(found, name) if isinstance(found, Tensor) else [GatheredView.of(each, name) for each in found]
     )
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor on every rank, so that generators stay alike; the first rank's numbers count."""
-    like = next(_ragged(args, kwargs))
-    mesh: DeviceMesh = like._spec.mesh
+    """Drawn unsharded on every rank, so that generators stay alike; the first rank's numbers count."""
+    like = _first(args, kwargs)
+    mesh = like._spec.mesh
     if func._schema.is_mutable:
-        drawn = func(like._local_tensor.new_empty(like.shape), *_all_whole(args[1:]), **kwargs)
+        drawn = func(like._local_tensor.new_empty(like.shape), *tree_map_only(Tensor, _whole, args[1:]), **kwargs)
         like._local_tensor.copy_(like.rows_of(_first_ranks(drawn, mesh)))
         return like
-    result = func(*_all_whole(args), **kwargs)
-    drawn = [_first_ranks(each, mesh) for each in ([result] if isinstance(result, Tensor) else result)]
-    return _all_replicated(drawn[0] if isinstance(result, Tensor) else tuple(drawn), mesh)
+    drawn = func(*tree_map_only(Tensor, _whole, args), **kwargs)
+    return tree_map_only(Tensor, lambda each: replicated(_first_ranks(each, mesh), mesh), drawn)
 
 
 def _first_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -290,7 +259,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     one, other = args
     if one.shape != other.shape:
         return False
-    like = next(_ragged(args, kwargs))
+    like = _first(args, kwargs)
     same = torch.equal(_local(one, like), _local(other, like))
     differs = RaggedTensor.of(torch.full_like(like._local_tensor, not same, dtype=torch.uint8), like._spec)
     return not extremes([differs], torch.amax)[0].item()
@@ -306,27 +275,16 @@ def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
-def _is_same_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(args[0].shape == args[1].shape)
-
-
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(args[0]._local_tensor.is_pinned())
-
-
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise NotImplementedError(
-        f"{func} on {_name(next(_ragged(args, kwargs)))} would change rows that lie on other ranks: edit"
+        f"{func} on {_name(_first(args, kwargs))} would change rows that lie on other ranks: edit"
         " parameter.full_tensor() (collective), then parameter.copy_(it); to initialize, use the module's"
         " reset_parameters()"
     )
 
 
-def _ragged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[RaggedTensor]:
-    for value in (*args, *kwargs.values()):
-        yield from (
-            each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, RaggedTensor)
-        )
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaggedTensor:
+    return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RaggedTensor))
 
 
 def _name(like: RaggedTensor) -> str:
@@ -341,8 +299,8 @@ SPECIAL: dict[Any, Rule] = {
     aten.equal.default: _equal,
     aten.expand.default: _expand,
     aten.index_put_.default: _index_put,
-    aten.is_pinned.default: _is_pinned,
-    aten.is_same_size.default: _is_same_size,
+    aten.is_pinned.default: lambda _, args, kwargs: args[0]._local_tensor.is_pinned(),
+    aten.is_same_size.default: lambda _, args, kwargs: args[0].shape == args[1].shape,
     aten.new_empty.default: _new,
     aten.new_full.default: _new,
     aten.new_ones.default: _new,

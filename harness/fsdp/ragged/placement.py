@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,24 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 Span = tuple[int, int]
-"""First row, and the one after the last."""
 
 
 class RaggedShard(Shard):
-    """Placement on one mesh axis: rank r has rows spans[r][0] to spans[r][1] of dimension 0.
-
-    It is equal to placements with the same spans alone, never to a `Shard`.
+    """Rank r of one mesh axis has rows spans[r][0] to spans[r][1] of dimension 0; never equal to a `Shard`.
 
     Args:
-        spans: for each rank of the axis, in any order; or what computes them when they are first asked for, since
-            there may be thousands of ranks.
+        spans: by rank; or what computes them when first asked, since there may be thousands of ranks.
         name: parameter and unit, for error messages.
     """
 
     def __new__(cls, *_: object) -> RaggedShard:
-        make: Any = super().__new__
-        made: RaggedShard = make(cls, 0)
-        return made
+        return cast(RaggedShard, cast(Any, super().__new__)(cls, 0))
 
     def __init__(self, spans: Sequence[Span] | Callable[[], Sequence[Span]], name: str = "") -> None:
         super().__init__(0)
@@ -38,14 +32,12 @@ class RaggedShard(Shard):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Rows of each rank of the mesh axis."""
         if not isinstance(self._spans, tuple):
             found = self._spans() if callable(self._spans) else self._spans
             self._spans = tuple((begin, end) for begin, end in found)
         return self._spans
 
     def scaled(self, factor: int) -> RaggedShard:
-        """A cut of a view that has `factor` rows for each row."""
         return RaggedShard(tuple((begin * factor, end * factor) for begin, end in self.spans), self.name)
 
     def __eq__(self, other: object) -> bool:

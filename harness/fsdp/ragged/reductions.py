@@ -1,4 +1,4 @@
-"""Reductions of a `RaggedTensor`: of its rows, and then of what all ranks found."""
+"""Reductions of a `RaggedTensor`: of this rank's rows, then of all ranks' results."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ BY_ROW = SUMS | {
     aten.std.correction,
     aten.var.correction,
 }
-"""Reductions that leave each row to itself where dimension 0 is not among theirs."""
 
 
 def reduction_of(func: Any, args: tuple[Any, ...]) -> Rule | None:
-    """The rule of a reduction, by the dimensions that it reduces."""
     if func not in BY_ROW and func not in EXTREMES:
         return None
     like, at = args[0], 2 if func is NORM else 1
@@ -77,7 +75,6 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 
 def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`_foreach_norm`, by one all-gather for all tensors of a mesh and dtype."""
     return _scalars(_norms_of(args[0], args[1] if len(args) > 1 else 2, kwargs.get("dtype")), args[0])
 
 
@@ -88,8 +85,7 @@ def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
         wide = dtype or (torch.float32 if local.dtype.itemsize < 4 else local.dtype)
         if not local.numel():
             return local.new_full((), math.inf if order < 0 else 0, dtype=wide)
-        found: Tensor = norm(local, order, dtype=wide)
-        return found
+        return cast(Tensor, norm(local, order, dtype=wide))
 
     combine = partial(torch.sum) if order == 0 else partial(norm, ord=order)
     found = _over_ranks(tensors, of_rows, combine)
@@ -97,12 +93,10 @@ def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    found = extremes([args[0]], EXTREMES[func])[0]
-    return _shaped(found, args[0], args[2:3])
+    return _shaped(extremes([args[0]], EXTREMES[func])[0], args[0], args[2:3])
 
 
 def largest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`_foreach_max`, as `norms`."""
     return _scalars(extremes(args[0], torch.amax), args[0])
 
 
@@ -126,7 +120,7 @@ def _least(dtype: torch.dtype, negative: bool) -> float:
 def _over_ranks(
     tensors: Sequence[Tensor], of_rows: Callable[[Tensor], Tensor], combine: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """Results of a reduction of each tensor, in the order of ranks, so that all ranks have the same bits.
+    """Reductions of each tensor in the order of ranks, so that all have the same bits.
 
     One all-gather for each axis that cuts rows, mesh and dtype; plain tensors are reduced here.
     """
@@ -153,7 +147,6 @@ def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> 
 
 
 def _scalars(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Replicated DTensors of what was found in ragged tensors; making a spec for each would take most of the time."""
     made: dict[tuple[DeviceMesh, torch.dtype], DTensor] = {}
     found: list[Tensor] = []
     for value, each in zip(values, tensors, strict=True):

@@ -1,15 +1,15 @@
 """DTensors that are cut by a `RaggedShard`.
 
-[Note: Ragged shards] torch's `Shard(0)` means the cut of `torch.chunk`. DTensors that are cut otherwise gather wrongly
-without a word, because every rule of torch's sharding propagation trusts the placement. A `RaggedTensor` therefore
-dispatches by rules of its own (`operations`), and `RaggedShard` tells torch's helpers (state dict, DCP) the truth.
-torch refuses to make a plain DTensor with a `RaggedShard` (its `DTensorSpec` verifies that a shard is a `Shard(dim)`),
-so that its own rules never see one.
+torch's `Shard(0)` is the cut of `torch.chunk`, and every rule of torch's sharding propagation
+trusts it. So a `RaggedTensor` dispatches by rules of its own (`operations`), and `RaggedShard` tells torch's helpers
+(state dict, DCP) the actual cut. `DTensorSpec` verifies that a shard is a `Shard(dim)`, so that torch makes no plain
+DTensor with a `RaggedShard`, and its rules never see one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,15 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.fsdp.ragged.placement import RaggedShard, Span
 
-BEFORE_WRITE = "_before_write"
-"""Attribute of rows that other ranks may read: called before they are written to."""
+BEFORE_WRITE = "_before_write"  # attribute of rows that other ranks may read: called before they are written to
 
 
 class RaggedSpec(DTensorSpec):
-    """A spec whose last placement is a `RaggedShard`."""
-
     def _verify_shard_order(self, shard_order: object) -> None:
-        """torch's holds for placements that equal `Shard(dim)` alone."""
+        """torch's check holds for placements equal to `Shard(dim)` alone."""
 
 
 class RaggedTensor(DTensor):
@@ -45,19 +42,16 @@ class RaggedTensor(DTensor):
     """
 
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
-    """Runs an aten operation; set by `operations`, which need this class."""
 
     @staticmethod
     def of(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedTensor:
-        """Wrap the rows without a copy; torch's distributed checkpoint loads in place."""
         made = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
         return cast(RaggedTensor, made)
 
     @property
     def base(self) -> Tensor:
         """The rows whose version counts edits of this tensor and of its views."""
-        found: Tensor = self.__dict__.get("_base_rows", self._local_tensor)
-        return found
+        return cast(Tensor, self.__dict__.get("_base_rows", self._local_tensor))
 
     @base.setter
     def base(self, rows: Tensor) -> None:
@@ -65,18 +59,15 @@ class RaggedTensor(DTensor):
 
     @property
     def cut(self) -> RaggedShard:
-        """The placement on the last axis."""
         return cast(RaggedShard, self._spec.placements[-1])
 
     @property
     def span(self) -> Span:
-        """Rows of this rank, counted in the tensor-parallel shard."""
         mesh = self._spec.mesh
         return self.cut.spans[mesh.get_local_rank(mesh.ndim - 1)]
 
     @property
     def cuts_rows_alone(self) -> bool:
-        """No tensor-parallel axis cuts it, too."""
         return all(isinstance(each, Replicate) for each in self._spec.placements[:-1])
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
@@ -86,7 +77,6 @@ class RaggedTensor(DTensor):
         return self.whole()
 
     def whole(self) -> Tensor:
-        """The whole tensor on every rank, without a gradient. Collective over the mesh."""
         spec, last = self._spec, self._spec.mesh.ndim - 1
         local = self._local_tensor.detach().to(spec.mesh.device_type)  # offloaded state is gathered on the device
         if not self.shape:
@@ -102,7 +92,7 @@ class RaggedTensor(DTensor):
         ).full_tensor()
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a plain tensor that broadcasts to this one's shape; a view."""
+        """This rank's view of a plain tensor that broadcasts to this one's shape."""
         if not self.shape:
             begin, end = self.span
             return whole if begin < end else whole.reshape(1)[:0]
@@ -114,7 +104,6 @@ class RaggedTensor(DTensor):
         return whole
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
-        """This rank's rows, sharing memory; differentiable."""
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
         if before_write := getattr(self.base, BEFORE_WRITE, None):
@@ -124,7 +113,7 @@ class RaggedTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """As torch's; by way of the whole tensor where the placements differ. Collective over the mesh."""
+        """Through the whole tensor where placements differ. Collective over the mesh."""
         mesh = device_mesh or self._spec.mesh
         if placements is not None and tuple(placements) == self._spec.placements:
             return self
@@ -133,7 +122,6 @@ class RaggedTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The rows without autograd. A whole or sharded tensor that is assigned is copied; a DTensor would lose it."""
         return self.detach()
 
     @data.setter
@@ -159,11 +147,6 @@ class RaggedTensor(DTensor):
         return _restored, (self._local_tensor.detach(), self._spec, self.requires_grad)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Asked for by writers of whole tensors, such as safetensors.
-
-        Raises:
-            RuntimeError: this rank has rows of it alone.
-        """
         raise RuntimeError(
             f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on"
             " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
@@ -171,7 +154,6 @@ class RaggedTensor(DTensor):
         )
 
     def storage(self) -> Any:
-        """As `untyped_storage`."""
         return self.untyped_storage()
 
     def data_ptr(self) -> int:
@@ -181,7 +163,6 @@ class RaggedTensor(DTensor):
     # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
     def _chunk(self) -> ChunkStorageMetadata | None:
-        """Offsets and sizes of this rank's rows; None where it has none."""
         if not self._local_tensor.numel():
             return None
         if not self.shape:
@@ -215,7 +196,6 @@ class RaggedTensor(DTensor):
 
 
 def check_data(value: Tensor, held: Tensor, name: str) -> None:
-    """Raise RuntimeError where `.data` is given another shape, dtype or device, which it would change."""
     was, now = ((each.shape, each.dtype, each.device.type) for each in (held, value))
     if was != now:
         raise RuntimeError(
@@ -229,37 +209,37 @@ def _told(tensor: Tensor) -> str:
     return f"{[*tensor.shape]} {tensor.dtype} on {tensor.device.type}"
 
 
+def in_class(kind: type[DTensor], held: Any) -> Any:
+    return DTensor.__new__(kind, held._local_tensor, held._spec, requires_grad=False)
+
+
+def plain_of(kind: type[DTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    return tree_map_only(kind, partial(in_class, DTensor), (args, dict(kwargs or {})))
+
+
 class GatheredView(DTensor):
-    """A replicated view of a sharded tensor's gathered copy: an edit of it would be lost, and is refused."""
+    """A view of a gathered copy: an edit of it would be lost, and is refused."""
 
     @staticmethod
-    def of(view: Tensor, name: str) -> GatheredView:
-        """Wrap a replicated DTensor."""
-        plain = cast(DTensor, view)
-        made: Any = DTensor.__new__(GatheredView, plain._local_tensor, plain._spec, requires_grad=False)
+    def of(view: Tensor, name: str) -> Tensor:
+        made = in_class(GatheredView, view)
         made._name = name
-        return cast(GatheredView, made)
-
-    def _plain(self) -> DTensor:
-        make: Any = DTensor
-        plain: DTensor = make(self._local_tensor, self._spec, requires_grad=False)
-        return plain
+        return cast(Tensor, made)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], GatheredView):
-            name = getattr(args[0], "_name", "a sharded tensor")
             raise NotImplementedError(
-                f"{func} on a view of {name}: its rows lie on several ranks and the view is a copy; edit"
-                " parameter.full_tensor() (collective), then parameter.copy_(it)"
+                f"{func} on a view of {getattr(args[0], '_name', 'a sharded tensor')}: its rows lie on several ranks"
+                " and the view is a copy; edit parameter.full_tensor() (collective), then parameter.copy_(it)"
             )
         plain = next((e for e in tree_leaves((args, kwargs)) if type(e) is Tensor and e.numel() > 1), None)
         if plain is not None:
             held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView))
             raise RuntimeError(meets_plain(plain, getattr(held, "_name", "a sharded tensor")))
-        args_, kwargs_ = tree_map_only(GatheredView, cls._plain, (args, dict(kwargs or {})))
+        args_, kwargs_ = plain_of(GatheredView, args, kwargs)
         found = func(*args_, **kwargs_)
         if not func.is_view or not isinstance(args[0], GatheredView):
             return found
@@ -268,21 +248,14 @@ class GatheredView(DTensor):
 
 
 class Replicated(DTensor):
-    """A result over all rows that autograd knows. A loss, which is plain and another one on each rank, may be added to
-    it: torch adds them to other DTensors too, and raises in the backward."""
+    """A reduction over all rows that autograd knows. A rank's own loss may be added to it, as in torch, whose backward
+    raises then."""
 
     @staticmethod
     def of(value: Tensor) -> Tensor:
-        """A DTensor as this class, if all ranks have it whole."""
         if type(value) is not DTensor or not all(isinstance(each, Replicate) for each in value._spec.placements):
             return value
-        made: Any = DTensor.__new__(Replicated, value._local_tensor, value._spec, requires_grad=False)
-        return cast(Tensor, made)
-
-    def _plain(self) -> DTensor:
-        make: Any = DTensor
-        made: DTensor = make(self._local_tensor, self._spec, requires_grad=False)
-        return made
+        return cast(Tensor, in_class(Replicated, value))
 
     @classmethod
     def __torch_function__(
@@ -297,12 +270,11 @@ class Replicated(DTensor):
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args_, kwargs_ = tree_map_only(Replicated, Replicated._plain, (args, dict(kwargs or {})))
+        args_, kwargs_ = plain_of(Replicated, args, kwargs)
         return tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))
 
 
 def meets_plain(plain: Tensor, name: str) -> str:
-    """An error's text: a plain tensor, another one on each rank maybe, is combined with a sharded one."""
     return (
         f"a plain tensor of shape {[*plain.shape]} meets a sharded one, {name}: take parameter.full_tensor()"
         " (collective), or cut it by distribute_rows(tensor, like=parameter). In a forward, parameters are whole for"
@@ -311,7 +283,7 @@ def meets_plain(plain: Tensor, name: str) -> str:
 
 
 class _Gather(torch.autograd.Function):
-    """`full_tensor()`, whose gradient is taken to be equal on all ranks, as torch's `redistribute` has it."""
+    """The gradient is taken to be equal on all ranks, as torch's `redistribute` has it."""
 
     @staticmethod
     def forward(ctx: Any, sharded: RaggedTensor) -> Tensor:
@@ -342,8 +314,6 @@ class _IntoLoss(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """`to_local()`, whose gradient is this rank's rows."""
-
     @staticmethod
     def forward(ctx: Any, sharded: RaggedTensor) -> Tensor:
         ctx.spec = sharded._spec
@@ -355,23 +325,21 @@ class _ToLocal(torch.autograd.Function):
 
 
 def distribute_rows(full: Tensor, like: DTensor) -> RaggedTensor:
-    """A copy of a whole tensor, cut as another is: same mesh and placements. Without communication."""
+    """A copy of a whole tensor with the cut of another one. No communication."""
     made = RaggedTensor.of(like._local_tensor, spec_like(full, like._spec.mesh, like._spec.placements))
     return RaggedTensor.of(made.rows_of(full.detach()).clone(), made._spec)
 
 
 def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
-    """A tensor that `torch.load` reads."""
     return RaggedTensor.of(local, spec, requires_grad=requires_grad)
 
 
 def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:
-    """The spec of a whole tensor of that shape, strides and dtype."""
     return RaggedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
 
 
 def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> Any:
-    """Rows of a result as a tensor that is cut as `like`, or by `cut`; the whole shape follows from the rows' shape."""
+    """cut: of the result, else that of `like`; the shape follows from the rows' shape."""
     if isinstance(result, tuple | list):
         return type(result)(wrap_rows(each, like, cut) for each in result)
     spec = like._spec
@@ -386,22 +354,18 @@ def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -
 
 
 def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) -> DTensor:
-    """A DTensor that every rank has whole. alike: one of its shape, dtype and mesh, whose spec it shares."""
+    """alike: a DTensor of the same shape, dtype and mesh, whose spec is shared."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
     spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta) if alike is None else alike._spec
-    make: Any = DTensor
-    made: DTensor = make(value, spec, requires_grad=False)
-    return made
+    return DTensor.__new__(DTensor, value, spec, requires_grad=False)
 
 
 def local_of(param: Tensor) -> Tensor:
-    """This rank's rows, plain."""
     held: Any = param
     return held._local_tensor if isinstance(param, RaggedTensor) else param
 
 
 def set_apart(param: Any) -> None:
-    """Let a tensor, sharded or not, have a copy of its values on this rank."""
     if isinstance(param, DTensor):
         param._local_tensor = param._local_tensor.clone()
     else:

@@ -27,7 +27,8 @@ from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.step import BackwardPlan
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.bucket_context import Accumulation
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
 
 

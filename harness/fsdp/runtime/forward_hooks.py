@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.fsdp.guards.lost_edits import LostEdits
 from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward import Forward, ForwardState
@@ -30,8 +29,8 @@ from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import FORWARD
-from harness.fsdp.storage.parameter_access import by_engine
-from harness.fsdp.storage.whereabouts import Whereabouts
+from harness.fsdp.storage.edits import LostEdits
+from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 
 
 class ForwardHooks:

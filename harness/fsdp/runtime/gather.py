@@ -117,17 +117,13 @@ class GatherPipeline:
             return
         self._ran.append(unit)
         self._wake(unit)
-        self._bring(unit, direction)
-        for bucket in unit.buckets:
-            bucket.use()
-        self._prefetch()
-
-    def _bring(self, unit: Unit, direction: int) -> None:
-        """Have a unit's weights whole, for any direction."""
         if not self._is(unit, WeightState.UNSHARDED):
             self._reach(unit)
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
+        for bucket in unit.buckets:
+            bucket.use()
+        self._prefetch()
 
     def keep(self, unit: Unit) -> None:
         """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
@@ -338,7 +334,7 @@ class GatherPipeline:
         if weights.state is not WeightState.SHARDED:
             return
         self._copies = [each for each in self._copies if not each.let_go()]
-        weights.unshard(self._wanted(unit))
+        weights.unshard(weights.wanted)
         self._copies += weights.copies
         if weights.take_storage and not unit.is_root:
             self._ahead[unit] = None

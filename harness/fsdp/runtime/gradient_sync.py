@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from harness.fsdp.comm.gradient_format import Integers
-from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.program_hooks import watch
@@ -156,7 +156,7 @@ class GradientSync:
             StepError: the last backward ran inside no_sync(), or raised; or this is called inside a backward.
             FloatingPointError: a gradient of any rank is not finite, and a guard looks for such.
             OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
-            CopiesPart: a RuntimeError; see [Note: Copies that part].
+            CopiesPart: a RuntimeError.
         """
         self.weights.wait()
         self.hooks.recover()

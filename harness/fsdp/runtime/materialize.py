@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.comm.crossed import Everyone
-from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.mesh import Everyone, Meshes
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import Unit, UnitPlan, is_expert
 from harness.fsdp.storage.bucket import Bucket
@@ -27,8 +26,7 @@ from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, Initia
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory, placeholder
 from harness.fsdp.tensor_parallel.declared import declares
-from harness.fsdp.tensor_parallel.parameters import real, values_here
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp.tensor_parallel.parameters import Portion, real, values_here
 
 
 def build_units(

@@ -19,6 +19,7 @@ import torch
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
@@ -74,9 +75,20 @@ class TwoEncodings(GatherPipeline):
         self._in_backward = False
         super().reshard_all()
 
-    def _bring(self, unit: Unit, direction: int) -> None:
-        super()._bring(unit, direction)
-        self.complete(unit, direction)
+    def unshard(self, unit: Unit, direction: int) -> None:
+        """See `GatherPipeline.unshard`; the copy for the direction comes before what is prefetched."""
+        if unit in self._seen:
+            self._wake(unit)
+            if not self._is(unit, WeightState.UNSHARDED):
+                self._reach(unit)
+                self._start_unshard(unit)
+                self._wait_for_unshard(unit)
+            self.complete(unit, direction)
+        super().unshard(unit, direction)
+
+    def _start_unshard(self, unit: Unit) -> None:
+        self._weights[unit.name].wanted = self._wanted(unit)
+        super()._start_unshard(unit)
 
     def complete(self, unit: Unit, direction: int) -> None:
         """Gather the copy for a direction of a unit that is unsharded. *Collective* where it is not here."""

@@ -94,9 +94,11 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
             for encoding in bucket.encodings
         ]
         self._gathered = {wanted: [each for each in gathered if each[1].directions & wanted] for wanted in DIRECTIONS}
-        """What is gathered for some directions."""
+        """Buckets, encodings and labels to gather, by directions."""
         self._labels = {wanted: [label for _, _, label in self._gathered[wanted]] for wanted in DIRECTIONS}
         self._gathers: list[Gather] = []
+        self.wanted = BOTH
+        """Directions that are gathered next."""
         self.directions = 0
         """Directions of which weights are whole, or on their way; see [Note: Two encodings]."""
 

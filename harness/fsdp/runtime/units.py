@@ -59,7 +59,6 @@ class Unit:
 
     def __post_init__(self, given: list[nn.Module]) -> None:
         self.is_root = self.name == ROOT
-        """Whether this is the unit of everything that lies in no other."""
         self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([])
         self.take_in()

@@ -1,9 +1,9 @@
-"""Parameters between passes: DTensors over this rank's rows of the main weights.
+"""Sharded parameters: DTensors over this rank's rows of the main weights.
 
-[Note: Sharded and unsharded parameters] A module's slots (`module._parameters`) hold sharded parameters while no pass
-needs them, and unsharded ones, views of the whole compute weights, from a unit's pre-forward to its reshard. Each is
-one object for the life of the model. Hooks, and gradients while a backward runs, are the unsharded one's. Where every
-rank keeps all main weights and computes with them (`no_shard`), both are one object.
+[Note: Sharded and unsharded parameters] A module's slots (`module._parameters`) hold sharded parameters between passes.
+From a unit's pre-forward to its reshard they hold unsharded ones, views of the compute weights. Each is one object for
+the life of the model. Hooks, and gradients during a backward, are the unsharded one's. Where every rank keeps all main
+weights and computes with them (`no_shard`), both are one object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from sys import getrefcount
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,38 +28,33 @@ from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_a
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.metadata import METADATA
-from harness.fsdp.storage.module_slots import ModuleSlot
-from harness.fsdp.storage.parameter_access import HOME, WATCH, by_engine, grad_of, put_grad
-from harness.fsdp.storage.whereabouts import refuse_unknown
+from harness.fsdp.storage.parameter_access import (
+    HOME,
+    METADATA,
+    WATCH,
+    ModuleSlot,
+    by_engine,
+    grad_of,
+    put_grad,
+    refuse_unknown,
+)
 from harness.fsdp.tensor_parallel.parameters import put_data
 
 SHARDED = "_fsdp_sharded"
-"""Attribute of an unsharded parameter: the sharded one."""
 LOCATION = "_fsdp_location"
 """Attribute of a sharded parameter: a weak reference to its `ShardedParameters`, and its index in the bucket."""
 (_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
-"""Reference count of what only a list has that is looked through."""
+"""Reference count of an object that only the list being iterated holds."""
 _ENGINES = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
 
 
-class Unfinished(Protocol):
-    """Gradients that no `.grad` shows yet."""
-
-    def forget_one(self, bucket: Bucket, index: int) -> None:
-        """Forget what backwards have brought of a parameter. *Collective* before gradients are finished."""
-
-
 class _Hooked:
-    """A parameter at rest. Hooks are hung on the unsharded one, whose gradient autograd brings."""
-
     def _unsharded(self) -> Any:
         place = location_of(cast(Tensor, self))
         return self if place is None else place[0].unsharded[place[1]]
 
     @property
     def grad(self) -> Tensor | None:
-        """The main gradient's rows, once a step's gradients are finished."""
         with torch._C.DisableTorchFunctionSubclass():
             return grad_of(cast(Tensor, self))
 
@@ -79,7 +74,7 @@ class _Hooked:
 
     @by_engine
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Called with the unsharded parameter, once its gradient of a backward has come; it must not write to it."""
+        """Called with the unsharded parameter, once a backward's gradient has come; it must not write to it."""
         param = self._unsharded()
         watch: Callable[[Any], Any] | None = getattr(param, WATCH, None)
         hung = hook if watch is None else watch(hook)
@@ -87,15 +82,15 @@ class _Hooked:
 
 
 class ShardedParameter(_Hooked, RaggedTensor):
-    """Rows of a parameter."""
+    pass
 
 
 class PortionAtRest(_Hooked, DTensor):
-    """This rank's portion of a parameter under tensor parallelism, which no data-parallel axis cuts."""
+    pass
 
 
 class _Superseded:
-    """An unsharded parameter while the sharded one stands in its place: whoever kept it has no gradient of it."""
+    """An unsharded parameter between passes: whoever kept it gets no gradient of it."""
 
     @classmethod
     def __torch_function__(
@@ -109,7 +104,6 @@ class _Superseded:
 
     @property
     def grad(self) -> Tensor | None:
-        """Raises RuntimeError."""
         raise RuntimeError(_superseded(self, ".grad, as an optimizer does that was built before sharding"))
 
     @grad.setter
@@ -133,11 +127,10 @@ def _superseding(own: type) -> type:
 
 
 class MainWeight(_Hooked, nn.Parameter):
-    """A main weight that every rank has whole: all edits are counted, and `data` is copied."""
+    """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
     @property
     def data(self) -> Tensor:
-        """The values without autograd, sharing the version counter."""
         return self.detach()
 
     @data.setter
@@ -150,7 +143,7 @@ class MainWeight(_Hooked, nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run as for any parameter; fused kernels of optimizers leave version counters as they are."""
+        """Fused kernels of optimizers leave version counters as they are."""
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__.startswith("_fused_"):
                 torch.autograd.graph.increment_version(args[0])
@@ -159,14 +152,11 @@ class MainWeight(_Hooked, nn.Parameter):
 
 @cache
 def counting(own: type) -> type:
-    """The class of a plain parameter of which all edits are counted; a DTensor's are anyway."""
     if own is nn.Parameter:
         return MainWeight
     if issubclass(own, DTensor | MainWeight):
         return own
-    meta: Any = type(own)
-    made: type = meta(own.__name__, (MainWeight, own), {"__module__": own.__module__})
-    return made
+    return cast(type, cast(Any, type(own))(own.__name__, (MainWeight, own), {"__module__": own.__module__}))
 
 
 for types in (optimizers_types, utils_types):
@@ -174,7 +164,7 @@ for types in (optimizers_types, utils_types):
 
 
 class ShardedParameters:
-    """Sharded parameters of one bucket, and the slots in which they and the unsharded ones take turns.
+    """Sharded parameters of one bucket, and their places in modules.
 
     Args:
         slots: of each unsharded parameter, by identity.
@@ -193,7 +183,6 @@ class ShardedParameters:
         self.shards = shards
         self.unsharded = [param for _, param in bucket.params]
         self.types = [type(param) for param in self.unsharded]
-        """Classes of unsharded parameters while they are computed with."""
         self.params: list[nn.Parameter] = []
         for index, param in enumerate(self.unsharded):
             sharded = self._sharded(index, param)
@@ -203,20 +192,16 @@ class ShardedParameters:
                 vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith(_ENGINES)})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
-        apart = [(p, s) for p, s in zip(self.unsharded, self.params, strict=True) if p is not s]
-        self._pairs = [(param, sharded, type(param)) for param, sharded in apart]
-        held = [(slot, param, sharded) for param, sharded in apart for slot in slots[id(param)]]
+        both = list(zip(self.unsharded, self.params, strict=True))
+        self._same = [(param, type(param)) for param, sharded in both if param is sharded]
+        self._pairs = [(param, sharded, type(param)) for param, sharded in both if param is not sharded]
+        held = [(slot, param, sharded) for param, sharded, _ in self._pairs for slot in slots[id(param)]]
         self._held = [(slot.held, slot.name, param, sharded) for slot, param, sharded in held if slot.is_plain]
         self._put = [each for each in held if not each[0].is_plain]
-        self._slots = [(slots[id(p)], p, s) for p, s in zip(self.unsharded, self.params, strict=True)]
-        self._same = [(param, type(param)) for param in self.params if not hasattr(param, SHARDED)]
-        self._same = [(p, own) for p, own in self._same if any(p is each for each in self.unsharded)]
-        """Parameters that are sharded and unsharded in one."""
-        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
-        self._forget_views()
+        self._slots = [(slots[id(param)], param, sharded) for param, sharded in both]
+        self._begin()
         self.shows_unsharded = True
-        self.sync: Callable[[], Unfinished | None] = lambda: None
-        """A weak reference to what has unfinished gradients."""
+        self.sync: Callable[[], Any] = lambda: None
 
     def _sharded(self, index: int, param: nn.Parameter) -> nn.Parameter:
         rows = self.view(index, self.bucket.main_shards)
@@ -226,25 +211,28 @@ class ShardedParameters:
         made = nn.Parameter(rows, requires_grad=param.requires_grad)
         made.grad_dtype = None  # main gradients may have another dtype than main weights
         kind = PortionAtRest if isinstance(rows, DTensor) else MainWeight
-        held: Any = made
-        held.__class__ = ShardedParameter if isinstance(rows, RaggedTensor) else kind
-        if isinstance(rows, RaggedTensor):
-            held._local_tensor, held.base = rows._local_tensor, rows._local_tensor
-            setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
+        cast(Any, made).__class__ = ShardedParameter if isinstance(rows, RaggedTensor) else kind
+        self._hold(made, rows)
         return made
 
+    def _hold(self, param: Any, rows: Tensor) -> None:
+        if isinstance(rows, RaggedTensor):
+            param._local_tensor, param._spec, param.base = rows._local_tensor, rows._spec, rows._local_tensor
+            setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
+
+    def _begin(self) -> None:
+        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
+        self._forget_views()
+
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
-        """This rank's rows of a parameter in flat tensors that lie as the main weights do, one a segment: a DTensor;
-        plain where nothing cuts it."""
+        """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
         slot = self.bucket.layout.slots[index]
         return self.shards.rows(self.bucket, slot, flats[slot.segment])
 
     def view_from(self, index: int, flat: Tensor, begins_at: int) -> Tensor:
-        """As `view`, in a flat tensor that begins so many elements into the shard of the parameter's segment."""
         return self.shards.rows(self.bucket, self.bucket.layout.slots[index], flat, begins_at)
 
     def show(self, *, unsharded: bool) -> None:
-        """Put parameters into the modules' slots, in classes of their own."""
         turns, self.shows_unsharded = unsharded is not self.shows_unsharded, unsharded
         for param, own in self._same:
             param.__class__ = own if unsharded else counting(own)
@@ -263,38 +251,29 @@ class ShardedParameters:
             param.__class__ = _superseding(own)
 
     def count_edits(self) -> None:
-        """Let unsharded parameters that are shown count edits through `data`, and copy what is assigned to it."""
         for param, own in (*self._same, *((param, own) for param, _, own in self._pairs)):
             param.__class__ = counting(own)
 
     def flags(self) -> list[bool]:
-        """`requires_grad` of each parameter, as the program has set it."""
         return [param.requires_grad for param in (self.unsharded if self.shows_unsharded else self.params)]
 
     def sync_flags(self) -> None:
-        """Let unsharded parameters that are not shown be trained or frozen as the program has set it."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, sharded in zip(self.unsharded, self.params, strict=True):
                 if param.requires_grad is not sharded.requires_grad:
                     param.requires_grad_(sharded.requires_grad)
 
     def moved(self) -> None:
-        """Main weights lie elsewhere now, maybe in another dtype: sharded parameters follow."""
         self.shards.moved(self.bucket)
         for index, param in enumerate(self.params):
             if param is self.unsharded[index]:
                 continue
             rows = self.view(index, self.bucket.main_shards)
             put_data(param, rows)
-            held: Any = param
-            if isinstance(rows, RaggedTensor):
-                held._local_tensor, held._spec, held.base = rows._local_tensor, rows._spec, rows._local_tensor
-                setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
-        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
-        self._forget_views()
+            self._hold(param, rows)
+        self._begin()
 
     def check(self) -> None:
-        """Raise RuntimeError where modules hold other parameters, or a parameter was cast or moved."""
         for slots, param, sharded in self._slots:
             for slot in slots:
                 held = slot.param
@@ -322,17 +301,12 @@ class ShardedParameters:
 
     def _forget_views(self) -> None:
         self.grads: list[Tensor | None] = [None] * len(self.params)
-        """What `.grad` of each parameter is once a step's gradients are finished: views of main gradients."""
         self._references = [0] * len(self.params)
-        """How many tensors each of these views adds to those in the memory of main gradients."""
 
     def leave_kept_grads(self, shown: Collection[int] = ()) -> None:
-        """Main gradients are written anew: what the program keeps that is no `.grad` any more stays as it was.
+        """Main gradients are written anew: views that the program keeps, and are no `.grad`, get copies.
 
-        shown: parameters whose main gradients are their `.grad`.
-
-        Raises:
-            RuntimeError: see `Gradients.renew`.
+        shown: parameters whose main gradients are their `.grad`. Raises as `Gradients.renew`.
         """
         gradients = self.bucket.gradients
         if gradients is None or not any(self._references):
@@ -350,7 +324,7 @@ class ShardedParameters:
         self.leave_kept_grads([index for index, param in enumerate(self.params) if grad_of(param) is self.grads[index]])
 
     def install_grads(self, kept: set[int], *, only_kept: bool = False) -> None:
-        """Let `.grad` be the main gradient; None where no rank had one, unless it was kept from before."""
+        """Let `.grad` be the main gradient; None where no rank had one, unless it was kept."""
         gradients = self.bucket.gradients
         if gradients is None:
             return
@@ -362,47 +336,44 @@ class ShardedParameters:
 
     @property
     def with_grads(self) -> set[int]:
-        """Parameters whose `.grad` is not None."""
-        found = set[int]()
+        found = set[int]()  # a comprehension would be a call more in each step
         for index, param in enumerate(self.params):
             if grad_of(param) is not None:
                 found.add(index)
         return found
 
     def collect_grads(self) -> set[int]:
-        """Bring gradients that the program has replaced into the main gradients, zeros for those it has set to None.
-        Returns the parameters that have one."""
+        if self.bucket.gradients is None:
+            return set()
         self._leave_replaced()
-        found = set[int]()
-        for index, param in enumerate(self.params if self.bucket.gradients is not None else ()):
-            given, own = grad_of(param), self._grad(index)
-            if given is None:
-                local_of(own).zero_()
-                continue
-            found.add(index)
-            if given is not own:
-                own.copy_(given)
-                put_grad(param, own)
+        found = self.with_grads
+        for index in range(len(self.params)):
+            if index in found:
+                self._take(index)
+            else:
+                local_of(self._grad(index)).zero_()
         return found
 
     def take_grad(self, index: int, *, zeros: bool = False) -> None:
-        """Bring a gradient that the program has replaced into the main gradient. zeros: let None be zeros."""
+        """Copy a gradient that the program has replaced to the main gradient. zeros: None stands for zeros."""
         param = self.params[index]
         given = grad_of(param)
         if self.bucket.gradients is None or (given is None and not (zeros and param.requires_grad)):
             return
-        if given is not None and given is self.grads[index]:
-            return
-        self._leave_replaced()
-        own = self._grad(index)
+        if given is None or given is not self.grads[index]:
+            self._leave_replaced()
+            self._take(index)
+
+    def _take(self, index: int) -> None:
+        param, own = self.params[index], self._grad(index)
+        given = grad_of(param)
         if given is None:
             local_of(own).zero_()
-        else:
+        elif given is not own:
             own.copy_(given)
         put_grad(param, own)
 
     def add_own_grads(self) -> set[int]:
-        """Add what came to sharded parameters themselves, of a penalty say, to the main gradients. Returns which."""
         found = set[int]()
         for index, param in enumerate(self.params if self.bucket.gradients is not None else ()):
             given = grad_of(param) if param is not self.unsharded[index] else None
@@ -412,30 +383,24 @@ class ShardedParameters:
         return found
 
     def drop_grads(self) -> None:
-        """Set `.grad` of every parameter to None."""
         for param in self.params:
             put_grad(param, None)
 
     def hide_grads(self) -> None:
-        """Set `.grad` to None of parameters that are sharded and unsharded in one."""
         for param, _ in self._same:
             put_grad(param, None)
 
 
 def finished_grad(param: Tensor) -> Tensor | None:
-    """What `.grad` of a parameter is once gradients are finished, if every rank has it whole and computes with it."""
     place = location_of(param)
     return None if place is None else place[0].grads[place[1]]
 
 
 def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:
-    """Where a sharded parameter is, by its index in a bucket; None for any other tensor, or where the model is gone."""
     found: Any = getattr(param, LOCATION, None)
     sharded = None if found is None else found[0]()
     return None if sharded is None else (sharded, found[1])
 
 
 def sharded_of(param: Tensor) -> Tensor:
-    """The sharded parameter that an unsharded one belongs to; any other tensor itself."""
-    found: Tensor = getattr(param, SHARDED, param)
-    return found
+    return cast(Tensor, getattr(param, SHARDED, param))

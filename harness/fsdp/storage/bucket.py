@@ -26,9 +26,9 @@ from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Cod
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.storage.parameter_views import ParameterViews, views_of
+from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, route
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp.tensor_parallel.parameters import Portion
 
 
 class Bucket:
@@ -214,7 +214,7 @@ class Bucket:
 
     def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        return self.codec.encode(self.main_shards, self.encodings.index(encoding))
+        return self.codec.encode(self.main_shards, encoding)
 
     @property
     def gives_copies(self) -> bool:
@@ -241,10 +241,11 @@ class Bucket:
         if not self.placements.install:
             return []
         found: list[Pending] = []
-        wire = self.codec.wire
+        target, wire = self.placements.resting_weights, self.codec.wire
         for each in self.encodings:
-            shards, target = [wire(shard) for shard in self.kept_shards(each)], self.placements.resting_weights
-            found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
+            if each.kept is not None:
+                shards = self.cuts.inner_shards_of(wire(each.kept), target)
+                found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
         comm = self.context.mesh.gather
         if not comm.goes_on_alone:
             return found
@@ -282,21 +283,23 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """True if unsharded compute weights have storage now, of some encoding."""
-        return self._shown is not None
+        return self._shown >= 0
 
     @property
-    def _shown(self) -> int | None:
-        """The first encoding with unsharded weights, by place."""
+    def _shown(self) -> int:
+        """The first encoding with unsharded weights, by place; -1: none has."""
         if self.is_resident:
             return 0
-        filled = self.memory.is_filled
-        return next((place for place, each in enumerate(self.encodings) if filled(each.unsharded)), None)
+        for place, each in enumerate(self.encodings):
+            if self.memory.is_filled(each.unsharded):
+                return place
+        return -1
 
     def point_at_weights(self) -> None:
         """Let unsharded parameters be views of the compute weights, and show them; sharded ones without storage."""
         shown = self._shown
-        self.views.point(shown or 0)
-        sharded, unsharded = self.views.sharded(), shown is not None
+        self.views.point(max(shown, 0))
+        sharded, unsharded = self.views.sharded(), shown >= 0
         if sharded is not None and sharded.shows_unsharded is not unsharded:
             sharded.show(unsharded=unsharded)
 

@@ -1,9 +1,10 @@
-"""What is known of a bucket before it has storage: what its parameters have in common, and what all buckets share."""
+"""Settings of a bucket, and those that all buckets share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -11,9 +12,37 @@ from torch import Tensor
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.storage.gradients import GradientPlan
+from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.fsdp.vocabulary import GradBuffer, OuterStrategy, Strategy
+
+
+class Accumulation(Enum):
+    in_place = "autograd adds to the sums themselves"
+    added = "added to the sums on this rank, and reduced once a step"
+    reduced = "every backward's are reduced over the inner axis into the sums"
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """Shared by all buckets of a model.
+
+    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: sums are int64
+    (see `harness.fsdp.comm.fixed_point`). offload: device of main gradients, apart from the sums.
+    """
+
+    memory: BucketMemory
+    buffer: GradBuffer = GradBuffer.flat
+    unsharded: bool = False
+    integers: bool = False
+    offload: torch.device | None = None
+
+    def accumulation(self, placements: Placements) -> Accumulation:
+        if not placements.accumulates_locally:
+            return Accumulation.reduced
+        alike = not self.integers and self.buffer is GradBuffer.flat
+        return Accumulation.in_place if alike else Accumulation.added
+
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""
@@ -21,11 +50,7 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What parameters of one bucket have in common.
-
-    dtype: as the module has them. fp8: encodings in 8 bits that weights are kept and gathered in, one or one for each
-    direction; 0: none.
-    """
+    """dtype: as the module has them. fp8: encodings in 8 bits, 0, 1 or 2 (one for each direction)."""
 
     dtype: torch.dtype
     trainable: bool
@@ -34,25 +59,17 @@ class BucketKey:
 
     @property
     def label(self) -> str:
-        """The bucket's name within its unit."""
         marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
         marks += ("", "/fp8", "/fp8x2")[self.fp8]
         return str(self.dtype).removeprefix("torch.") + marks
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
-        """The dtypes of its buffers; raises as `MixedPrecisionPolicy.resolve`."""
         dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype)
         return dtypes.in_8_bits() if self.fp8 else dtypes
 
 
 @dataclass(frozen=True)
 class BucketContext:
-    """What all buckets of one mesh share.
-
-    plan: how gradients wait. strategy: what the inner axis splits. outer: what the outer axis splits, if there is one.
-    tensor: the axis over which parameters were cut before; see [Note: Under tensor parallelism].
-    """
-
     plan: GradientPlan
     mesh: Mesh
     strategy: Strategy
@@ -61,10 +78,8 @@ class BucketContext:
 
     @property
     def placements(self) -> Placements:
-        """How the buffers of a bucket lie: those of a frozen one, too, which may be trained later."""
         return Placements.of(self.strategy, self.outer if self.mesh.has_outer else None)
 
     @property
     def main_device(self) -> torch.device:
-        """Where main weights, main gradients and optimizer state lie."""
         return self.plan.offload or self.plan.memory.device

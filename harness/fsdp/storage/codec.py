@@ -43,7 +43,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
 from harness.fsdp.storage.placement import SHARD, Axis
-from harness.fsdp.tensor_parallel.portion import Portion
+from harness.fsdp.tensor_parallel.parameters import Portion
 
 FORWARD, BACKWARD = 1, 2
 """Directions, which are added."""
@@ -85,8 +85,8 @@ class WeightCodec:
     encoded: Sequence[EncodedWeight] = ()
     """Weights whose layers read an encoding for each direction."""
 
-    def encode(self, shards: Sequence[Tensor], which: int) -> Sequence[Tensor]:
-        """This rank's main weights in one of the bucket's encodings, by place; a tensor a segment."""
+    def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> Sequence[Tensor]:
+        """This rank's main weights in one of the bucket's encodings; a tensor a segment."""
         return shards
 
     def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
@@ -235,12 +235,12 @@ class Fp8Codec(WeightCodec):
             local = self.cuts.layout.local_slice(weight.slot, self.cuts.layout_rank)
             yield weight, shards[local.segment][local.offset : local.offset + local.numel], local
 
-    def encode(self, shards: Sequence[Tensor], which: int) -> list[Tensor]:
+    def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
         found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
         for weight, rows, local in self.local(shards):
             if local.numel:
                 into = found[local.segment][local.offset : local.offset + local.numel]
-                into.copy_(weight.scales[which].encode(rows, local.start))
+                into.copy_(weight.scales[encoding.directions == BACKWARD].encode(rows, local.start))
         return found
 
     def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_map_only
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
-from harness.fsdp.ragged.tensor import spec_like
+from harness.fsdp.ragged.tensor import plain_of, spec_like
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
@@ -26,8 +25,7 @@ from harness.fsdp.storage.placement import SHARD, On
 
 
 class PortionGradient(DTensor):
-    """The gradient of a portion that no data-parallel axis cuts. torch's rule for GradScaler asks
-    where the first gradient of several lies, and no other."""
+    """Gradient of a TP shard that no data-parallel axis cuts: torch's rule for GradScaler asks the first alone."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
@@ -35,23 +33,15 @@ class PortionGradient(DTensor):
     ) -> Any:
         if func is CHECK_AND_UNSCALE:
             return check_and_unscale(func, args, kwargs or {})
-        made: Any = DTensor
-        plain = tree_map_only(
-            cls, lambda held: made(held._local_tensor, held._spec, requires_grad=False), (args, kwargs)
-        )
-        found = func(*plain[0], **(plain[1] or {}))
+        args_, kwargs_ = plain_of(cls, args, kwargs)
+        found = func(*args_, **kwargs_)
         return args[0] if isinstance(found, Tensor) and func._schema.is_mutable else found
-
-    def _plain(self) -> DTensor:
-        made: Any = DTensor
-        plain: DTensor = made(self._local_tensor, self._spec, requires_grad=False)
-        return plain
 
 
 class DTensorFactory:
     """Makes `DTensor`s of one model's buckets; a DeviceMesh is made once for each grid of ranks.
 
-    *Collective* where there is a tensor-parallel axis: its ranks tell each other of their grids.
+    *Collective* where there is a tensor-parallel axis: its ranks exchange their grids.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -60,33 +50,12 @@ class DTensorFactory:
         for bucket in (each for each in buckets if each.context.tensor is not None):
             self._mesh(bucket)
 
-    def weights(self, buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-        """Main weights by parameter name.
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
-        refuse_split_experts(buckets)
-        return {
-            slot.spec.name: self._shard(bucket, slot, bucket.main_shards[slot.segment], 0)
-            for bucket in buckets
-            for slot in bucket.layout.slots
-        }
-
-    def rows(self, bucket: Bucket, slot: Slot, shard: Tensor, begins_at: int = 0) -> Tensor:
-        """A parameter's rows in a rank's shard of its segment, of which the first `begins_at` elements are missing: a
-        DTensor, or a plain tensor where nothing cuts it."""
-        return self._shard(bucket, slot, shard, begins_at)
-
     def moved(self, bucket: Bucket) -> None:
-        """The bucket's parameters are cut otherwise now."""
         self._found.pop(bucket, None)
 
-    def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> Tensor:
-        """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment.
-
-        A plain tensor where nothing cuts it.
-        """
+    def rows(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int = 0) -> Tensor:
+        """A parameter's rows in `memory`, which begins so many elements into the shard of its segment; plain where
+        nothing cuts it."""
         local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
         flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
         shape = torch.Size(slot.spec.shape)
@@ -102,7 +71,6 @@ class DTensorFactory:
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
-        """Placements of a parameter on the axes of `_mesh`."""
         found = self._found.setdefault(bucket, {})
         if slot.spec.name not in found:
             portion, axes = bucket.portion_of(slot), _axes(bucket)
@@ -119,7 +87,6 @@ class DTensorFactory:
         return found[slot.spec.name]
 
     def _mesh(self, bucket: Bucket) -> DeviceMesh:
-        """Ranks that keep the bucket's parameters."""
         context, axes = bucket.context, _axes(bucket)
         key = (id(context.mesh), axes)
         if key not in self._meshes:
@@ -128,30 +95,32 @@ class DTensorFactory:
 
 
 def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
-    """Raise NotImplementedError where one name stands for other experts on other ranks: no key tells them apart."""
-    split = [
-        bucket.name
-        for bucket in buckets
-        if bucket.key.expert and bucket.context.mesh.everyone.size < dist.get_world_size()
-    ]
-    if split:
+    experts = (bucket for bucket in buckets if bucket.key.expert)
+    if split := [each.name for each in experts if each.context.mesh.everyone.size < dist.get_world_size()]:
         raise NotImplementedError(
             f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
             " the model's names do not say which is which; ShardedModel.local_state() resumes on the same layout"
         )
 
 
-def fill(target: Tensor, given: Tensor) -> None:
+def fill(target: Tensor, given: Any) -> None:
     """Copy a whole tensor, or a DTensor of any layout (*collective*), into this rank's part of a state."""
-    if isinstance(target, RaggedTensor):
-        target.copy_(given)
-        return
-    whole = given.full_tensor() if isinstance(given, DTensor) else given
-    if isinstance(target, DTensor):
-        whole = whole.to(target.device_mesh.device_type)
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
-        target = target.to_local()
-    target.copy_(whole)
+    given = as_target(given, target)
+    if isinstance(target, DTensor) and not isinstance(target, RaggedTensor):
+        target, given = target.to_local(), given.to_local()
+    target.copy_(given)
+
+
+def as_target(value: Any, target: Any) -> Any:
+    """A value that `target.copy_` takes: distributed as a DTensor of torch's own placements is, or unsharded.
+    *Collective* where it is a DTensor."""
+    if isinstance(target, RaggedTensor) or not (isinstance(target, DTensor) or isinstance(value, DTensor)):
+        return value
+    unsharded = value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(target, DTensor):
+        return unsharded
+    mesh = target.device_mesh
+    return distribute_tensor(unsharded.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
 
 
 def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
@@ -159,10 +128,7 @@ def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
 
 
 def _axes(bucket: Bucket) -> tuple[str, ...]:
-    """Axes of the mesh of a bucket's DTensors: the last one cuts rows, if any does.
-
-    The tensor-parallel one stands before it, so that rows are those of its shards.
-    """
+    """The last one cuts rows, if any does. The tensor-parallel one stands before it: rows are those of its shards."""
     own, mesh, tensor = bucket.cuts.own, bucket.context.mesh, bucket.context.tensor
     of_tensor = () if tensor is None else ("tensor",)
     if own == On(SHARD, SHARD) and mesh.outer is not None:
@@ -172,7 +138,6 @@ def _axes(bucket: Bucket) -> tuple[str, ...]:
 
 
 def _positions(cuts: Cuts, mesh: Mesh) -> Sequence[int]:
-    """The place in the layout of each rank of the last axis."""
     width = cuts.layout.outer
     if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
         where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}
@@ -183,7 +148,6 @@ def _positions(cuts: Cuts, mesh: Mesh) -> Sequence[int]:
 
 
 def _grid(mesh: Mesh) -> list[list[int]]:
-    """Global ranks, outer by inner: those of an inner group are contiguous in `everyone`, which is outer-major."""
     ranks = dist.get_process_group_ranks(mesh.everyone.group)
     size = mesh.inner.size
     grid = [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
@@ -204,17 +168,15 @@ def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...])
     groups = [comm.group for axis in axes if (comm := comms[axis]) is not None]
     if len(axes) == 1:
         return DeviceMesh.from_group(groups[0], kind)
-    grid = torch.tensor(_grid(mesh) if mesh.outer is not None else [dist.get_process_group_ranks(mesh.inner.group)])
+    grid = torch.tensor(_grid(mesh))
     if tensor is not None:
         grid = grid.to(tensor.runtime.device)
         grids = [torch.empty_like(grid) for _ in range(tensor.size)]
         dist.all_gather(grids, grid, group=tensor.group)
         grid = torch.stack(grids, dim=-1).cpu()
+    names = ["outer", "inner", "tensor"]
     if "everyone" in axes:
-        grid = grid.flatten(0, 1)
-    names = ["everyone"] if "everyone" in axes else ["outer", "inner"]
-    names += [] if tensor is None else ["tensor"]
-    grid = grid.permute(
-        [names.index(axis) for axis in axes] + [at for at, name in enumerate(names) if name not in axes]
-    )
+        grid, names = grid.flatten(0, 1), ["everyone", "tensor"]
+    order = sorted(range(grid.ndim), key=lambda at: axes.index(names[at]) if names[at] in axes else len(axes))
+    grid = grid.permute(order)
     return DeviceMesh.from_group(groups, kind, mesh=grid.reshape(grid.shape[: len(axes)]), mesh_dim_names=axes)

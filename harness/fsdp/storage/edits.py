@@ -1,29 +1,35 @@
-"""Edits of unsharded weights in place, and how main weights come to know of them.
+"""Edits of unsharded weights by the program: main weights take them, or they are refused.
 
-[Note: Edits] Where main weights are the compute weights, an edit of one is an edit of the other. Elsewhere main weights
-take what differs from them when cast: of weights that stay whole at the end of a forward or backward, of gathered ones
-at the end of `unsharded()`. Any other edit of an unsharded weight is refused.
+Where main weights are the compute weights, an edit of one is an edit of the other. Elsewhere main weights
+take what differs from them when cast: of weights that stay unsharded at the end of a forward or backward, of gathered
+ones at the end of `unsharded()`. Any other edit that torch counts is refused.
+
+torch does not count an edit through `.data` inside a forward. Only bits tell: they are summed, as integers, when
+weights are unsharded, and again after their unit's call. Gathered bits and such edits are the same on all ranks, so
+that all raise in the same call. The sums are made before the first update and after 10, 100, 1000 of them and so on;
+where work is queued, before the first alone, since reading a sum stops the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.storage.bucket import Bucket
+
+LOOKED_AT = frozenset([0, *(10**power for power in range(1, 12))])
 
 
 def adopt(bucket: Bucket) -> None:
-    """Let edits of weights that stay whole count: main weights in storage of their own take them."""
     if bucket.is_resident and not bucket.computes_with_main_weights and bucket.views.edited():
         take_over(bucket, differing(bucket))
         bucket.views.forget_edits()
 
 
 def refuse_lost(bucket: Bucket) -> None:
-    """Raise RuntimeError where a parameter was edited in place and the next update or gather would lose it."""
     edited = [] if bucket.computes_with_main_weights else bucket.views.edited()
     if edited:
         raise RuntimeError(
@@ -34,22 +40,18 @@ def refuse_lost(bucket: Bucket) -> None:
 
 
 def differing(bucket: Bucket) -> list[Tensor]:
-    """Where this rank's compute weights are other bits than its main weights cast, bool, a tensor for each shard.
+    """Masks of this rank's compute weights with other bits than main weights cast: bool, one a segment.
 
-    Only while compute weights are whole. None for main weights that are the compute weights.
+    Only while compute weights are unsharded. Empty where main weights are the compute weights.
     """
     if bucket.computes_with_main_weights:
         return []
-    pairs = zip(own_compute_weights(bucket), bucket.cast_shards(bucket.encodings[0]), strict=True)
-    return [bits_of(seen) != bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
+    pairs = zip(_own_compute_weights(bucket), bucket.cast_shards(bucket.encodings[0]), strict=True)
+    return [_bits_of(seen) != _bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 
 def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
-    """Let main weights be what the compute weights are at these places; elsewhere they keep all their bits.
-
-    Raises:
-        RuntimeError: weights of 8 bits were edited, of which no main weights follow.
-    """
+    """Copy compute weights to main weights in these places; elsewhere main weights keep all their bits."""
     if bucket.codec.is_lossy:
         if any(bool(places.any()) for places in differing):
             raise RuntimeError(
@@ -57,16 +59,65 @@ def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
                 f" ({bucket.dtypes.main}), which cannot follow. Change those instead, by load_state_dict()"
             )
         return
-    for seen, main, places in zip(own_compute_weights(bucket), bucket.main_shards, differing, strict=False):
+    for seen, main, places in zip(_own_compute_weights(bucket), bucket.main_shards, differing, strict=False):
         main.detach().copy_(torch.where(places, seen.to(main.dtype), main.detach()))
 
 
-def own_compute_weights(bucket: Bucket) -> list[Tensor]:
-    """This rank's part of whole compute weights, where its main weights lie."""
+def _own_compute_weights(bucket: Bucket) -> list[Tensor]:
     own = bucket.cuts.own_shards(bucket.cuts.inner_shards(bucket.compute))
     return [shard.to(bucket.main_shards[0].device) for shard in own]
 
 
-def bits_of(values: Tensor) -> Tensor:
-    """The bits of each element, as integers."""
+def _bits_of(values: Tensor) -> Tensor:
     return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])
+
+
+class LostEdits:
+    def __init__(self, device: torch.device) -> None:
+        self._looked_at = frozenset([0]) if is_queued(device) else LOOKED_AT
+        self.looks = False
+        self._seen: dict[str, tuple[Bucket, Tensor]] = {}
+
+    def begin(self, buckets: Iterable[Bucket], num_updates: int, *, may_look: bool) -> None:
+        self._seen.clear()
+        self.looks = may_look and num_updates in self._looked_at
+        if self.looks:  # of a gather that is under way, storage is there and weights are not
+            self.note(bucket for bucket in buckets if bucket.is_resident)
+
+    def note(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            kept = bucket.computes_with_main_weights
+            if not kept and bucket.name not in self._seen and bucket.is_whole and bucket.awaited is None:
+                self._seen[bucket.name] = bucket, _sums(bucket)
+
+    def check(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            found = self._seen.pop(bucket.name, None)
+            if found is not None and bucket.is_whole:
+                _refuse_edited(bucket, found[1])
+
+    def end(self) -> None:
+        self.looks = False
+        self.check([bucket for bucket, _ in self._seen.values()])
+
+
+@torch.no_grad()
+def _sums(bucket: Bucket) -> Tensor:
+    """int64, shape [parameters], modulo 2^64."""
+    return torch.stack([_words(view).sum() for _, view in bucket.named_slices(bucket.compute)])
+
+
+def _words(values: Tensor) -> Tensor:
+    flat = values.reshape(-1)
+    return flat.view(torch.int64) if flat.nbytes % 8 == 0 and flat.numel() else _bits_of(flat)
+
+
+def _refuse_edited(bucket: Bucket, before: Tensor) -> None:
+    differs = (_sums(bucket) != before).tolist()
+    edited = [name for (name, _), each in zip(bucket.params, differs, strict=True) if each]
+    if edited:
+        raise RuntimeError(
+            f"parameter {edited[0]} was edited inside a forward (through .data, say), and weights are made anew for"
+            " each: the edit would be lost with this one. Edit it between steps, inside `with model.unsharded():`, on"
+            " all ranks; or compute with an edited copy, as F.linear(x, self.weight.clamp(min=0))"
+        )

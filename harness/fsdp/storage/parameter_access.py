@@ -1,24 +1,25 @@
-"""Reading and setting `.grad` whatever class a parameter has, and names by which the engine marks parameters."""
+"""Parameters of modules: the marks on them, the slots that hold them, and what unsharded ones are views of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from harness.fsdp.storage.layout import BucketLayout
+from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOME = "_fsdp_home"
-"""Attribute of a parameter, sharded or not: its first name and its unit's, for messages."""
-WATCH = "_fsdp_watch"
-"""Attribute of a trained unsharded parameter: what is hung on it in place of a hook of the program."""
+HOME = "_fsdp_home"  # attribute of a parameter, sharded or not: its first name and its unit's, for messages
+WATCH = "_fsdp_watch"  # attribute of a trained unsharded parameter: hung on it in place of a hook of the program
 
-_GRAD: Any = Tensor.grad
-"""torch's own descriptor. Its functions are taken as they are, for they are called for every parameter, and often."""
+_GRAD: Any = Tensor.grad  # torch's own descriptor: its functions run for every parameter, and often
 grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 put_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
@@ -32,3 +33,191 @@ def by_engine(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def _named(names: str) -> Iterator[Any]:
+    return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
+
+
+METADATA = frozenset(
+    [
+        *(
+            each.__get__
+            for each in _named(
+                "shape dtype device layout requires_grad grad grad_dtype grad_fn is_leaf ndim itemsize nbytes names"
+                " name output_nr retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn"
+                " is_mps is_xla is_xpu is_nested _version _base _backward_hooks _post_accumulate_grad_hooks"
+            )
+        ),
+        *(each.__set__ for each in _named("requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks")),
+        *_named(
+            "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed"
+            " is_inference is_same_size __len__ __hash__ requires_grad_ register_hook"
+            " register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor"
+        ),
+        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
+        *(torch.autograd.backward, torch.autograd.grad),  # which look at `inputs`, or refuse them, by themselves
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    ]
+)
+
+
+# -- slots of modules --------------------------------------------------------------------------------------------------
+
+
+class ModuleSlot:
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.held = module._parameters
+        self.name = name
+        self.module = weakref.ref(module)
+        self.is_plain = type(self.held) is dict and getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        """Recurrent layers hold their parameters twice, and have their own `__setattr__`."""
+
+    @property
+    def param(self) -> nn.Parameter | None:
+        return self.held[self.name] if self.name in self.held else None  # noqa: SIM401 # TorchScript's has no `get`
+
+    def put(self, coming: nn.Parameter, leaving: nn.Parameter) -> None:
+        if self.param is leaving and (module := self.module()) is not None:
+            setattr(module, self.name, coming)
+            names: list[str] = getattr(module, "_flat_weights_names", [])
+            if self.name in names:  # else a recurrent layer collects its parameters anew in each forward
+                cast(Any, module)._flat_weight_refs[names.index(self.name)] = weakref.ref(coming)
+
+
+def slots_of(module: nn.Module) -> dict[int, list[ModuleSlot]]:
+    found: dict[int, list[ModuleSlot]] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append(ModuleSlot(part, name))
+    return found
+
+
+class Whereabouts:
+    """Names of parameters, and identities of submodules, as they were when the module was sharded: pruning,
+    parametrizations and code that writes into `_parameters` change them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = [(path, weakref.ref(part)) for path, part in module.named_modules()]
+        self._have = [_contents(part) for part in module.modules()]
+
+    def check(self) -> None:
+        for place, (path, reference) in enumerate(self._parts):
+            part = reference()
+            if part is None:
+                continue
+            if (have := _contents(part)) != self._have[place]:
+                check_names(part, path)
+                self._have[place] = have
+
+
+def _contents(part: nn.Module) -> tuple[list[str], list[int]]:
+    return list(part._parameters.keys()), list(map(id, part._modules.values()))
+
+
+def check_names(module: nn.Module, path: str = "") -> None:
+    """Raise RuntimeError where a parameter has another name than when it was sharded, which its state goes by.
+
+    path: of the module in the model.
+    """
+    for name, param in module.named_parameters(path):
+        home: tuple[str, str] | None = getattr(param, HOME, None)
+        if home is None:
+            refuse_unknown(name, "added")
+        if home[0] != name:
+            raise RuntimeError(
+                f"parameter {home[0]} is called {name} since it was sharded, and its state goes by the first name:"
+                " prune, parametrize or rearrange modules before they are sharded; or undo it (prune.remove,"
+                " remove_parametrizations) before state is saved or loaded"
+            )
+
+
+def refuse_unknown(name: str, how: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} was {how} after sharding: the engine would neither train nor save the new parameters. Change the"
+        " module before it is sharded; or write values into the parameters it has, inside `with model.unsharded():`"
+    )
+
+
+# -- unsharded parameters ----------------------------------------------------------------------------------------------
+
+
+class ParameterViews:
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
+        self._params = params
+        self._handlings = [handling_of(param) for _, param in params]
+        self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
+        """Where torch itself counts the edits of all."""
+        self._views: list[list[Tensor]] = []
+        self._pointed_at: list[Tensor] = []
+        self._versions: list[int] = []
+        self.sharded: Callable[[], Any] = lambda: None
+        """A weak reference to the bucket's `ShardedParameters`, once the model is built."""
+        for name, param in params:
+            setattr(param, HOME, (name, unit))
+
+    def build(self, views: list[list[Tensor]]) -> None:
+        self._views = views
+
+    def renew(self, side: int, views: list[Tensor]) -> None:
+        self._views[side] = views
+
+    @by_engine
+    def point(self, side: int) -> None:
+        targets = self._views[side]
+        if self._pointed_at is not targets:
+            self._pointed_at = targets
+            for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
+                handling.point(param, target)
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(at_rest is not param for at_rest, (_, param) in zip(self.at_rest, self._params, strict=True))
+
+    @property
+    def at_rest(self) -> list[nn.Parameter]:
+        return [param for _, param in self._params] if (sharded := self.sharded()) is None else sharded.params
+
+    @by_engine
+    def check_untouched(self) -> None:
+        if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
+            return
+        for (name, param), handling, *known in zip(self._params, self._handlings, *self._views, strict=True):
+            values = handling.values(param)
+            if not any(_is_same(values, one) for one in known):
+                raise RuntimeError(
+                    f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"
+                    " parametrized or replaced); change it before sharding"
+                )
+
+    def flags(self) -> list[bool]:
+        sharded = self.sharded()
+        return [param.requires_grad for _, param in self._params] if sharded is None else sharded.flags()
+
+    @by_engine
+    def forget_edits(self) -> None:
+        """Count edits from now on: earlier ones are the engine's own, or main weights have them."""
+        self._versions = self._counts()
+
+    def _counts(self) -> list[int]:
+        if self._bare:
+            return [param._version for param in self._bare]
+        return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
+
+    def edited(self) -> list[str]:
+        """Names of parameters edited in place since `forget_edits`, as far as torch's counters tell."""
+        now = self._counts()
+        if now == self._versions:
+            return []
+        return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]
+
+
+def _is_same(values: Tensor, target: Tensor) -> bool:
+    return values.dtype == target.dtype and values.is_set_to(target)
+
+
+def views_of(bucket: Tensor, layout: BucketLayout) -> list[Tensor]:
+    first = bucket.storage_offset()
+    return [bucket.as_strided(shape, strides, first + begin) for shape, strides, begin in layout.views]

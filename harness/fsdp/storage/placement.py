@@ -1,15 +1,14 @@
-"""Where each buffer lies on each axis of ranks, and which operation each change of placement is. Torch-free.
+"""Where each buffer lies on each axis of ranks, and the operation of each change of placement. Torch-free.
 
-[Note: Placement] Everything that differs between strategies is read from the two tables here: what is allocated and
-how long, which collectives a step has and in which order, bytes sent and kept, and the tables of docs/engine.md. Words
-are those of `torch.distributed.tensor`: *Replicate*: every rank of the axis has all elements. *Shard*: each has its
-own. *Partial*: each has a term of a sum that is still to be made. To these comes *Gathered*: Shard between uses, and
-Replicate while a unit is in use ("unshard" and "reshard").
+[Note: Placement] Everything that differs between strategies is read from the two tables here: allocation, collectives
+and their order, bytes sent and kept, and the tables of docs/engine.md. Words are those of `torch.distributed.tensor`:
+*Replicate*: every rank of the axis has all elements. *Shard*: each has its own. *Partial*: each has a term of a sum.
+*Gathered* is Shard between uses, and Replicate while a unit is in use ("unshard" and "reshard").
 
 [Note: Outer once] Ranks form a grid, inner x outer (outer may be 1), and the outer axis is the slow one. Where inner
-ranks have the same elements, each takes an inner share of them over the outer axis, and the shares are gathered on the
-inner axis afterwards; so each element goes over the outer axis once, 1/inner of a bucket a rank, whatever the strategy.
-An all-reduce is therefore made of its two legs, a reduce-scatter and an all-gather, with the outer axis in between.
+ranks have the same elements, each sends its inner share over the outer axis, and shares are gathered on the inner axis.
+So each element goes over the outer axis once, 1/inner of a bucket a rank. An all-reduce is therefore a reduce-scatter
+and an all-gather, with the outer axis in between.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
 class Placement(Enum):
-    """What the ranks of one axis have of a buffer; see [Note: Placement]."""
-
     REPLICATE = "Replicate"
     SHARD = "Shard"
     PARTIAL = "Partial"
@@ -36,7 +33,6 @@ class Placement(Enum):
 
     @property
     def at_rest(self) -> Placement:
-        """Between uses: Shard in place of Gathered."""
         return Placement.SHARD if self is Placement.GATHERED else self
 
 
@@ -52,20 +48,7 @@ class Axis(Enum):
     __hash__ = object.__hash__
 
 
-class Buffer(Enum):
-    """The flat tensors of a bucket, as the columns of the tables."""
-
-    compute_weights = "compute weights"
-    main_weights = "main weights"
-    unreduced_grads = "unreduced gradients"
-    accumulated_grads = "accumulated gradients"
-    main_grads = "main gradients"
-    optimizer_state = "optimizer state"
-
-
 class Operation(Enum):
-    """What changes a placement; the first three send, a chunk is taken from what is there."""
-
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     all_reduce = "all_reduce"
@@ -80,14 +63,13 @@ ON_INNER: Mapping[Strategy, tuple[Placement, ...]] = {
     Strategy.optim_grads: (REPLICATE, SHARD, PARTIAL, SHARD, SHARD, SHARD),
     Strategy.optim_grads_params: (GATHERED, SHARD, PARTIAL, SHARD, SHARD, SHARD),
 }
-"""Placement of each buffer (in the order of `Buffer`) on the inner axis."""
 
 ON_OUTER: Mapping[OuterStrategy | None, tuple[Placement, ...]] = {
     None: (REPLICATE, REPLICATE, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
     OuterStrategy.no_shard: (REPLICATE, REPLICATE, PARTIAL, PARTIAL, REPLICATE, REPLICATE),
     OuterStrategy.optim: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),
 }
-"""Placement of each buffer (in the order of `Buffer`) on the outer axis; None: no such axis, or one rank on it."""
+"""Placement of each buffer (in the order of `Placements`) on the outer axis; None: no such axis, or one rank on it."""
 
 OPERATIONS: Mapping[tuple[Placement, Placement], Operation] = {
     (SHARD, REPLICATE): Operation.all_gather,
@@ -95,15 +77,10 @@ OPERATIONS: Mapping[tuple[Placement, Placement], Operation] = {
     (PARTIAL, REPLICATE): Operation.all_reduce,
     (REPLICATE, SHARD): Operation.chunk,
 }
-"""The operation that each change of placement on one axis is; what is not listed cannot be asked for."""
 
 
 def operation(before: Placement, after: Placement) -> Operation | None:
-    """What takes a buffer from one placement to another on one axis; None where they are equal.
-
-    Raises:
-        ValueError: no operation does, as nothing makes a sum's terms of the sum.
-    """
+    """None where both are equal. Raises ValueError where no operation leads there."""
     if before is after:
         return None
     if (before, after) not in OPERATIONS:
@@ -113,43 +90,32 @@ def operation(before: Placement, after: Placement) -> Operation | None:
 
 
 class On(NamedTuple):
-    """How one buffer lies: its placement on both axes."""
-
     inner: Placement
     outer: Placement
 
     def share(self, inner_size: int, outer_size: int) -> Fraction:
-        """Part of the bucket's elements that a rank keeps of it between uses, of so many ranks on each axis."""
         inner = inner_size if self.inner.at_rest is SHARD else 1
         return Fraction(1, inner * (outer_size if self.outer.at_rest is SHARD else 1))
 
 
 WHOLE = On(REPLICATE, REPLICATE)
-"""All elements on every rank."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on one axis, and how the buffer lies before and after it."""
-
     axis: Axis
     operation: Operation
     before: On
     after: On
 
     def share(self, inner_size: int, outer_size: int) -> Fraction:
-        """Part of the bucket's elements that the ranks of the axis move between them in this step."""
         other, size = (self.after.outer, outer_size) if self.axis is Axis.inner else (self.after.inner, inner_size)
         return Fraction(1, size if other is SHARD else 1)
 
 
 @cache
 def route(start: On, end: On) -> tuple[Step, ...]:
-    """The operations that take a buffer from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out.
-
-    Raises:
-        ValueError: there is no way from one to the other.
-    """
+    """Operations from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out. Raises ValueError."""
     for before, after in zip(start, end, strict=True):
         operation(before, after)
     steps: list[Step] = []
@@ -160,8 +126,7 @@ def route(start: On, end: On) -> tuple[Step, ...]:
         before, after = now, now._replace(**{axis.value: target})
         done = operation(getattr(before, axis.value), target)
         now = after
-        if done not in (None, Operation.chunk):
-            assert done is not None
+        if done is not None and done is not Operation.chunk:
             steps.append(Step(axis, done, before, after))
 
     if now.inner is PARTIAL and end.inner is not PARTIAL:
@@ -178,8 +143,6 @@ def route(start: On, end: On) -> tuple[Step, ...]:
 
 @dataclass(frozen=True)
 class Placements:
-    """How the buffers of one bucket lie: a row of each table."""
-
     compute_weights: On
     main_weights: On
     unreduced_grads: On
@@ -189,14 +152,10 @@ class Placements:
 
     @classmethod
     def of(cls, strategy: Strategy, outer: OuterStrategy | None) -> Placements:
-        """The placements of a trained bucket.
-
-        Args:
-            strategy: what the inner axis splits.
-            outer: what the outer axis splits; None where there is no outer axis of more than one rank.
+        """Placements of a trained bucket. outer: None where there is no outer axis of more than one rank.
 
         Raises:
-            ValueError: a row has gradients summed over the outer axis in every microbatch, which nothing does.
+            ValueError: gradients would be summed over the outer axis in every microbatch, which nothing does.
         """
         found = cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
         unreduced, accumulated = found.unreduced_grads.outer, found.accumulated_grads.outer
@@ -208,48 +167,34 @@ class Placements:
             )
         return found
 
-    def __getitem__(self, buffer: Buffer) -> On:
-        """How one buffer lies."""
-        found: On = getattr(self, buffer.name)
-        return found
-
     @cached_property
     def resting_weights(self) -> On:
-        """How compute weights lie between uses."""
         return On(self.compute_weights.inner.at_rest, self.compute_weights.outer.at_rest)
 
     @property
     def resting_weights_are_kept(self) -> bool:
-        """Whether compute weights need storage between uses: not where the main weights, which lie alike, can be cast
-        when a unit is unsharded."""
         return self.compute_weights.inner is not GATHERED or self.resting_weights != self.main_weights
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether microbatches are added up where they were made, without a reduction of each."""
         return self.unreduced_grads == self.accumulated_grads
 
     @property
     def unshard(self) -> tuple[Step, ...]:
-        """What makes the weights of a unit usable, at every use."""
         return route(self.resting_weights, WHOLE)
 
     @cached_property
     def install(self) -> tuple[Step, ...]:
-        """What brings updated main weights into the compute weights that are kept, once a step."""
         return route(self.main_weights, self.resting_weights)
 
     def reduction(self, *, last: bool) -> tuple[Step, ...]:
-        """What a backward does to the gradients; `last`: it ends the step's accumulation."""
         return self._reductions[last]
 
     @cached_property
     def _reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """What a backward does to the gradients: one that does not end the step's accumulation, and one that does."""
         each = route(self.unreduced_grads, self.accumulated_grads)
         return each, each + route(self.accumulated_grads, self.main_grads)
 
     @cached_property
     def reduces_once(self) -> bool:
-        """Whether some reduction comes once a step only, so that one backward must be known to be the last."""
         return bool(route(self.accumulated_grads, self.main_grads))

@@ -1,63 +1,194 @@
-"""Parameters that a plan of tensor parallelism made DTensors of: their values, gradients and edits on this rank.
+"""Parameters under tensor parallelism: TP shards, and DTensors' values, gradients and edits on this rank.
 
-A `DTensor` parameter is an object of its own kind around a plain tensor, this rank's portion. The engine moves the
-plain tensor into its bucket and leaves the object, which modules and optimizers hold, as it is.
+[Note: Under tensor parallelism] A plan comes first: torch's `parallelize_module`, or modules that cut themselves. The
+engine shards the rows of each TP shard over the data-parallel ranks that have it. Buckets, layouts and collectives know
+nothing of the plan. Values that come unsharded are cut to the TP shard, and joined where they are handed out
+(`harness.fsdp.state`). A copy on every rank of the axis counts once in a norm, begins alike and must stay alike
+(`harness.fsdp.guards.replicas`). The ranks of the axis hear of errors on any of them (`harness.fsdp.comm.mesh`). A
+gradient may be a term of a sum over the axis (`gradient_here`).
+
+A `DTensor` parameter is an object around a plain tensor, this rank's TP shard. The engine moves the plain tensor into
+its bucket; the object stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 EDITS = "_fsdp_edits"
-"""Attribute of a DTensor parameter: edits of local tensors that it had before."""
+Shape = tuple[int, ...]
+
+
+class UnknownPlan(ValueError):
+    """No tensor-parallel axis explains how a parameter is cut."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """shape: of the unsharded parameter. dim: the one that is split as by `torch.chunk`; None: every rank has a copy.
+    rank, size: on the tensor-parallel axis.
+    """
+
+    shape: Shape
+    dim: int | None = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, name: str, param: Tensor, group: dist.ProcessGroup | None) -> Portion:
+        """From a DTensor's placement, or Megatron's marks (`tensor_model_parallel`, `partition_dim`); else a copy.
+
+        Raises:
+            UnknownPlan: a DTensor over other ranks, or neither replicated nor split along one dimension as by
+                torch.chunk.
+        """
+        shape = tuple(param.shape)
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        if not isinstance(param, DTensor):
+            dim = partition_dim(param)
+            if dim is not None:
+                shape = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+            return cls(shape, dim, rank, size)
+        _check_axis(name, param, group)
+        placement = param.placements[0]
+        if isinstance(placement, Replicate):
+            return cls(shape, None, rank, size)
+        if type(placement) is not Shard:
+            raise UnknownPlan(
+                f"parameter {name} is placed as {placement}: tensor parallelism here is Shard(dim) or Replicate() on"
+                " one axis"
+            )
+        return cls(shape, placement.dim % max(1, len(shape)), rank, size)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.dim is None or self.size == 1
+
+    @property
+    def is_copied(self) -> bool:
+        return self.dim is None and self.size > 1
+
+    @property
+    def is_counted_here(self) -> bool:
+        return self.rank == 0 or not self.is_copied
+
+    def span(self, rank: int | None = None) -> tuple[int, int]:
+        """Begin and end of a rank's cut of the dimension, this rank's by default. Raises ValueError if none is."""
+        if self.dim is None:
+            raise ValueError(f"a parameter of shape {self.shape} that is not cut has no span")
+        length = self.shape[self.dim]
+        width = -(-length // self.size)
+        begin = min((self.rank if rank is None else rank) * width, length)
+        return begin, min(begin + width, length)
+
+    @property
+    def here(self) -> Shape:
+        if self.dim is None:
+            return self.shape
+        begin, end = self.span()
+        return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        return prod(self.here)
+
+    @property
+    def offsets(self) -> Shape:
+        begin = 0 if self.dim is None else self.span()[0]
+        return tuple(begin if dim == self.dim else 0 for dim in range(len(self.shape)))
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This rank's TP shard; a value of its shape is returned. Raises ValueError for any other shape."""
+        if tuple(value.shape) == self.here:
+            return value
+        if tuple(value.shape) != self.shape:
+            raise ValueError(f"a value of shape {tuple(value.shape)} is given where {self.shape} is due")
+        begin, end = self.span()
+        return value.narrow(cast(int, self.dim), begin, end - begin)
+
+    def join(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """The unsharded parameter, any dtype. *Collective* over the axis if it is split.
+
+        value: this rank's TP shard; where it has no elements, in any shape.
+        """
+        dim = self.dim
+        if dim is None or self.size == 1 or group is None:
+            return value
+        spans = [self.span(rank) for rank in range(self.size)]
+        most = max(end - begin for begin, end in spans)
+        here = self.here
+        padded = value.new_zeros((*here[:dim], most, *here[dim + 1 :]))
+        padded.narrow(dim, 0, here[dim]).copy_(value.reshape(here))
+        found = [torch.empty_like(padded) for _ in spans]
+        dist.all_gather(found, padded, group=group)
+        parts = (part.narrow(dim, 0, end - begin) for part, (begin, end) in zip(found, spans, strict=True))
+        return torch.cat(list(parts), dim)
+
+
+def partition_dim(param: Tensor) -> int | None:
+    """By Megatron's marks, of equal parts; None: no mark."""
+    if not getattr(param, "tensor_model_parallel", False):
+        return None
+    dim: int = getattr(param, "partition_dim", 0)
+    return dim % param.dim()
+
+
+def _check_axis(name: str, param: DTensor, group: dist.ProcessGroup | None) -> None:
+    mesh, given = param.device_mesh, f"parameter {name} is a DTensor ({param.placements})"
+    if mesh.ndim != 1:
+        raise UnknownPlan(
+            f"{given} on {mesh.ndim} mesh dimensions ({mesh.mesh_dim_names}): another engine has sharded it; cut it"
+            " over one dimension by tensor parallelism, or not at all, before it is sharded here"
+        )
+    if group is None:
+        raise UnknownPlan(
+            f"{given}, and no tensor-parallel axis was given: name the mesh dimension it was cut over, tp_dim='tp'"
+        )
+    ranks, own = mesh.mesh.flatten().tolist(), dist.get_process_group_ranks(group)
+    if ranks != own:
+        raise UnknownPlan(f"{given} over ranks {ranks}, but the tensor-parallel axis of this rank has ranks {own}")
 
 
 def axis_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
-    """The ranks over which a plan of tensor parallelism cut parameters; None where none is a DTensor of one axis."""
     meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
     mesh: DeviceMesh | None = next((each for each in meshes if each.ndim == 1), None)
     return None if mesh is None else mesh.get_group()
 
 
 def values_here(param: Tensor) -> Tensor:
-    """The plain tensor with this rank's values of a parameter, whatever class it has."""
     return DTensors.values(param) if isinstance(param, DTensor) else param.detach()
 
 
 put_data: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined] # a descriptor of C
-"""Let a tensor be the values of another one, whose object stays."""
 
 
 class Plain:
-    """How the engine handles parameters that hold their values themselves, whatever class they have now."""
-
     point: Callable[[Tensor, Tensor], None] = staticmethod(put_data)
-    """Let a tensor be this rank's values of a parameter; the object stays."""
 
     @staticmethod
     def values(param: Tensor) -> Tensor:
-        """Where this rank's values lie."""
         return param
 
     @staticmethod
     def edits(param: Tensor) -> int:
-        """How often a parameter was edited in place, as torch counts it."""
         return param._version
 
 
 class DTensors:
-    """How the engine handles parameters whose values lie in a tensor inside them, whose edits count, too."""
+    """Values lie in a tensor inside the parameter, whose edits count, too."""
 
     @staticmethod
     def point(param: Tensor, values: Tensor) -> None:
-        """As `Plain.point`."""
         held: Any = param
         setattr(held, EDITS, getattr(held, EDITS, 0) + held._local_tensor._version)
         if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
@@ -66,46 +197,30 @@ class DTensors:
 
     @staticmethod
     def values(param: Tensor) -> Tensor:
-        """As `Plain.values`."""
-        held: Any = param
-        inside: Tensor = held._local_tensor
-        return inside
+        return cast(DTensor, param)._local_tensor
 
     @staticmethod
     def edits(param: Tensor) -> int:
-        """As `Plain.edits`."""
-        count: int = param._version + getattr(param, EDITS, 0) + DTensors.values(param)._version
-        return count
+        return param._version + getattr(param, EDITS, 0) + DTensors.values(param)._version
 
 
-Handling = type[Plain] | type[DTensors]
-
-
-def handling_of(param: Tensor) -> Handling:
-    """How the engine handles a parameter."""
+def handling_of(param: Tensor) -> type[Plain] | type[DTensors]:
     return DTensors if isinstance(param, DTensor) else Plain
 
 
 def gradient_here(param: nn.Parameter, gradient: Tensor) -> Tensor:
-    """This rank's portion of a gradient that autograd brought, plain. *Collective* over the tensor-parallel axis where
-    it is a term of a sum, as that of a norm's weight under sequence parallelism is.
-    """
+    """This rank's TP shard of a gradient, plain. *Collective* over the axis where it is a term of a sum."""
     if not isinstance(gradient, DTensor):
         return gradient
-    assert isinstance(param, DTensor)
-    if gradient.placements != param.placements:
-        gradient = gradient.redistribute(placements=param.placements)
+    placements = cast(DTensor, param).placements
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
     held: Any = gradient._local_tensor
-    plain: Tensor = held.wait() if isinstance(held, AsyncCollectiveTensor) else held
-    return plain
+    return cast(Tensor, held.wait() if isinstance(held, AsyncCollectiveTensor) else held)
 
 
 def real(param: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter like one on the meta device, around values of its portion."""
     if isinstance(param, DTensor):
-        made: Tensor = DTensor.from_local(
-            values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-    else:
-        made = values
-    return nn.Parameter(made, requires_grad=param.requires_grad)
+        mesh, stride = param.device_mesh, param.stride()
+        values = DTensor.from_local(values, mesh, param.placements, run_check=False, shape=param.shape, stride=stride)
+    return nn.Parameter(values, requires_grad=param.requires_grad)

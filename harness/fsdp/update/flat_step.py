@@ -1,9 +1,9 @@
 """A flat step: torch's elementwise rules update few flat pieces of main weights in place of many sharded parameters.
 
 [Note: Flat step] Flat pieces stand in the optimizer's groups only while its rule runs, below torch's step hooks: hooks,
-closures and whoever catches an exception see sharded parameters. State is by parameter: moments are views of flat ones,
-`step` and its like an element each. A piece is a run of neighbours of one bucket and group that have gradients and
-equal counters. Any other rule (LAMB, a class with its own `step`) steps the sharded parameters themselves.
+closures and exception handlers see sharded parameters. State is by parameter: moments are views of flat ones, `step`
+and its like one element each. A piece is a run of neighbours of one bucket and group with gradients and equal counters.
+Any other rule (LAMB, a class with its own `step`) steps the sharded parameters themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -24,38 +25,88 @@ from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import fill
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
-from harness.fsdp.update.blank import COUNTERS, ENTRIES
-from harness.fsdp.update.flat_pieces import Counter, Piece, Span
-from harness.fsdp.update.kernels import KERNELS, named
+from harness.fsdp.update.rules import COUNTERS, ENTRIES, KERNELS, kernels_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
-"""What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
+"""Arguments of `step` beside a closure, True by default: megatron-fsdp's names."""
 DECOUPLED = "decoupled_grad"
-"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
+_Stepped = tuple[int, Tensor, int]  # number of its group, the parameter, and one number for those that step alike
 
 
 def moments_of(optimizer: Opt) -> frozenset[str] | None:
-    """Entries with a number an element, of a rule of torch that is elementwise; None for any other rule."""
+    """Entries with a number an element; None for a rule that is not torch's own and elementwise."""
+    names = "step", "_init_group"
     for kind, entries in ENTRIES.items():
-        own = (inspect.unwrap(getattr(type(optimizer), name)) for name in ("step", "_init_group"))
-        if all(
-            each is inspect.unwrap(getattr(kind, name)) for each, name in zip(own, ("step", "_init_group"), strict=True)
-        ):
+        if all(inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name)) for name in names):
             return frozenset(entries) - COUNTERS
     return None
 
 
-class FlatStep:
-    """Wraps `step` of an optimizer over sharded parameters.
+@dataclass(eq=False)
+class Span:
+    bucket: Bucket
+    segment: int
+    start: int
+    end: int
+    flats: dict[str, Tensor] = field(default_factory=dict)
 
-    Attributes:
-        before: called, with further arguments of `step` by name, before the rule may write main weights. *Collective.*
-        kernels: settings that choose kernels for a group, in place of the user's while the rule runs.
-        steps_unused: a parameter without a gradient is stepped with zeros.
-        decoupled: the rule reads gradients as `decoupled_grad`.
+    def __post_init__(self) -> None:
+        self.shards = self.bucket.main_shards
+
+    def part(self, key: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
+        if key not in self.flats:
+            like = self.bucket.main_shards[self.segment][self.start : self.end]
+            self.flats[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return self.flats[key][start - self.start : end - self.start]
+
+
+@dataclass(eq=False)
+class Piece:
+    span: Span
+    start: int
+    end: int
+    params: list[Tensor]
+    entries: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.flat = self.span.shards[self.span.segment][self.start : self.end].detach().requires_grad_()
+
+    @property
+    def grad(self) -> Tensor:
+        return cast(Gradients, self.span.bucket.gradients).main_shards[self.span.segment][self.start : self.end]
+
+
+class Counter:
+    def __init__(self, key: str, pieces: Sequence[Piece], state: Any) -> None:
+        self.of_pieces = torch.stack([piece.entries[key] for piece in pieces])
+        places = [place for place, piece in enumerate(pieces) for _ in piece.params]
+        self.index = torch.tensor(places, device=self.of_pieces.device)
+        self.of_params = self.of_pieces[self.index]
+        for piece, element in zip(pieces, self.of_pieces.unbind(), strict=True):
+            piece.entries[key] = element
+        self.elements = self.of_params.unbind()  # kept, so that nothing that replaces one has its identity
+        params = (param for piece in pieces for param in piece.params)
+        for param, element in zip(params, self.elements, strict=True):
+            state[param][key] = element
+        self.version = self.of_params._version
+
+    def tell_params(self) -> None:
+        torch.index_select(self.of_pieces, 0, self.index, out=self.of_params)
+        self.version = self.of_params._version
+
+    @property
+    def is_edited(self) -> bool:
+        return self.of_params._version != self.version
+
+
+class FlatStep:
+    """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* kernels:
+    settings of a group while the rule runs. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients
+    as `decoupled_grad`.
     """
 
     def __init__(self, optimizer: Opt) -> None:
@@ -70,10 +121,8 @@ class FlatStep:
         self._plan: list[list[Any]] = []
         self._counters: list[Counter] = []
         self._spans: dict[int, Span] = {}
-        """By identity of the parameter."""
         self._views: dict[tuple[int, str], Tensor] = {}
         self._saved: tuple[list[dict[str, Any]], Any] | None = None
-        """The groups and the state as the program has them, while the rule runs."""
         self._wrap()
 
     def _wrap(self) -> None:
@@ -111,8 +160,6 @@ class FlatStep:
         optimizer.step = types.MethodType(outer, optimizer)  # type: ignore[method-assign] # later schedulers wrap its function
 
     def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, in which parameters are themselves."""
-
         def call() -> Any:
             with torch.enable_grad():
                 loss = closure()
@@ -133,11 +180,10 @@ class FlatStep:
 
     @by_engine
     def _exchange(self) -> None:
-        """Put flat pieces into the groups."""
         self._take_gradients()
         if self.moments is None:
             self.take_state()
-            self._decouple(lambda param: grad_of(param))
+            self._decouple(grad_of)
             return
         signature = self._sign()
         if signature != self._signature or any(each.is_edited for each in self._counters):
@@ -175,7 +221,6 @@ class FlatStep:
 
     @by_engine
     def _put_state(self, found: dict[Tensor, Any]) -> None:
-        """Let the program have what the rule keeps of pieces, and of parameters that are not sharded."""
         state, new = self.optimizer.state, list[Piece]()
         for piece in self._pieces():
             put_grad(piece.flat, None)
@@ -191,13 +236,13 @@ class FlatStep:
             self._bind(piece)
         if new:
             self._count()
-        for counter in self._counters if not new else ():
-            counter.tell_params()
+        else:
+            for counter in self._counters:
+                counter.tell_params()
         if new or self._signature is None:
             self._signature = self._sign()
 
     def _put_in_order(self, found: dict[Tensor, Any], made_for: set[int]) -> None:
-        """Let parameters have entries in their own order, which is one on all ranks."""
         state = self.optimizer.state
         for group in self.optimizer.param_groups if made_for or found else ():
             for param in group["params"]:
@@ -207,7 +252,6 @@ class FlatStep:
                     state[param] = found[param]
 
     def _bind(self, piece: Piece) -> None:
-        """Let parameters have state that the rule made for their piece."""
         assert self.moments is not None
         for key, value in piece.entries.items():
             if key in self.moments and isinstance(value, Tensor):
@@ -224,7 +268,6 @@ class FlatStep:
                     self.optimizer.state[param][key] = value
 
     def _count(self) -> None:
-        """Let pieces and parameters have elements of counters."""
         kinds: dict[Any, list[Piece]] = {}
         for piece in self._pieces():
             for key, value in piece.entries.items():
@@ -234,7 +277,7 @@ class FlatStep:
 
     def _view(self, param: Tensor, key: str, dtype: torch.dtype) -> Tensor:
         if (id(param), key) not in self._views:
-            span, (sharded, index) = self._spans[id(param)], _place_of(param)
+            span, (sharded, index) = self._spans[id(param)], cast(_Place, location_of(param))
             span.part(key, dtype, span.start, span.end)
             self._views[id(param), key] = sharded.view_from(index, span.flats[key], span.start)
         return self._views[id(param), key]
@@ -250,11 +293,10 @@ class FlatStep:
         return used, max(total - used, 0)
 
     def chosen(self) -> list[str]:
-        """How each group is stepped, and who has chosen that."""
         found = []
         for group in self.optimizer.param_groups:
             own = self.kernels(self.optimizer, group)
-            found.append(f"{named({**group, **own})}, {'chosen by the engine' if own else 'as given'}")
+            found.append(f"{kernels_of({**group, **own})}, {'chosen by the engine' if own else 'as given'}")
         return found
 
     # -- what is stepped together --------------------------------------------------------------------------------------
@@ -263,7 +305,6 @@ class FlatStep:
         return [each for entries in self._plan for each in entries if isinstance(each, Piece)]
 
     def _sign(self) -> list[Any]:
-        """What a plan follows from."""
         found, keys = list[Any](), (*(self.moments or ()), *COUNTERS)
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -277,16 +318,14 @@ class FlatStep:
         return found
 
     def _take_gradients(self) -> None:
-        """Bring gradients that the program has replaced into the main gradients."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                place: Any = getattr(param, LOCATION, None)
+                place: Any = getattr(param, LOCATION, None)  # `location_of` would be a call for each parameter
                 sharded, given = None if place is None else place[0](), grad_of(param)
                 if sharded is not None and (given is None or given is not sharded.grads[place[1]]):
                     sharded.take_grad(place[1], zeros=self.steps_unused)
 
     def take_state(self) -> dict[int, Tensor]:
-        """Move state that the program loaded or made to flat moments; returns sharded parameters by identity."""
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         placed = {id(param): param for param in params if location_of(param) is not None}
         if self.moments is None:
@@ -300,7 +339,6 @@ class FlatStep:
 
     @by_engine
     def take_loaded(self) -> None:
-        """As `take_state`, right after a load: nothing is shared with whoever the state came from."""
         for param in self.take_state().values():
             held = self.optimizer.state.get(param) or {}
             held.update({key: held[key].clone() for key in COUNTERS & held.keys() if isinstance(held[key], Tensor)})
@@ -310,36 +348,28 @@ class FlatStep:
         placed = self.take_state()
         self._plan = [[p for p in group["params"] if id(p) not in placed] for group in groups]
         kinds: dict[Any, int] = {}
-        of_bucket: dict[int, dict[str, int]] = {}
-        where: list[tuple[int, Tensor, int]] = []
+        stepped: dict[Bucket, dict[str, _Stepped]] = {}
         for number, group in enumerate(groups):
             for param in group["params"]:
                 if id(param) in placed and grad_of(param) is not None:
                     kind = kinds.setdefault((number, id(self._spans[id(param)]), self._counts(param)), len(kinds))
                     bucket, name = _slot_of(param)
-                    of_bucket.setdefault(id(bucket), {})[name] = kind
-                    where.append((number, param, kind))
-        self._add_pieces(where, of_bucket)
+                    stepped.setdefault(bucket, {})[name] = number, param, kind
+        for bucket, by_name in stepped.items():
+            self._add_pieces(bucket, by_name)
         self._count()
 
-    def _add_pieces(self, where: Sequence[tuple[int, Tensor, int]], kinds: dict[int, dict[str, int]]) -> None:
-        by_name = {(id(_slot_of(param)[0]), _slot_of(param)[1]): (number, param) for number, param, _ in where}
-        done = set[int]()
-        for bucket in {id(_slot_of(param)[0]): _slot_of(param)[0] for _, param, _ in where}.values():
-            layout, rank = bucket.layout, bucket.cuts.layout_rank
-            for stretch in layout.stretches(rank, kinds[id(bucket)]):
-                found = [
-                    by_name[id(bucket), slot.spec.name]
-                    for slot in layout.slots_in(rank, stretch)
-                    if (id(bucket), slot.spec.name) in by_name
-                ]
-                if found:
-                    params = [param for _, param in found]
-                    done |= {id(param) for param in params}
-                    span = self._spans[id(params[0])]
-                    self._add(found[0][0], Piece(span, stretch.start, stretch.end, params))
+    def _add_pieces(self, bucket: Bucket, stepped: dict[str, _Stepped]) -> None:
+        rank, done = bucket.cuts.layout_rank, set[int]()
+        for run in bucket.layout.runs(rank, {name: kind for name, (_, _, kind) in stepped.items()}):
+            names = (slot.spec.name for slot in bucket.layout.slots_in(rank, run))
+            found = [stepped[name] for name in names if name in stepped]
+            if found:
+                params = [param for _, param, _ in found]
+                done |= set(map(id, params))
+                self._add(found[0][0], Piece(self._spans[id(params[0])], run.start, run.end, params))
         empty: dict[int, tuple[int, list[Tensor]]] = {}
-        for number, param, kind in where:  # no row of them lies here; they count their steps
+        for number, param, kind in stepped.values():  # no row of them lies here; they count their steps
             if id(param) not in done:
                 empty.setdefault(kind, (number, []))[1].append(param)
         for number, params in empty.values():
@@ -348,15 +378,11 @@ class FlatStep:
     def _add(self, group: int, piece: Piece) -> None:
         self._plan[group].append(piece)
         held = self.optimizer.state.get(piece.params[0])
-        if not held:
-            return
-        for key, value in held.items():
+        for key, value in held.items() if held else ():
             if key in (self.moments or ()) and isinstance(value, Tensor):
                 piece.entries[key] = piece.span.part(key, value.dtype, piece.start, piece.end)
-            elif key in COUNTERS and isinstance(value, Tensor):
-                piece.entries[key] = value.clone()
             elif value is None or key in COUNTERS:
-                piece.entries[key] = value
+                piece.entries[key] = value.clone() if isinstance(value, Tensor) else value
         self._bind(piece)
 
     def _counts(self, param: Tensor) -> Any:
@@ -367,7 +393,6 @@ class FlatStep:
         return moments, tuple(float(held[key]) for key in sorted(COUNTERS) if held.get(key) is not None)
 
     def _drop_moved(self, params: Any) -> None:
-        """Forget spans of buckets that were laid out anew; nothing in them had been stepped."""
         for param in params:
             span = self._spans.get(id(param))
             if span is not None and span.shards is not span.bucket.main_shards:
@@ -375,45 +400,40 @@ class FlatStep:
                 self._views = {key: view for key, view in self._views.items() if key[0] != id(param)}
 
     def _add_spans(self, params: Sequence[Tensor]) -> None:
-        buckets = {id(_slot_of(param)[0]): _slot_of(param)[0] for param in params}
-        for key, bucket in buckets.items():
-            own = {_slot_of(param)[1]: param for param in params if id(_slot_of(param)[0]) == key}
+        by_bucket: dict[Bucket, dict[str, Tensor]] = {}
+        for param in params:
+            bucket, name = _slot_of(param)
+            by_bucket.setdefault(bucket, {})[name] = param
+        for bucket, own in by_bucket.items():
             layout, rank = bucket.layout, bucket.cuts.layout_rank
-            for stretch in layout.stretches(rank, dict.fromkeys(own, 0)):
-                span = Span(bucket, stretch.segment, stretch.start, stretch.end)
-                for slot in layout.slots_in(rank, stretch):
-                    self._spans[id(own[slot.spec.name])] = span
+            for run in layout.runs(rank, dict.fromkeys(own, 0)):
+                span = Span(bucket, run.segment, run.start, run.end)
+                self._spans |= {id(own[slot.spec.name]): span for slot in layout.slots_in(rank, run)}
             nothing = Span(bucket, 0, 0, 0)
             for param in own.values():
                 self._spans.setdefault(id(param), nothing)
 
     def _cut_state(self, params: Iterable[Tensor]) -> None:
-        """Let state of whole parameters that was loaded be sharded as the parameters are."""
-        for param in params:
+        for param in (each for each in params if isinstance(each, RaggedTensor)):
             for key, value in self.optimizer.state.get(param, {}).items():
-                whole = isinstance(value, Tensor) and not isinstance(value, RaggedTensor) and value.dim() > 0
-                if whole and isinstance(param, RaggedTensor) and value.shape == param.shape:
+                unsharded = isinstance(value, Tensor) and not isinstance(value, RaggedTensor) and value.dim() > 0
+                if unsharded and value.shape == param.shape:
                     self.optimizer.state[param][key] = distribute_rows(value, param)
 
     def _take_state(self, param: Tensor) -> None:
-        held = self.optimizer.state.get(param)
-        for key in self.moments or () if held else ():
-            value = held.get(key) if held else None
+        held = self.optimizer.state.get(param) or {}
+        for key in self.moments or ():
+            value = held.get(key)
             if isinstance(value, Tensor) and value is not self._views.get((id(param), key)):
                 if value.shape != param.shape:
                     raise ValueError(
                         f"{key} of parameter {getattr(param, HOME)[0]} in the optimizer's state has shape"
                         f" {[*value.shape]}, and the parameter {[*param.shape]}: load the state of this model"
                     )
-                view = self._view(param, key, value.dtype)
+                held[key] = view = self._view(param, key, value.dtype)
                 fill(view, value)
-                self.optimizer.state[param][key] = view
-
-
-def _place_of(param: Tensor) -> _Place:
-    return cast(_Place, location_of(param))
 
 
 def _slot_of(param: Tensor) -> tuple[Bucket, str]:
-    sharded, index = _place_of(param)
+    sharded, index = cast(_Place, location_of(param))
     return sharded.bucket, sharded.bucket.layout.slots[index].spec.name

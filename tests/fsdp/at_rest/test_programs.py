@@ -15,7 +15,7 @@ from harness.fsdp.runtime import gradient_sync, installation
 from harness.fsdp.storage import at_rest, bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.update import flat_pieces, flat_step
+from harness.fsdp.update import flat_step
 from tests.fsdp.at_rest.programs import PROGRAMS, WORLD, Block, Net, data, run_plain, run_sharded
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
@@ -29,11 +29,11 @@ SLIPS = {
     "kept overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "getrefcount(held) > _UNKEPT", "False"),
     "views overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "gradients.renew()", "pass"),
     "all have gradients": Slip(at_rest.ShardedParameters, "install_grads", "index in gradients.unused", "False"),
-    "replaced lost": Slip(at_rest.ShardedParameters, "take_grad", "own.copy_(given)", "pass"),
+    "replaced lost": Slip(at_rest.ShardedParameters, "_take", "own.copy_(given)", "pass"),
     "edits of flat pieces uncounted": Slip(
         flat_step.FlatStep, "_put_state", "torch.autograd.graph.increment_version(piece.flat)", "pass"
     ),
-    "one counter": Slip(flat_pieces.Counter, "tell_params", "self.of_pieces, 0", "self.of_pieces * 0, 0"),
+    "one counter": Slip(flat_step.Counter, "tell_params", "self.of_pieces, 0", "self.of_pieces * 0, 0"),
     "state stays": Slip(flat_step.FlatStep, "_take_state", "fill(view, value)", "pass"),
     "own loss alone": Slip(tensor._IntoLoss, "backward", "dist.all_reduce(", "len("),
     "torch mixes": Slip(tensor.Replicated, "__torch_function__", "each.requires_grad", "False"),
@@ -43,7 +43,7 @@ SLIPS = {
     "hooks stay": Slip(at_rest._Hooked, "register_hook", "self._unsharded()", "self"),
     "never finished": Slip(gradient_sync.GradientSync, "_end_backward", "self.finish()", "pass"),
     "kept and shown": Slip(gradient_sync.GradientSync, "_begin_backward", "each.drop_grads()", "pass"),
-    "pieces apart": Slip(flat_pieces.Piece, "__post_init__", ".detach().requires", ".detach().clone().requires"),
+    "pieces apart": Slip(flat_step.Piece, "__post_init__", ".detach().requires", ".detach().clone().requires"),
     "replaced unseen": Slip(flat_step.FlatStep, "_take_gradients", "given is not sharded.grads[place[1]]", "False"),
     "each rank's penalty": Slip(tensor._IntoLoss, "backward", "grad / ctx.mesh.size()", "grad"),
     "torch's DTensors": Slip(

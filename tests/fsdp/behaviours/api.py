@@ -12,7 +12,7 @@ from harness.fsdp import ShardedModel, construction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.state import access, of_parameters
+from harness.fsdp.state import access, named
 from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line, not_installed
 from tests.fsdp.behaviours.models import Batch, Block, Net, Unused, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, sgd
@@ -91,7 +91,7 @@ def nan_is_named(lab: Lab) -> str:
 # -- 41, 42: state -----------------------------------------------------------------------------------------------------
 
 
-_load_local_state = of_parameters.load_local_state
+_load_local_state = named.load_local_state
 
 
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
@@ -134,7 +134,7 @@ def _loss(subject: Subject, data: Batch) -> float:
 
 
 def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
-    held = of_parameters.local_state(buckets, stepped)
+    held = named.local_state(buckets, stepped)
     _load_local_state(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel, ShardedState
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import access, of_parameters
+from harness.fsdp.state import access, named
 from harness.fsdp.storage import dtensors
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, not_installed
 from tests.fsdp.behaviours.models import Block, Net, seeded
@@ -109,7 +109,7 @@ def _adopts_nothing(self: ShardedState) -> None:
     """Counters stay as they are."""
 
 
-_add_optimizers, _held_by = of_parameters.add_optimizers, of_parameters.held_by
+_add_optimizers, _held_by = named.add_optimizers, named.held_by
 
 
 def _first_moments_alone(found: ShardedState, *args: Any) -> None:
@@ -238,7 +238,7 @@ def _only_what_lies_here(*args: Any) -> Iterator[Any]:
     "Ranks with empty shards have the same optimizer state keys as all others.",
     Mutant(
         "parameters without a row here are left out",
-        lambda: mock.patch.object(of_parameters, "held_by", _only_what_lies_here),
+        lambda: mock.patch.object(named, "held_by", _only_what_lies_here),
     ),
     ranks=4,
 )

@@ -140,8 +140,8 @@ def rows_are_whole(lab: Lab) -> str:
 _add_pieces = FlatStep._add_pieces
 
 
-def _none_with_an_empty_one(self: FlatStep, where: Any, kinds: Any) -> None:
-    _add_pieces(self, where if all(local_of(param).numel() for _, param, _ in where) else [], kinds)
+def _none_with_an_empty_one(self: FlatStep, bucket: Any, stepped: Any) -> None:
+    _add_pieces(self, bucket, stepped if all(local_of(param).numel() for _, param, _ in stepped.values()) else {})
 
 
 @behaviour(

@@ -15,7 +15,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import put_grad
-from harness.fsdp.update import clipping as clip
+from harness.fsdp.update import norms
 from harness.fsdp.update.flat_step import DECOUPLED, FlatStep
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
 from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
@@ -353,7 +353,7 @@ def _left_behind(subject: Subject) -> list[str]:
     ),
     Mutant(
         "the norm is right and nothing is clipped",
-        lambda: mock.patch.object(clip, "clip_gradients"),
+        lambda: mock.patch.object(norms, "clip_gradients"),
     ),
 )
 def clipping(lab: Lab) -> str:

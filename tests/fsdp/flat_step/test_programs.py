@@ -7,7 +7,7 @@ import pytest
 from harness.fsdp import binding
 from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.update import flat_step
-from harness.fsdp.update.flat_pieces import Counter
+from harness.fsdp.update.flat_step import Counter
 from tests.fsdp.flat_step import world
 from tests.fsdp.flat_step.more_programs import PROGRAMS
 from tests.support.covering import once

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.two_encodings import PURPOSE, TwoEncodings
 from harness.fsdp.runtime.unit_weights import UnitWeights
-from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, EncodedWeight, Fp8Codec
+from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, EncodedWeight, Encoding, Fp8Codec
 from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -291,7 +291,7 @@ MUTANTS = {
     ),
     "one payload twice": Mutant(
         "Both encodings get the payload of the forward",
-        patched(Fp8Codec, "encode", lambda self, shards, which: ENCODE(self, shards, 0)),
+        patched(Fp8Codec, "encode", lambda self, shards, encoding: ENCODE(self, shards, Encoding(BOTH))),
         "unsharded",
     ),
     "always both": Mutant(

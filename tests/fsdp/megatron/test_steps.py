@@ -184,7 +184,7 @@ MUTANTS = {
     ),
     "gradients are scaled in vain": Mutant(
         "scale_gradients changes nothing",
-        lambda: mock.patch("harness.fsdp.megatron.clipping.scale_gradients"),
+        lambda: mock.patch("harness.fsdp.megatron.norms.scale_gradients"),
         "scaling",
     ),
     "the buffer is zeroed, too": Mutant(

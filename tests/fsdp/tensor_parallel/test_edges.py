@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard
-from harness.fsdp.guards.copied_gradients import CopiedGradients
+from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.tensor_parallel import parameters
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES

@@ -28,9 +28,9 @@ from harness.fsdp import (
 )
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards import replicas
-from harness.fsdp.guards.copied_gradients import CopiedGradients
+from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
-from harness.fsdp.storage import arrivals, gradients
+from harness.fsdp.storage import gradients
 from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, gradient_here
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
@@ -337,10 +337,7 @@ def term_of_a_copy(param: nn.Parameter, gradient: Tensor) -> Tensor:
 
 @contextmanager
 def terms_for_sums() -> Iterator[None]:
-    with (
-        mock.patch.object(gradients, "gradient_here", term_of_a_copy),
-        mock.patch.object(arrivals, "gradient_here", term_of_a_copy),
-    ):
+    with mock.patch.object(gradients, "gradient_here", term_of_a_copy):
         yield
 
 
@@ -388,7 +385,7 @@ MUTANTS = {
     ),
     "marks are ignored": Mutant(
         "What a module cut by itself counts as a copy on every rank",
-        lambda: mock.patch("harness.fsdp.tensor_parallel.portion.partition_dim", return_value=None),
+        lambda: mock.patch("harness.fsdp.tensor_parallel.parameters.partition_dim", return_value=None),
         "marks",
     ),
     "edits of a portion": Mutant(

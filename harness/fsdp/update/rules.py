@@ -1,0 +1,156 @@
+"""torch's optimizers as the engine knows them: their state, their kernels, and which of them can step shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.options import ELEMENTWISE
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.placement import WHOLE
+from harness.fsdp.vocabulary import Numerics
+
+Optimizer = torch.optim.Optimizer
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # one number for all elements of a tensor
+FIRST = {"mu_product": 1.0, "mu": 1.0}  # of NAdam and ASGD; other entries begin with 0
+FIRST_OF_GROUP = {"eta": "lr", "step_size": "lr", "sum": "initial_accumulator_value"}
+ENTRIES: dict[type[Optimizer], dict[str, str]] = {
+    torch.optim.SGD: {"momentum_buffer": "momentum"},
+    torch.optim.RAdam: {"step": "", "exp_avg": "", "exp_avg_sq": ""},
+    torch.optim.NAdam: {"step": "", "mu_product": "", "exp_avg": "", "exp_avg_sq": ""},
+    torch.optim.Adam: {"step": "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
+    torch.optim.Adamax: {"step": "", "exp_avg": "", "exp_inf": ""},
+    torch.optim.Adadelta: {"step": "", "square_avg": "", "acc_delta": ""},
+    torch.optim.Adagrad: {"step": "", "sum": ""},
+    torch.optim.RMSprop: {"step": "", "square_avg": "", "momentum_buffer": "momentum", "grad_avg": "centered"},
+    torch.optim.ASGD: {"step": "", "eta": "", "mu": "", "ax": ""},
+    torch.optim.Rprop: {"step": "", "prev": "", "step_size": ""},
+}
+"""Entries of torch's optimizers, and the setting of the group that asks for each ("": always)."""
+NEEDS_WHOLE = {
+    "Muon": "it orthogonalizes whole matrices",
+    "LBFGS": "it works on one vector of all parameters",
+    "Adafactor": "it keeps sums over whole rows and columns",
+    "ZeroRedundancyOptimizer": "it splits whole parameters over ranks once more: use its optimizer_class itself",
+}
+KERNELS = ("fused", "foreach")
+
+
+# -- state before the first step ---------------------------------------------------------------------------------------
+
+
+def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
+    """Create the state that torch would create in the first step, where it is missing: zeros, and a step count of 0.
+
+    The first update is unchanged. Names come from an attribute `entries` of the optimizer, or a table of torch's.
+
+    Returns:
+        By parameter and entry, not copied; nothing of other optimizers.
+
+    Raises:
+        NotImplementedError: the optimizer's state depends on the first gradient.
+    """
+    if any(map(begins_with_gradient, optimizer.param_groups)):
+        raise NotImplementedError(
+            "SGD's momentum with dampening begins with the first gradient, undampened, and not with zeros: step once"
+            " before its state is made, saved or loaded, or use dampening=0"
+        )
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        create_state_of(optimizer, group)
+        entries = _entries_of(optimizer, group)
+        trained = [param for param in group["params"] if param.requires_grad]
+        found |= {param: {entry: optimizer.state[param][entry] for entry in entries} for param in trained}
+    return found
+
+
+def begins_with_gradient(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("dampening") and group.get("momentum"))
+
+
+def create_state_of(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    entries = _entries_of(optimizer, group)
+    for param in (each for each in group["params"] if each.requires_grad and entries):
+        held = optimizer.state[param]
+        held.update({entry: _first(entry, group, param) for entry in entries if held.get(entry) is None})
+
+
+def _entries_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    declared = getattr(optimizer, "entries", None)
+    if declared is not None:
+        return tuple(declared)
+    known = next((entries for kind, entries in ENTRIES.items() if isinstance(optimizer, kind)), {})
+    return tuple(entry for entry, setting in known.items() if not setting or group[setting])
+
+
+def _first(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:
+    value = float(group[FIRST_OF_GROUP[entry]]) if entry in FIRST_OF_GROUP else FIRST.get(entry, 0.0)
+    if entry not in COUNTERS:
+        return torch.full_like(param, value, requires_grad=False)
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.full((), value, dtype=torch.float32, device=param.device if on_device else "cpu")
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def kernel_settings(
+    optimizer: Optimizer, group: Mapping[str, Any], numerics: Numerics, *, fusable: bool
+) -> dict[str, bool]:
+    """Settings in place of a group's own, where its user has left the choice of kernels open.
+
+    The fused kernel walks once through a flat run of parameters, torch's default a dozen times. SGD walks once or
+    twice anyway. `exact` steps unfused, as one process does; so does `ordered`, where [Note: Bits and cuts] asks.
+
+    Args:
+        fusable: every segment of the model may be cut anywhere without a change of bits.
+    """
+    if numerics is Numerics.exact or (numerics.bitwise and not fusable):
+        return {name: False for name in KERNELS if name in group}
+    if not isinstance(optimizer, torch.optim.Adam) or any(
+        name not in group or group[name] is not None for name in KERNELS
+    ):
+        return {}
+    asks = group.get("differentiable") or group.get("capturable")
+    return {} if asks or any(isinstance(value, Tensor) for value in group.values()) else {"fused": True}
+
+
+def kernels_of(group: Mapping[str, Any]) -> str:
+    if all(group.get(name) is None for name in KERNELS):
+        return "the optimizer's default"
+    return next((name for name in KERNELS if group.get(name)), "one tensor at a time")
+
+
+# -- preconditions -----------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool) -> None:
+    """Refuse an optimizer before anything is changed.
+
+    Raises:
+        TypeError: it needs unsharded parameters where these are cut.
+        ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`.
+    """
+    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in NEEDS_WHOLE), None)
+    if name and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+        raise TypeError(
+            f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
+            f" optimizer ({', '.join(sorted(ELEMENTWISE))}), or zero_dp_strategy=0, under which parameters are whole"
+        )
+    if decoupled and type(optimizer).__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
+            " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
+        )
+    # torch's `add(other, alpha=)` in 16 bits rounds once inside a tensor and twice in its last few elements; of torch's
+    # optimizers, AdamW alone gets by without it
+    narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}
+    if numerics.bitwise and narrow and type(optimizer).__name__ != "AdamW":
+        raise ValueError(
+            f"numerics=ordered or exact with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
+            f" {type(optimizer).__name__} adds to 16-bit weights is rounded otherwise at the end of a tensor, so that"
+            " bits would depend on where shards are cut. Use main_params_dtype=torch.float32, AdamW, or numerics=fast"
+        )
