@@ -97,13 +97,18 @@ def structure(root: Path, package: str) -> dict[str, Any]:
     }
 
 
+CONSTRUCTORS = {"sharding.py": "shard", "model.py": "__init__"}
+"""What constructs a sharded model, by file."""
+
+
 def lines_of_init(root: Path) -> int:
-    """Lines of `ShardedModel.__init__`, signature included."""
-    tree = ast.parse((root / "harness" / "fsdp" / "model.py").read_text(encoding="utf-8"))
-    (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ShardedModel")
-    (init,) = (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    assert init.end_lineno is not None
-    return init.end_lineno - init.lineno + 1
+    """Lines of `shard`, signature included; of older revisions, of `ShardedModel.__init__`."""
+    engine = root / "harness" / "fsdp"
+    path, name = next((engine / f, n) for f, n in CONSTRUCTORS.items() if (engine / f).exists())
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+    assert found.end_lineno is not None
+    return found.end_lineno - found.lineno + 1
 
 
 def sizes(root: Path) -> dict[str, dict[str, dict[str, int]]]:

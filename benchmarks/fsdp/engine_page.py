@@ -30,7 +30,7 @@ from benchmarks.fsdp.engine_formulas import Setup, formula, kept, kept_formula, 
 from benchmarks.fsdp.gradient_life import PAIRS, STAGES, Event, Life, lives
 from harness.config.schema import Config
 from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
-from harness.fsdp.megatron_arguments import UNBUILT
+from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
 from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Step

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.fp8.linear import Fp8Linear as Fp8Linear
+    from harness.fsdp.api import ShardedModel as ShardedModel
     from harness.fsdp.api import fully_shard as fully_shard
-    from harness.fsdp.api import fully_shard_model as fully_shard_model
-    from harness.fsdp.api import fully_shard_optimizer as fully_shard_optimizer
     from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
     from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
     from harness.fsdp.guards.watches import CollectiveError as CollectiveError
     from harness.fsdp.megatron import MegatronModel as MegatronModel
-    from harness.fsdp.model import ShardedModel as ShardedModel
+    from harness.fsdp.megatron import fully_shard_model as fully_shard_model
+    from harness.fsdp.megatron import fully_shard_optimizer as fully_shard_optimizer
+    from harness.fsdp.module import FSDPModule as FSDPModule
     from harness.fsdp.options import OPTIONS as OPTIONS
     from harness.fsdp.options import OptionKeywords as OptionKeywords
     from harness.fsdp.options import Options as Options
@@ -53,60 +54,29 @@ if TYPE_CHECKING:
     from harness.fsdp.vocabulary import Strategy as Strategy
 
 _EXPORTS = {
-    "api": (
-        "fully_shard",
-        "fully_shard_model",
-        "fully_shard_optimizer",
-    ),
-    "comm.events": ("Observer",),
-    "comm.fixed_point": ("FixedPoint",),
-    "comm.mesh": ("Groups",),
-    "comm.sharp_groups": (
-        "SharpOwnership",
-        "ThreadBlocks",
-        "communicator_options",
-    ),
-    "harness.fp8.linear": ("Fp8Linear",),
-    "guards.agreement": ("RanksDisagree",),
-    "guards.replicas": ("CopiesPart", "ReplicaDrift"),
-    "guards.watches": ("CollectiveError",),
-    "megatron": ("MegatronModel",),
-    "model": ("ShardedModel",),
-    "options": (
-        "OPTIONS",
-        "OptionKeywords",
-        "Options",
-    ),
-    "policy": (
-        "Dtypes",
-        "MixedPrecisionPolicy",
-    ),
-    "runtime.step": ("StepError",),
-    "state.named": (
-        "ShardedState",
-        "StateMismatch",
-    ),
-    "ragged.tensor": ("RaggedTensor",),
-    "storage.placement": ("Placements",),
-    "tensor_parallel.parameters": (
-        "Portion",
-        "UnknownPlan",
-    ),
-    "update.rules": ("create_state",),
-    "update.norms": ("sum_of_squares",),
-    "vocabulary": (
-        "CtaPolicy",
-        "Fallback",
-        "Fp8",
-        "GradBuffer",
-        "Numerics",
-        "OuterStrategy",
-        "Registration",
-        "SharpAxis",
-        "Strategy",
-    ),
+    "api": "ShardedModel fully_shard",
+    "comm.events": "Observer",
+    "comm.fixed_point": "FixedPoint",
+    "comm.mesh": "Groups",
+    "comm.sharp_groups": "SharpOwnership ThreadBlocks communicator_options",
+    "harness.fp8.linear": "Fp8Linear",
+    "guards.agreement": "RanksDisagree",
+    "guards.replicas": "CopiesPart ReplicaDrift",
+    "guards.watches": "CollectiveError",
+    "megatron": "MegatronModel fully_shard_model fully_shard_optimizer",
+    "module": "FSDPModule",
+    "options": "OPTIONS OptionKeywords Options",
+    "policy": "Dtypes MixedPrecisionPolicy",
+    "runtime.step": "StepError",
+    "state.named": "ShardedState StateMismatch",
+    "ragged.tensor": "RaggedTensor",
+    "storage.placement": "Placements",
+    "tensor_parallel.parameters": "Portion UnknownPlan",
+    "update.rules": "create_state",
+    "update.norms": "sum_of_squares",
+    "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy",
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)
 

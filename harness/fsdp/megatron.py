@@ -1,22 +1,253 @@
-"""megatron-fsdp's names on the model: what a loop written for that engine calls, said in this one's terms.
+"""megatron-fsdp's names: its entries with their arguments, and the methods of its model.
 
-The arguments of the entries are read in `harness.fsdp.megatron_arguments`, those of `optimizer.step` and
-`optimizer.zero_grad` in `harness.fsdp.binding`. What has no meaning here raises, and says what to use in its place.
+Arguments of `optimizer.step` and `optimizer.zero_grad` are in `harness.fsdp.binding`. A name that has no meaning here
+raises, and says what to use in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_type_hints, overload
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.fsdp.arguments import groups_of, tensor_axis
+from harness.fsdp.binding import bind, engine_for
 from harness.fsdp.guards.replicas import held_by_several
-from harness.fsdp.model import ShardedModel
-from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.module import OF_OTHERS, FSDPModule, Of
+from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
+from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
+from harness.fsdp.preconditions import engine_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
+from harness.fsdp.sharding import shard
+from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.update import norms
-from harness.fsdp.vocabulary import Registration
-from harness.fsdp.wiring import set_wire, with_wire_of
+from harness.fsdp.vocabulary import OuterStrategy, Registration, Strategy
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+WIRE = "grad_comm_dtype"
+"""The field of a policy that may change after a model was sharded: no buffer that stays has this dtype."""
+
+
+class UnbuiltKeywords(TypedDict, total=False):
+    """Arguments of megatron-fsdp that are not built; the type of each is the one value that asks for nothing."""
+
+    overlap_grad_reduce: Literal[True]
+    overlap_param_gather: Literal[True]
+    preproc_state_dict_for_dcp_ckpt: Literal[True]
+    average_in_collective: Literal[False]
+    disable_bucketing: Literal[False]
+    keep_fp8_transpose_cache: Literal[False]
+    fsdp_db_use_persist_buf_on_alloc_fail: Literal[False]
+    enable_fine_grained_param_gather: Literal[False]
+    cuda_graph_mode: Literal[False]
+
+
+UNBUILT: dict[str, Any] = {
+    name: next(iter(get_args(kind)), None) for name, kind in get_type_hints(UnbuiltKeywords).items()
+}
+"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
+
+
+class OtherKeywords(OptionKeywords, UnbuiltKeywords, total=False):
+    """Further arguments of `fully_shard_model`."""
+
+
+class ShardKeywords(OtherKeywords, total=False):
+    """Arguments of `fully_shard`; the signature of `fully_shard_model` has the defaults."""
+
+    device_mesh: DeviceMesh | None
+    dp_shard_dim: str | None
+    dp_outer_dim: str | None
+    tp_dim: str | None
+    hybrid_fsdp_group: dist.ProcessGroup | None
+    expt_device_mesh: DeviceMesh | None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None
+    fsdp_group_ag: dist.ProcessGroup | None
+    expt_fsdp_group_ag: dist.ProcessGroup | None
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None
+    zero_dp_strategy: Strategy | str | int
+    outer_dp_sharding_strategy: OuterStrategy | str | int
+    device: torch.device | None
+    init_model_with_meta_device: bool
+    mixed_precision_policy: MixedPrecisionPolicy | None
+    sync_model_each_microbatch: bool
+    calculate_per_token_loss: bool
+    grad_divisor: float | None
+    fsdp_double_buffer: bool
+    maxpool_double_buffer: bool
+    initial_value: InitialValue | None
+
+
+def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:
+    """The options among the arguments. NotImplementedError: another one of megatron-fsdp's asks for something.
+    TypeError: nobody knows one, with the nearest names; or another name took its place."""
+    refuse_renamed(arguments, "fully_shard")
+    refuse_unknown(arguments, "fully_shard", ("module", *ShardKeywords.__annotations__))
+    for name, value in arguments.items():
+        if name in UNBUILT and value != UNBUILT[name]:
+            raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
+    return {name: value for name, value in arguments.items() if name in OPTIONS}
+
+
+def fully_shard_model(
+    module: nn.Module,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    zero_dp_strategy: Strategy | str | int = 3,
+    outer_dp_sharding_strategy: OuterStrategy | str | int = 0,
+    device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    sync_model_each_microbatch: bool = True,
+    calculate_per_token_loss: bool = False,
+    grad_divisor: float | None = None,
+    fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
+    initial_value: InitialValue | None = None,
+    **others: Unpack[OtherKeywords],
+) -> MegatronModel:
+    """Shard a module in place over one or two dimensions of a device mesh (or over all ranks), under megatron-fsdp's
+    names, and return it. Pass its optimizers to `fully_shard_optimizer`. *Collective.*
+
+    Args:
+        module: on the "meta" device only with `initial_value` or `init_model_with_meta_device`.
+        device_mesh: the ranks, by axis; None: all ranks of the default group are one inner axis.
+        dp_shard_dim: name of the mesh's dimension over which shards are split, the inner axis.
+        dp_outer_dim: name of the dimension over which shards are replicated (HSDP), or optimizer state is split once
+            more (HFSDP); None: no outer axis.
+        tp_dim: name of the dimension over which a tensor-parallel plan (`parallelize_module`) has already split
+            parameters (see [Note: Under tensor parallelism]); a dimension of one rank has no effect.
+        hybrid_fsdp_group: all ranks of both axes (the mesh may have a flattened dimension for them); None: made here.
+        expt_device_mesh, hybrid_fsdp_expt_group: the same for parameters with `allreduce = False` (experts).
+        fsdp_group_ag, expt_fsdp_group_ag: a separate communicator of the inner ranks for gathers; None: gathers and
+            reductions share one.
+        fsdp_unit_modules: classes, or dotted paths of them, whose outermost instances are gathered, reduced and
+            released together, such as transformer blocks; None: the whole module is one unit.
+        zero_dp_strategy: what the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.
+        outer_dp_sharding_strategy: what the outer axis splits: 0 `no_shard`, 1 `optim`.
+        device: device of the buckets; None: that of the parameters, or the group's if they are on meta.
+        init_model_with_meta_device: parameters on the meta device get values from each module's `reset_parameters()`.
+        mixed_precision_policy: dtypes of weights and gradients; None keeps main weights in fp32.
+        sync_model_each_microbatch: if a backward outside `no_sync()` and `sync()` ends the step's accumulation.
+        calculate_per_token_loss: gradients are summed and not divided.
+        grad_divisor, initial_value: see `harness.fsdp.fully_shard`.
+        fsdp_double_buffer, maxpool_double_buffer: other names of the option `double_buffer`.
+        others: options; arguments of megatron-fsdp that are not implemented, with the one value that has no effect.
+
+    Raises:
+        NotImplementedError: an argument of megatron-fsdp that is not implemented has another value.
+        TypeError: an argument neither engine knows; the message has the nearest names.
+        ValueError: a value is wrong.
+    """
+    options = without_unbuilt(others)
+    double_buffer = fsdp_double_buffer or maxpool_double_buffer  # it goes by three names
+    options["double_buffer"] = double_buffer or options.get("double_buffer", False)
+    if calculate_per_token_loss:
+        if grad_divisor is not None:
+            raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
+        grad_divisor = 1.0
+    groups = replace(
+        groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag),
+        tensor=tensor_axis(device_mesh, tp_dim),
+    )
+    of_experts = expt_device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_expt_group, expt_fsdp_group_ag
+    model: MegatronModel = shard(
+        module,
+        MegatronModel,
+        groups=groups,
+        expert_groups=None if expt_device_mesh is None else groups_of(*of_experts),
+        unit_modules=fsdp_unit_modules,
+        strategy=Strategy.parse(zero_dp_strategy, "zero_dp_strategy"),
+        outer_strategy=OuterStrategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+        mp_policy=mixed_precision_policy,
+        device=device,
+        grad_divisor=grad_divisor,
+        initial_value=initial_value,
+        init_on_meta=init_model_with_meta_device,
+        **options,
+    )
+    engine_of(model).step.sync = sync_model_each_microbatch
+    return model
+
+
+def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[MegatronModel, Opt]:
+    """Shard a module in place, and its optimizer, for a plain loop; returns both. The optimizer, built over the
+    module's parameters, keeps its groups and updates this rank's shards. *Collective.*
+
+    Args:
+        arguments: those of `fully_shard_model`, such as `fsdp_unit_modules=[Block]` and `zero_dp_strategy=3`.
+
+    Raises:
+        As `fully_shard_model` and `fully_shard_optimizer`.
+    """
+    model = fully_shard_model(module, **arguments)
+    return model, fully_shard_optimizer(model, optimizer)
+
+
+@overload
+def fully_shard_optimizer(model: FSDPModule, optimizer: Opt, *, steps_unused: bool = False) -> Opt:
+    """An optimizer of this model, built before or after sharding."""
+
+
+@overload
+def fully_shard_optimizer(
+    optimizer: Opt, preproc_state_dict_for_dcp_ckpt: Literal[True] = True, *, steps_unused: bool = False
+) -> Opt:
+    """An optimizer over the parameters of a sharded model, as megatron-fsdp is given it."""
+
+
+def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any) -> Any:
+    """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
+    Returns the same object.
+
+    The parameter groups keep their settings and their parameters; flat pieces of these stand there while the rule runs
+    (see [Note: Flat step]). A model may have several optimizers, and an optimizer several models; pass each pair here.
+    An optimizer that was built after sharding, and never passed, steps DTensors one by one.
+
+    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights`, and
+    `optimizer.zero_grad` takes `zero_grad_buffer`: True, or False where the loop calls the model's method itself.
+
+    Args:
+        model: may be omitted if the optimizer was built over the parameters of a sharded model.
+        preproc_state_dict_for_dcp_ckpt: only True is accepted; state always suits torch's distributed checkpoint.
+        steps_unused: update a parameter without a gradient on any rank as if its gradient were zero. Weight decay and
+            momentum then change it, as in engines with one gradient buffer. By default it is skipped, as torch's
+            optimizers skip a parameter whose `.grad` is None.
+
+    Raises:
+        TypeError, ValueError: see `harness.fsdp.update.rules.check_optimizer`.
+        ValueError: no model is given, and the parameters belong to no sharded model or to several.
+    """
+    if "model" not in named and not (given and isinstance(given[0], nn.Module)):
+        given = (None, *given)
+    model, optimizer = _model_and_optimizer(*given, **named)
+    bind(engine_for(optimizer) if model is None else engine_of(model), optimizer, steps_unused=steps_unused)
+    return optimizer
+
+
+def _model_and_optimizer(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+) -> tuple[nn.Module | None, torch.optim.Optimizer]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"fully_shard_optimizer takes an optimizer, or a model and an optimizer, not {optimizer!r}")
+    without_unbuilt({"preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt})  # type: ignore[typeddict-item] # refused if it is not True
+    return model, optimizer
+
 
 _PARAMS = "parameters stay the module's own, before and after a step: drop the call, or read model.named_parameters()"
 _RANKS = "the ranks are those of the device mesh that the model was given"
@@ -37,49 +268,42 @@ ELSEWHERE = {
 }
 
 
-class MegatronModel(ShardedModel):
-    """A `ShardedModel` that also has the methods of megatron-fsdp's `MegatronFSDP`, under their names.
+class MegatronModel(FSDPModule):
+    """An `FSDPModule` that also has the methods of megatron-fsdp's `MegatronFSDP`, under their names.
 
-    `fully_shard` and `fully_shard_model` return it. All ranks call these methods, in the same order.
+    All ranks call these methods, in the same order.
     """
 
-    # -- which backward ends a step ------------------------------------------------------------------------------
+    _elsewhere = OF_OTHERS | {name: f"megatron-fsdp's own, and not here: {hint}" for name, hint in ELSEWHERE.items()}
 
     @property
     def is_last_microbatch(self) -> bool:
-        """True if the backward that begins next ends the step's accumulation; may be set, as `set_model_auto_sync`
-        does."""
-        return self._parts.step.sync
+        """True if the next backward ends the step's accumulation; may be set, as `set_model_auto_sync` does."""
+        return engine_of(self).step.sync
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self.set_model_auto_sync(value)
+        engine_of(self).step.sync = value
 
     model_auto_sync = is_last_microbatch
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """See `ShardedModel.finish_grad_sync`.
-
-        Raises:
-            NotImplementedError: `force_all_reduce`: which collective reduces follows from the strategy.
-        """
+        """See `FSDPModule.finish_grad_sync`; `force_all_reduce` is not implemented."""
         if force_all_reduce:
             raise NotImplementedError(
                 "finish_grad_sync(force_all_reduce=True): what reduces gradients follows from the strategy; whole sums"
                 " on every rank are zero_dp_strategy='no_shard', or model.full_gradients()"
             )
-        super().finish_grad_sync()
+        engine_of(self).gradients.finish()
 
     def start_grad_sync(self, *_: Any) -> None:
         """Does nothing but check: a backward issues its own reductions, unit by unit.
 
         Raises:
-            StepError: a RuntimeError. A backward is running; or the last one ran inside `no_sync`, so that no reduction
-                was issued.
+            StepError: a backward is running; or the last one ran inside `no_sync`, so that no reduction was issued.
         """
-        self._outside_backward(Call.finish_grad_sync)
+        engine_of(self).hooks.recover()
+        engine_of(self).step.check(Call.finish_grad_sync)
 
     def synchronize_gradient_reduce(self) -> None:
         """Wait for the reductions that backwards have issued. Sums are not scaled yet; `finish_grad_sync` scales them.
@@ -87,101 +311,68 @@ class MegatronModel(ShardedModel):
         Raises:
             StepError: as `start_grad_sync`.
         """
-        self._outside_backward(Call.finish_grad_sync)
-        self._parts.gradients.drain()
+        MegatronModel.start_grad_sync(self)
+        engine_of(self).gradients.drain()
 
-    def _outside_backward(self, call: Call) -> None:
-        self._parts.hooks.recover()
-        self._parts.step.check(call)
-
-    def attach_grad_to_optimizer_state(self) -> None:
-        """Finish the gradients, which parameters show as `.grad`; raises as `finish_grad_sync`."""
-        self.finish_grad_sync()
+    attach_grad_to_optimizer_state = FSDPModule.finish_grad_sync
+    """Finish the gradients, which parameters show as `.grad`."""
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Finish the gradients and multiply them by a factor, which must be the same on all ranks. Without a backward
-        nothing happens.
+        """Finish the gradients and multiply them by a factor, the same on all ranks; without a backward do nothing."""
+        engine = engine_of(self)
+        if engine.step.has_gradients:
+            engine.gradients.finish()
+            norms.scale_gradients(engine.buckets, float(scaling_factor))
 
-        Raises:
-            StepError: as `finish_grad_sync`.
-        """
-        if not self.has_gradients:
-            return
-        self.finish_grad_sync()
-        norms.scale_gradients(self.buckets, float(scaling_factor))
+    zero_grad_buffer = Of(lambda engine: engine.gradients.forget)
+    """Forget gradients; see `zero_grad`."""
 
-    def zero_grad_buffer(self) -> None:
-        """Forget gradients; see `zero_grad`."""
-        self.zero_grad()
-
-    # -- weights -------------------------------------------------------------------------------------------------
-
-    def install_optimized_model_weights(self) -> None:
-        """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
-        self.install_weights()
+    install_optimized_model_weights = FSDPModule.install_weights
+    """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start the gathers that the next forward would start itself.
-
-        Args:
-            force_sync: must be False.
-            force_dispatch: has no effect, because gathers are always dispatched.
-
-        Raises:
-            NotImplementedError: `force_sync` is set; it would gather the whole model on every rank.
-            RuntimeError: inside the model's forward or backward.
-        """
+        """Start the gathers of the next forward. `force_sync` is not implemented, `force_dispatch` has
+        no effect. RuntimeError: inside the model's forward or backward."""
         if force_sync:
             raise NotImplementedError(
                 "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
                 " model.unsharded():` to read or edit them; a forward gathers what it needs"
             )
-        self._parts.whole.start()
+        engine_of(self).whole.start()
 
-    def synchronize_param_gather(self) -> None:
-        """Wait until no gather of weights is in flight on this rank and on the ranks that read from it.
-
-        Units that were gathered ahead are dropped, and gathered again when they are used.
-
-        Raises:
-            RuntimeError: inside the model's forward or backward.
-        """
-        self._parts.whole.settle()
+    synchronize_param_gather = Of(lambda engine: engine.whole.settle)
+    """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
+    gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
 
     def broadcast_params(self) -> None:
-        """Set weights that several ranks hold to the first rank's values, including its edits. This takes effect in the
-        next forward. Weights that only one rank holds (its shard under `optim_grads_params`) do not change.
-
-        Raises:
-            RuntimeError: inside `gathered`.
-        """
-        self._parts.weights.refuse_held()
-        self._parts.weights.bring_up_to_date()  # of rows that other ranks keep, the first one has no edits
-        self._parts.weights.wait(writes=True)
-        for comm, replicas in held_by_several(self.buckets, self._parts.meshes):
+        """Set weights that several ranks hold to the first rank's values, including its edits, from the next forward.
+        Weights that only one rank holds (its shard under `optim_grads_params`) do not change."""
+        engine = engine_of(self)
+        engine.weights.refuse_held()
+        engine.weights.bring_up_to_date()  # of rows that other ranks keep, the first one has no edits
+        engine.weights.wait(writes=True)
+        for comm, replicas in held_by_several(engine.buckets, engine.meshes):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))
-        self.install_weights()
-
-    # -- dtypes --------------------------------------------------------------------------------------------------
+        engine.weights.install(step_ended=True)
 
     @contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Reduce in another `grad_comm_dtype` in the body, which is one step or several; see
         `reset_mixed_precision_policy`. Gradients that are not finished when it ends are finished then."""
-        before = self.policy
+        engine, before = engine_of(self), engine_of(self).policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
         try:
             yield
-            if self.has_gradients:
-                self.finish_grad_sync()
+            if engine.step.has_gradients:
+                engine.gradients.finish()
         except BaseException:
-            self._parts.hooks.recover()
-            if self.has_gradients:
-                self._parts.step.fail()
+            engine.hooks.recover()
+            if engine.step.has_gradients:
+                engine.step.fail()
             raise
         finally:
-            self._set_policy(before)
+            engine.set_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
         """Use another policy's `grad_comm_dtype` from now on. Its other fields must be the model's or defaults. Call it
@@ -193,30 +384,33 @@ class MegatronModel(ShardedModel):
             StepError: a RuntimeError. There are gradients that are not finished.
             ValueError: the dtypes do not go together.
         """
-        if self.options.double_buffer or self.options.nccl_ub is not Registration.none:
+        engine = engine_of(self)
+        if engine.options.double_buffer or engine.options.nccl_ub is not Registration.none:
             raise NotImplementedError(
                 "a change of grad_comm_dtype with double_buffer or nccl_ub, whose buffers were made for one: leave both"
                 " off, or give grad_comm_dtype to fully_shard_model"
             )
-        self._parts.hooks.recover()
-        if self._parts.step.state not in (StepState.IDLE, StepState.FINISHED):
+        engine.hooks.recover()
+        if engine.step.state not in (StepState.IDLE, StepState.FINISHED):
             raise StepError(
-                f"a change of grad_comm_dtype in the middle of a step ({self._parts.step.state.value}): change it after"
+                f"a change of grad_comm_dtype in the middle of a step ({engine.step.state.value}): change it after"
                 " zero_grad(), before the step's first backward"
             )
-        self._set_policy(with_wire_of(mixed_precision_policy, self.policy))
+        engine.set_policy(_with_wire_of(mixed_precision_policy, engine.policy))
 
-    def _set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        if policy != self.policy:
-            set_wire(self._parts, policy, self.numerics)
-            self.policy = policy
 
-    # -- what is elsewhere ---------------------------------------------------------------------------------------
+def _with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of a sharded model with another wire.
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in ELSEWHERE:
-                raise AttributeError(f"{name} is megatron-fsdp's own, and not here: {ELSEWHERE[name]}") from None
-            raise
+    Raises:
+        NotImplementedError: another field is neither the model's nor left at its default.
+    """
+    usual = MixedPrecisionPolicy()
+    for name in (field.name for field in fields(given) if field.name != WIRE):
+        value = getattr(given, name)
+        if value not in (getattr(usual, name), getattr(held, name)):
+            raise NotImplementedError(
+                f"{name}={value} cannot take the place of {getattr(held, name)} in a sharded model, whose buffers have"
+                f" it: only {WIRE} may change. Give {name} to fully_shard_model"
+            )
+    return replace(held, grad_comm_dtype=given.grad_comm_dtype)

@@ -11,14 +11,124 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
+import numbers
+import types
+import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict, TypeVar, cast
 
-from harness.fsdp.facts import Range as Range
-from harness.fsdp.facts import declared_in as declared_in
-from harness.fsdp.facts import option
 from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers an option takes, both ends included but where `above` or `below` says that one is not."""
+
+    low: float
+    high: float
+    unit: str = ""
+    """The unit, as a plural; "" for a ratio or a seed."""
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: float) -> bool:
+        """True if a number is one of them; NaN and infinity never are."""
+        left_out = (self.above and value == self.low) or (self.below and value == self.high)
+        return math.isfinite(value) and self.low <= value <= self.high and not left_out
+
+    def nearest(self, value: float) -> float | None:
+        """The end that lies nearest to a number beyond it; None where that end is no value, and for NaN."""
+        if value < self.low:
+            return None if self.above else self.low
+        return self.high if value > self.high and not self.below else None
+
+    def __str__(self) -> str:
+        if self.above or self.below:
+            low = f"above {self.low:,}" if self.above else f"at least {self.low:,}"
+            ends = f"{low}, {'below' if self.below else 'up to'} {self.high:,}"
+        else:
+            ends = f"{self.low:,} to {self.high:,}"
+        return f"{ends} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of an option beyond its type, default and sentence."""
+
+    range: Range | None = None
+    """Numbers it takes."""
+    setting: str = ""
+    """Path in a cell's configuration; "not group.key" where that is its opposite; "" where there is none."""
+    same_bits: bool = False
+    """True if every value of it leads to the same bits."""
+
+
+def option(default: T, *, range: Range | None = None, setting: str = "", same_bits: bool = False) -> T:
+    """A dataclass field with its default and its `Facts`; typed as its default, as `dataclasses.field` is."""
+    made: Any = field(default=default, metadata={"facts": Facts(range, setting, same_bits)})
+    return cast("T", made)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option with all that is known of it."""
+
+    name: str
+    kind: type
+    """bool, int, float, or a `Choice`."""
+    optional: bool
+    default: Any
+    facts: Facts
+
+    @property
+    def takes(self) -> str:
+        """The values it takes, in words."""
+        if issubclass(self.kind, Choice):
+            words = ", ".join(self.kind.__members__)
+        elif self.facts.range is not None:
+            words = str(self.facts.range)
+        else:
+            words = "True, False" if self.kind is bool else self.kind.__name__
+        return f"{words}, or None" if self.optional else words
+
+    def read(self, value: Any) -> Any:
+        """A value as the engine keeps it: a choice's member by itself, all else as it is. ValueError: what is valid."""
+        if issubclass(self.kind, Choice):
+            return self.kind.parse(value, self.name)
+        if value is None and self.optional:
+            return None
+        if not self._is_kind(value):
+            raise ValueError(f"{self.name}={value!r} is of another type; valid are {self.takes}")
+        if self.facts.range is not None and not self.facts.range.holds(value):
+            raise ValueError(f"{self.name}={value!r} is out of range; valid are {self.takes}")
+        return value
+
+    def _is_kind(self, value: Any) -> bool:
+        return isinstance(value, _ACCEPTS[self.kind]) and (self.kind is bool or not isinstance(value, bool))
+
+
+_ACCEPTS: dict[type, type] = {bool: bool, int: numbers.Integral, float: numbers.Real}
+
+
+def declared_in(declaring: type, group: str = "") -> dict[str, Option]:
+    """The options that a dataclass, whose fields are made by `option`, has by name.
+
+    group: of the configuration, in which each has the setting of its own name; "" where each says its setting.
+    """
+    hints = typing.get_type_hints(declaring)
+    found = {}
+    for each in fields(declaring):
+        kinds = typing.get_args(hints[each.name]) if isinstance(hints[each.name], types.UnionType) else ()
+        bare = next((kind for kind in kinds if kind is not type(None)), hints[each.name])
+        facts: Facts = each.metadata["facts"]
+        if group:
+            facts = replace(facts, setting=f"{group}.{each.name}")
+        found[each.name] = Option(each.name, bare, bool(kinds), each.default, facts)
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,24 +201,12 @@ class Options(EngineOptions):
         _refuse(conflicts(vars(self)), vars(self))
 
     def check_against(self, *, reduces_each: bool) -> None:
-        """Raise ValueError where a choice has no meaning under a strategy.
-
-        Args:
-            reduces_each: whether the strategy reduces gradients every microbatch.
-        """
+        """Raise ValueError where a choice has no meaning under a strategy, which `reduces_each` microbatch or not."""
         _refuse(conflicts(vars(self), reduces_each=reduces_each), vars(self))
 
     @classmethod
     def of(cls, chosen: Mapping[str, Any], owner: str, known: Iterable[str] = ()) -> Options:
-        """From keyword arguments.
-
-        Args:
-            chosen: option by name. owner: whose arguments they are, for the message. known: its other arguments.
-
-        Raises:
-            TypeError: one is no option; the message has the nearest names.
-            ValueError: as the class.
-        """
+        """From keyword arguments; raises as the class and `refuse_unknown`."""
         refuse_unknown(chosen, owner, known)
         return cls(**chosen)
 
@@ -152,7 +250,7 @@ class Conflict:
     option: str
     """Whose value."""
     why: str
-    """What is wrong, as what follows `option=value`."""
+    """The reason, as the words that follow `option=value`."""
     valid: str
     """Values it could have."""
     ways_out: tuple[Mapping[str, Any], ...]
@@ -160,17 +258,16 @@ class Conflict:
 
 
 def fixed_buffers(chosen: Mapping[str, Any]) -> bool:
-    """Whether gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by user
-    buffers, whose addresses are registered."""
+    """True if gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by user buffers,
+    whose addresses are registered."""
     return bool(chosen["double_buffer"]) or chosen["nccl_ub"] is not Registration.none
 
 
 def conflicts(chosen: Mapping[str, Any], *, reduces_each: bool = True) -> Iterator[Conflict]:
     """Options that contradict each other or the strategy.
 
-    Args:
-        chosen: value by name, of every option at least that has a setting. reduces_each: whether the strategy reduces
-            gradients every microbatch.
+    chosen: value by name, of every option at least that has a setting. reduces_each: the strategy reduces gradients
+    every microbatch.
     """
     if chosen["prefetch"] > 1 and fixed_buffers(chosen):
         yield Conflict(
@@ -201,14 +298,7 @@ def _shown(value: Any) -> str:
 
 
 def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) -> None:
-    """Refuse keywords that are no options.
-
-    Args:
-        given: names. owner: whose keywords they are, for the message. known: other names it takes.
-
-    Raises:
-        TypeError: one is neither; the message has the nearest names.
-    """
+    """Raise TypeError, with the nearest names, where a keyword of `owner` is neither an option nor `known`."""
     names = list(dict.fromkeys((*OPTIONS, *known)))
     for name in given:
         if name not in names:
@@ -223,11 +313,11 @@ ELEMENTWISE = frozenset(
 
 
 def steps_elementwise(kind: type) -> bool:
-    """Whether an optimizer class is known, or declares (`elementwise`), to update each element independently."""
+    """True if an optimizer class is known, or declares (`elementwise`), to update each element independently."""
     return steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
 
 
 def steps_as_torch_does(kind: Any) -> bool:
-    """Whether a class is one of `ELEMENTWISE`, or inherits its `step`: which torch wraps on the class that is built."""
+    """True if a class is one of `ELEMENTWISE`, or inherits its `step`, which torch wraps on the class that is built."""
     step = inspect.unwrap(kind.step)
     return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE

@@ -1,4 +1,4 @@
-"""What is sharded and in which dtype: frozen, hashable, validated policies.
+"""Dtypes of sharded weights and gradients: frozen, hashable, validated policies.
 
 A policy is the key of a study as much as an argument of the engine, so it holds values only, compares by value, and
 refuses what the engine does not honour instead of ignoring it.
@@ -7,7 +7,7 @@ refuses what the engine does not honour instead of ignoring it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Self
 
 import torch
@@ -36,7 +36,7 @@ def refuse_renamed(names: Iterable[str], owner: str) -> None:
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every number of `other` is one of `dtype`: bf16 and fp16 do not hold each other."""
+    """True if every number of `other` is one of `dtype`: bf16 and fp16 do not hold each other."""
     return torch.promote_types(dtype, other) == dtype
 
 
@@ -51,6 +51,8 @@ class MixedPrecisionPolicy:
         grad_accum_dtype: the sum inside a reduction; None: fp32, or wider if grad_comm_dtype is wider.
         allow_low_precision_grads: permits main gradients below fp32, and sums in fewer bits than fp32 or than
             grad_comm_dtype.
+        param_dtype: weights in forward and backward, whose floating-point inputs are cast to it; None: the module's.
+        reduce_dtype: FSDP2's name of grad_comm_dtype.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -58,6 +60,14 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     grad_accum_dtype: torch.dtype | None = None
     allow_low_precision_grads: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: InitVar[torch.dtype | None] = None
+
+    def __post_init__(self, reduce_dtype: torch.dtype | None) -> None:
+        if reduce_dtype is not None:
+            if self.grad_comm_dtype not in (None, reduce_dtype):
+                raise ValueError(f"reduce_dtype={reduce_dtype} is grad_comm_dtype={self.grad_comm_dtype}: give one")
+            object.__setattr__(self, "grad_comm_dtype", reduce_dtype)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse old names with the new one, before the dataclass refuses them without.
@@ -152,7 +162,7 @@ class Dtypes:
 
     @property
     def sums_as_sent(self) -> bool:
-        """Whether a backend that sums in the wire's dtype computes the requested sum.
+        """True if a backend that sums in the wire's dtype computes the requested sum.
 
         False in 16 bits: a backend may round each partial sum or none, and the order of sums changes the result.
         """

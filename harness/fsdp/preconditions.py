@@ -1,10 +1,12 @@
-"""What a module must be to be sharded: told before anything is changed, with what to do about it."""
+"""Preconditions of a module that is to be sharded: checked before anything is changed. Errors say what to do."""
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.fsdp.wrapper import is_sharded, part_of
+from harness.fsdp.build import Engine
 
+ENGINE = "_fsdp"
+"""Key of a sharded module's `__dict__`: its engine."""
+PART = "_part_of_sharded"
+"""Key of the `__dict__` of every part of a sharded module: a weak reference to the engine."""
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
 SCRIPTED = (torch.jit.ScriptModule,)
@@ -25,6 +31,23 @@ MANAGED = "_is_fsdp_managed_module"
 """Attribute of all that torch's FSDP1 and FSDP2 manage."""
 
 
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded module."""
+    found: Engine = model.__dict__[ENGINE]
+    return found
+
+
+def own_class(module: nn.Module) -> Any:
+    """The module's class, without the engine's mix-in."""
+    return getattr(type(module), "_own_class", type(module))
+
+
+def live(reference: weakref.ref[Engine]) -> Engine | None:
+    """An engine; None where it is gone or closed."""
+    engine = reference()
+    return None if engine is None or engine.is_closed else engine
+
+
 def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
     """Refuse what cannot be sharded.
 
@@ -33,8 +56,8 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
     """
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
-    if is_sharded(module):
-        raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
+    if ENGINE in vars(module):
+        raise ValueError(f"{own_class(module).__name__} is sharded already; shard a module once")
     for path, part in module.named_modules():
         _check_part(path or "the module", part)
     params = list(module.named_parameters())
@@ -49,8 +72,8 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
 
 
 def _check_part(path: str, part: nn.Module) -> None:
-    kind = type(part).__name__
-    if is_sharded(part) or part_of(part) is not None:
+    kind = own_class(part).__name__
+    if ENGINE in vars(part) or (PART in vars(part) and live(vars(part)[PART]) is not None):
         raise ValueError(
             f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
             " once, and name what is gathered together in fsdp_unit_modules"
@@ -121,7 +144,7 @@ def _check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def _check_views(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Views of a parameter in a module, as a buffer or an attribute, stays behind where that moves."""
+    """Views of a parameter that a module keeps, as buffers or attributes, stay behind where that moves."""
     spans = sorted(_spans(params))  # which lie apart
     begins = [begin for begin, _, _ in spans]
     for begin, end, kept in _spans(_kept(module)):

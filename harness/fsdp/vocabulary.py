@@ -14,10 +14,9 @@ class Choice(Enum):
 
     _value_: str
     sentence: str
-    """What choosing it means."""
+    """The meaning of choosing it."""
 
     def __new__(cls, name: str, sentence: str) -> Self:
-        """A member from its name and its sentence."""
         member = object.__new__(cls)
         member._value_ = name
         member.sentence = sentence
@@ -25,14 +24,7 @@ class Choice(Enum):
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
-        """Read a member given by itself or by its name.
-
-        Args:
-            value: what was given. argument: whose value it is, for the message.
-
-        Raises:
-            ValueError: the value names no member; the message lists those there are.
-        """
+        """A member given by itself or by its name; ValueError, which lists them, for any other value of `argument`."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str) and value in cls.__members__:
@@ -45,28 +37,18 @@ class Numbered(Choice):
 
     @property
     def number(self) -> int:
-        """The member's place in its enum, counted from 0."""
         return list(type(self)).index(self)
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
-        """Read a member given by itself, by its name, or by its number.
-
-        Args:
-            value: what was given. argument: whose value it is, for the message.
-
-        Raises:
-            ValueError: the value names no member; the message lists those there are.
-        """
-        members = list(cls)
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, str) and value in cls.__members__:
-            return cls[value]
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(members):
-            return members[value]
-        valid = ", ".join(f"{member.number} or '{member.name}'" for member in members)
-        raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}")
+        """As `Choice.parse`, and by its number."""
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(cls):
+            return list(cls)[value]
+        try:
+            return super().parse(value, argument)
+        except ValueError:
+            valid = ", ".join(f"{member.number} or '{member.name}'" for member in cls)
+            raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}") from None
 
 
 class Dtype(Enum):
@@ -86,7 +68,6 @@ class Dtype(Enum):
     fp64 = "fp64", "float64", 8, 53
 
     def __new__(cls, name: str, torch_name: str, width: int, precision: int) -> Self:
-        """A member from its name and its facts."""
         member = object.__new__(cls)
         member._value_, member.torch_name, member.bytes, member.precision = name, torch_name, width, precision
         return member
@@ -96,7 +77,7 @@ class Fp8(Choice):
     """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen."""
 
     multiple: int
-    """What both sizes of a weight are multiples of."""
+    """Both sizes of a weight are multiples of it."""
     gradient_precision: int
     """Significant bits of quantized gradients, the hidden one included: 3 of e5m2, 4 of e4m3, which all else has."""
     payloads: int
@@ -122,7 +103,6 @@ class Fp8(Choice):
     )
 
     def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, payloads: int) -> Self:
-        """A member from its name, its sentence and its facts, which `harness.fp8.recipes` has at length."""
         member = object.__new__(cls)
         member._value_, member.sentence = name, sentence
         member.multiple, member.gradient_precision, member.payloads = multiple, gradient_precision, payloads
@@ -151,7 +131,6 @@ class OuterStrategy(Numbered):
     optim = "optim", "Main weights and optimizer state (HFSDP).", "hfsdp"
 
     def __new__(cls, name: str, sentence: str, hybrid: str) -> Self:
-        """A member from its name, its sentence and the hybrid's name."""
         member = object.__new__(cls)
         member._value_, member.sentence, member.hybrid = name, sentence, hybrid
         return member
@@ -189,7 +168,7 @@ class Numerics(Choice):
 
     @property
     def bitwise(self) -> bool:
-        """Whether bits may not depend on where buckets are cut."""
+        """True if bits may not depend on where buckets are cut."""
         return self in (Numerics.ordered, Numerics.exact)
 
 
@@ -202,14 +181,7 @@ class Registration(Choice):
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
-        """Read a member given by itself, by its name, or as megatron-fsdp's bool, whose True is `auto`.
-
-        Args:
-            value: what was given. argument: whose value it is, for the message.
-
-        Raises:
-            ValueError: none of these.
-        """
+        """As `Choice.parse`, and as megatron-fsdp's bool, whose True is `auto`."""
         if isinstance(value, bool):
             return cls["auto" if value else "none"]
         try:
@@ -235,7 +207,6 @@ class SharpAxis(Choice):
 
     @property
     def is_asked(self) -> bool:
-        """Whether an axis was named."""
         return self in (SharpAxis.dp, SharpAxis.dp_outer)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, fully_shard_optimizer
+from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
 from tests.fsdp.test_api import Block, sgd
 
 LIMIT_S = 1.0
@@ -40,7 +40,7 @@ def build(
 ) -> tuple[Stoppable, ShardedModel, torch.optim.Optimizer]:
     model = Stoppable()
     optimizer = sgd(model)
-    wrapped = ShardedModel(model, group=group, unit_modules=[Block], strategy=strategy, **kwargs)
+    wrapped = fully_shard(model, group=group, unit_modules=[Block], strategy=strategy, **kwargs)
     return model, wrapped, fully_shard_optimizer(wrapped, optimizer)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard, fully_shard_model, fully_shard_optimizer
-from harness.fsdp.megatron_arguments import UNBUILT
+from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.vocabulary import Strategy
 from tests.support.spawn import run_ranks
 
@@ -85,7 +85,7 @@ def test_bad_values_are_refused() -> None:
     with pytest.raises(ValueError, match="dp_shard_dim='dp'"):
         fully_shard_model(make(), dp_shard_dim="dp")
     with pytest.raises(ValueError, match="has no parameters"):
-        ShardedModel(nn.Identity(), device=torch.device("cpu"))
+        fully_shard(nn.Identity(), device=torch.device("cpu"))
     with pytest.raises(ValueError, match="meta device"):
         fully_shard_model(nn.Linear(2, 2, device="meta"))
     module = nn.Linear(2, 2)
@@ -230,10 +230,10 @@ def test_a_forward_without_backward_before_the_step_keeps_no_old_weights(strateg
     assert torch.equal(wrapped(torch.ones(2, 6)), plain(torch.ones(2, 6)))
 
 
-def test_the_entry_for_frameworks_and_the_plain_one_agree() -> None:
+def test_both_faces_agree() -> None:
     first, second = make(), make()
     wrapped, optimizer = fully_shard(first, sgd(first), fsdp_unit_modules=[f"{__name__}.Block"])
-    direct = ShardedModel(second, unit_modules=[Block])
+    direct = fully_shard(second, unit_modules=[Block])
     other = fully_shard_optimizer(direct, sgd(second))
     for model, opt in ((wrapped, optimizer), (direct, other)):
         model(torch.ones(2, 6)).sum().backward()

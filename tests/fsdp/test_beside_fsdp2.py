@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.fsdp import fully_shard_model, fully_shard_optimizer
+from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import fully_shard as own_fully_shard
 from tests.fsdp.ragged.calls import REFUSED
 from tests.fsdp.ragged.layouts import HALVES, cut, mesh_of
 from tests.support.spawn import run_ranks
@@ -88,6 +91,33 @@ def of_models(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
+SIZES: tuple[tuple[int, ...], ...] = ((2,), (1, 2), (2, 1))
+
+
+def narrow(rank: int) -> list[str]:
+    """Three steps of an fp32 module under `param_dtype` and `reduce_dtype`: parameters that are not FSDP2's."""
+    meshes = [init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[2 - len(sizes) :]) for sizes in SIZES]
+    return [f"{mesh.shape}: {name}" for mesh in meshes for name in _narrow(rank, mesh)]
+
+
+def _narrow(rank: int, mesh: DeviceMesh) -> list[str]:
+    theirs, mine, dtypes = net(), net(), {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for part in (*theirs, theirs):
+        fully_shard(part, mesh=mesh, mp_policy=TheirPolicy(**dtypes))
+    model = own_fully_shard(mine, mesh=mesh, unit_modules=[nn.Linear], mp_policy=MixedPrecisionPolicy(**dtypes))
+    for each in (theirs, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(3):
+            out = each(torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 + rank + step)
+            assert out.dtype == torch.bfloat16
+            out.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    wrong = [n for n, p in theirs.named_parameters() if not torch.equal(p.full_tensor(), dict(model.full_weights())[n])]
+    model.close()
+    return wrong
+
+
 def of_tensors(rank: int) -> list[str]:
     """Calls that this engine refuses and torch's own DTensor gets right."""
     warnings.simplefilter("ignore")
@@ -123,6 +153,10 @@ def test_the_page_lists_what_fsdp2_computes_and_ours_refuses() -> None:
                 name,
                 ours,
             )
+
+
+def test_a_policy_in_fsdp2_s_names_gives_fsdp2_s_bits() -> None:
+    assert run_ranks(narrow, 2) == [[], []]
 
 
 def test_torch_gets_no_other_call_right() -> None:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer
-from harness.fsdp import model as models
-from harness.fsdp.copying import bare_copy
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer, sharding
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, close, data, loss_of
 from tests.fsdp.pairs import Model as Tied
@@ -148,12 +146,10 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for ea
 
 
 MUTANTS = {
-    "weights of nobody": Mutant(
-        "A copy has no weights", lambda: mock.patch.object(ShardedModel, "adopt_weights"), "apart"
-    ),
+    "weights of nobody": Mutant("A copy has no weights", lambda: mock.patch.object(sharding, "adopt_weights"), "apart"),
     "hooks of the other": Mutant(
         "Hooks of the original are on the copy, too",
-        lambda: mock.patch.object(models, "bare_copy", lambda part, held, _, memo: bare_copy(part, held, [], memo)),
+        lambda: mock.patch.object(sharding, "_HOOKS", ()),
         "apart",
     ),
 }

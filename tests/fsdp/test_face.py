@@ -15,8 +15,8 @@ import pytest
 from torch import nn
 
 import harness.fsdp
-from harness.fsdp import OptionKeywords, Options, Registration, ShardedModel, fully_shard, fully_shard_model
-from harness.fsdp.megatron_arguments import UNBUILT, OtherKeywords, ShardKeywords, UnbuiltKeywords
+from harness.fsdp import OptionKeywords, Options, Registration, api, fully_shard, fully_shard_model, megatron, sharding
+from harness.fsdp.megatron import UNBUILT, OtherKeywords, ShardKeywords, UnbuiltKeywords
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.vocabulary import Choice
 
@@ -25,19 +25,20 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import torch
 from torch import nn
-from harness.fsdp import Numerics, ShardedModel, fully_shard, fully_shard_model
+from harness.fsdp import Numerics, fully_shard, fully_shard_model, megatron
 
 module = nn.Linear(2, 2)
 optimizer = torch.optim.SGD(module.parameters())
 model, optimizer = fully_shard(module=module, optimizer=optimizer, zero_dp_strategy=2, prefetch=2, numerics="exact")
+model, optimizer = megatron.fully_shard(module, optimizer, zero_dp_strategy=2, prefetch=2)
 fully_shard_model(module, overlap_grad_reduce=True, numerics=Numerics.ordered, watchdog_timeout_s=None).close()
-ShardedModel(module, strategy="optim", nccl_ub=False, check_replicas_every=3).close()
+fully_shard(module, strategy="optim", nccl_ub=False, check_replicas_every=3).close()
 fully_shard(module, optimizer, prefetch="2")  # wrong: type
 fully_shard_model(module, prefetch=None)  # wrong: type
-ShardedModel(module, prefetch=1.5)  # wrong: type
+fully_shard(module, prefetch=1.5)  # wrong: type
 fully_shard(module, optimizer, prefech=2)  # wrong: name
 fully_shard_model(module, prefech=2)  # wrong: name
-ShardedModel(module, zero_dp_strategy=2)  # wrong: name
+fully_shard(module, zero_dp_strategy=2)  # wrong: name
 fully_shard(module, optimizer, overlap_grad_reduce=False)  # wrong: not built
 model.options.prefech  # wrong: name
 """
@@ -65,6 +66,19 @@ def test_keywords_are_the_options_with_their_types() -> None:
     assert list(keywords) == list(OPTIONS), "fields of Options, in their order"
 
 
+def test_every_argument_is_seen() -> None:
+    """Also by `inspect`, with its default."""
+    seen = inspect.signature(fully_shard).parameters
+    keywords = typing.get_type_hints(api.Keywords)
+    assert set(seen) == {"module", "optimizer", *keywords}
+    assert all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in seen.values())
+    assert {name: seen[name].default for name in OPTIONS} == {n: each.default for n, each in OPTIONS.items()}
+    types = typing.get_type_hints(sharding.shard)
+    assert {name: types[name] for name in keywords.keys() - OPTIONS} == {
+        n: keywords[n] for n in keywords.keys() - OPTIONS
+    }
+
+
 def test_the_keywords_of_fully_shard_are_the_arguments_of_fully_shard_model() -> None:
     spelled = dict(inspect.signature(fully_shard_model).parameters)
     assert spelled.pop("others").kind is inspect.Parameter.VAR_KEYWORD
@@ -82,10 +96,14 @@ def test_the_keywords_of_fully_shard_are_the_arguments_of_fully_shard_model() ->
 @pytest.mark.parametrize(
     ("entry", "given", "says"),
     [
-        (lambda m, **k: fully_shard(m, None, **k), {"prefech": 1}, "fully_shard got .*'prefech'; nearest are prefetch"),
+        (
+            lambda m, **k: megatron.fully_shard(m, None, **k),
+            {"prefech": 1},
+            "fully_shard got .*'prefech'; nearest are prefetch",
+        ),
         (fully_shard_model, {"zero_dp_stratgy": 1}, "nearest are zero_dp_strategy"),
         (fully_shard_model, {"overlap_grad_reduc": 1}, "nearest are overlap_grad_reduce"),
-        (ShardedModel, {"zero_dp_strategy": 1}, "ShardedModel got .*'zero_dp_strategy'; nearest are .*strategy"),
+        (fully_shard, {"zero_dp_strategy": 1}, "fully_shard got .*'zero_dp_strategy'; nearest are .*strategy"),
     ],
 )
 def test_an_unknown_keyword_gets_the_nearest_names(entry: typing.Any, given: dict[str, int], says: str) -> None:
@@ -189,7 +207,7 @@ import pkgutil, sys, importlib
 import harness.config as config
 for each in pkgutil.walk_packages(config.__path__, "harness.config."):
     importlib.import_module(each.name)
-names = "vocabulary", "options", "facts", "storage", "storage.placement"
+names = "vocabulary", "options", "storage", "storage.placement"
 words = {f"harness.fsdp.{name}" for name in names}
 loaded = {name for name in sys.modules if name.startswith("harness.fsdp.")}
 sys.exit(f"{loaded}, torch: {'torch' in sys.modules}" if loaded != words or "torch" in sys.modules else 0)

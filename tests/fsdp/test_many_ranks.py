@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.fsdp import MixedPrecisionPolicy, construction, fully_shard
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
+from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.parts import Cut
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.ragged import RaggedShard
@@ -47,18 +47,19 @@ def believing_in(ranks: int) -> Iterator[None]:
     dist.destroy_process_group()  # the one that this call was given; below it gets another one
     dist.init_process_group("fake", rank=ranks // 2 + 1, world_size=ranks, store=FakeStore())
     with ExitStack() as patches:
-        for module in (construction, trainability):
+        for module in (build, trainability):
             patches.enter_context(mock.patch.object(module, "check_agreed"))
-        patches.enter_context(mock.patch.object(construction, "watch_groups", return_value=Watches([])))
-        patches.enter_context(mock.patch.object(Communicator, "sum_scalars", _as_if_alike))
+        patches.enter_context(mock.patch.object(build, "watch_groups", return_value=Watches(None)))
+        patches.enter_context(mock.patch.object(Communicator, "begin_sum", _as_if_alike))
         yield
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
-def _as_if_alike(self: Communicator, values: Tensor, _: str) -> Tensor:
+def _as_if_alike(self: Communicator, values: Tensor, _: str) -> Pending:
     """Every rank says the same."""
-    return values.mul_(self.size)
+    values.mul_(self.size)
+    return Pending([])
 
 
 class Lines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,14 @@ def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
     field = "main_params_dtype" if "weights" in name else "grad_comm_dtype"
     with pytest.raises(TypeError, match=f"{name}.*{field}"):
         MixedPrecisionPolicy(**{name: True})
+
+
+def test_names_of_fsdp2_are_understood() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    assert (policy.param_dtype, policy.grad_comm_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert replace(policy, main_grads_dtype=torch.float32).grad_comm_dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch\.bfloat16 is grad_comm_dtype=torch\.float32: give one"):
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
 
 
 def test_a_policy_is_a_value() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel
+from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.forward import Forward
@@ -145,12 +145,12 @@ HABITS: dict[str, Callable[[Any, int], Iterable[Tensor]]] = {
 
 
 def gradients(rank: int, strategy: str, habit: str, limit_s: float) -> dict[str, Tensor]:
-    model = ShardedModel(
+    model = fully_shard(
         Net(),
         group=dist.new_group([0, 1]),  # an alarm ends it
         unit_modules=[Layer],
         strategy=strategy,
-        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
+        mp_policy=MixedPrecisionPolicy(main_params_dtype=None),
         watchdog_timeout_s=limit_s,
         prefetch=0,
         eager_limit_bytes=0,  # ranks wait for each other the most

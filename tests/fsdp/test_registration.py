@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fsdp import ShardedModel, fully_shard
+from harness.fsdp import fully_shard
 from harness.fsdp.comm.user_buffers import NCCL_NEEDS, Member, UserBuffers, why_not
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Registration
@@ -379,11 +378,11 @@ def _watched(rank: int) -> tuple[list[str], bool]:
     """A model on CPU whose runtime and backend pretend to be NCCL's, to see when the model calls what."""
     log: list[str] = []
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-    model = ShardedModel(module, unit_modules=[nn.Linear], nccl_ub="none")
+    model = fully_shard(module, unit_modules=[nn.Linear], nccl_ub="none")
     buffers = UserBuffers(
         Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log), torch_version=(2, 13)
     )
-    model._parts = replace(model._parts, user_buffers=buffers)
+    model._parts.user_buffers = buffers
     model._parts.weights.user_buffers = buffers
     model._parts.memory.allocating = buffers.allocating
     for _ in range(2):
@@ -410,6 +409,6 @@ def test_an_unknown_fallback_is_refused(fallback: str, tmp_path: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match="error, record"):
-            ShardedModel(nn.Linear(2, 2), registration_fallback=fallback)
+            fully_shard(nn.Linear(2, 2), registration_fallback=fallback)
     finally:
         dist.destroy_process_group()

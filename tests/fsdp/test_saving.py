@@ -20,14 +20,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RanksDisagree, ShardedModel
+from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.state import access
 from harness.fsdp.state.access import StateAccess
-from harness.fsdp.stateful import StatefulModule
-from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
 from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
@@ -323,7 +321,7 @@ MUTANTS = {
     ),
     "destinations": Mutant(
         "A module around the model saves nothing of it",
-        lambda: mock.patch.object(StatefulModule, "state_dict", lambda self, **_: self._state.state_dict()),
+        lambda: mock.patch.object(FSDPModule, "state_dict", lambda self, **_: self._parts.named_state.state_dict()),
         "telling",
         "no_shard",
     ),
@@ -343,14 +341,6 @@ MUTANTS = {
         "A tied weight is missing where one of its names is",
         lambda: mock.patch.object(StateAccess, "_load", NO_TIES.made()),
         "strictness",
-        "no_shard",
-    ),
-    "hooks on the wrapper": Mutant(
-        "Hooks on state that are hung on the sharded model are never called",
-        lambda: mock.patch.object(
-            ModuleWrapper, "register_state_dict_post_hook", nn.Module.register_state_dict_post_hook
-        ),
-        "having_ones_own_ways",
         "no_shard",
     ),
     "one's own rows": Mutant(

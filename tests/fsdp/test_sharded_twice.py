@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import ShardedModel, fully_shard_model, preconditions, wrapper
+from harness.fsdp import ShardedModel, fully_shard_model, preconditions, sharding
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.runtime import forward_hooks
 from tests.fsdp.checked import Mutant, holds, is_found, patched
@@ -50,11 +50,9 @@ def sharded(strategy: str, module: nn.Module | None = None) -> ShardedModel:
 
 def places(model: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
     yield "the model", model
-    yield "the module in it", model.module
     yield "a part", model.module.blocks[0]
     yield "a parent of a part", Parent(model.module.blocks[1])
     yield "a parent of the model", Parent(model)
-    yield "a parent of the module", Parent(model.module)
 
 
 def around(rank: int, strategy: str) -> list[str]:
@@ -127,7 +125,7 @@ def _asking_always(reference: Any, engine: Any, *args: Any, **kwargs: Any) -> An
 MUTANTS = {
     "parts do not answer": Mutant(
         "DistributedDataParallel, FSDP and replicate are built around a sharded model",
-        patched(wrapper, "answer_other_engines", lambda *_: None),
+        patched(sharding, "answer_other_engines", lambda *_: None),
         "around",
         "no_shard",
     ),

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, Strategy, fully_shard_optimizer
-from harness.fsdp.runtime.usage import Usage
+from harness.fsdp import ShardedModel, Strategy, fully_shard, fully_shard_optimizer
+from harness.fsdp.runtime import usage
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
@@ -98,7 +98,7 @@ def train(rank: int, habit: str, strategy: str) -> str:
     group = dist.new_group([0, 1])
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = ShardedModel(net, group=group, unit_modules=[Block], strategy=strategy, watchdog_timeout_s=LIMIT_S)
+    model = fully_shard(net, group=group, unit_modules=[Block], strategy=strategy, watchdog_timeout_s=LIMIT_S)
     loop, sharded = Loop(rank, net, model), fully_shard_optimizer(model, optimizer)
     try:
         for step in range(steps if rank == 1 else STEPS):
@@ -175,8 +175,8 @@ def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
 
 
 UNCOUNTED = Slip(
-    Usage,
-    "_count",
+    usage,
+    "_check_step",
     "num_updates * group.comm.size for each",
     "each // _UPDATE for each",
     "Two steps are summed",

@@ -35,9 +35,9 @@ ADDED: dict[str, list[Place]] = {
         ),
         ("harness/fsdp/options.py", "    example_option: int | None\n", "    prefetch: int\n"),
         (
-            "harness/fsdp/construction.py",
+            "harness/fsdp/build.py",
             "def cups(options: Options) -> int:\n    return options.example_option or 0\n\n\n",
-            "@dataclass(frozen=True)\nclass Request:",
+            "@dataclass(frozen=True)\nclass BuildContext:",
         ),
     ],
     "engine": [
@@ -77,12 +77,12 @@ ADDED: dict[str, list[Place]] = {
         (
             "harness/fsdp/policy.py",
             "    sugar_dtype: torch.dtype | None = None\n",
-            "    allow_low_precision_grads: bool = False\n\n    def __new__",
+            "    allow_low_precision_grads: bool = False\n    param_dtype",
         ),
         (
-            "harness/fsdp/construction.py",
+            "harness/fsdp/build.py",
             "def lumps(policy: MixedPrecisionPolicy) -> object:\n    return policy.sugar_dtype\n\n\n",
-            "@dataclass(frozen=True)\nclass Request:",
+            "@dataclass(frozen=True)\nclass BuildContext:",
         ),
     ],
 }
@@ -99,9 +99,9 @@ from harness.config.capabilities import ENGINES, SAME_BITS
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.config.schema import EngineName
-from harness.fsdp import OptionKeywords, Options, ShardedModel
+from harness.fsdp import OptionKeywords, Options, fully_shard
 from harness.fsdp.options import OPTIONS
-from harness.fsdp.construction import cups
+from harness.fsdp.build import cups
 from harness.parity.tiers.admissible import WITHOUT_EFFECT
 from harness.analysis.labels import strategy_of
 from harness.config.catalog import load_catalog
@@ -109,7 +109,7 @@ from harness.config.capabilities import PACKAGES
 from harness.config.schema import OuterStrategy
 from harness.engines.adapters.native import _policy
 from harness.engines.registry import engine_class
-from harness.fsdp.construction import lumps
+from harness.fsdp.build import lumps
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Strategy
 from harness.store.provenance import desk_facts
@@ -132,7 +132,7 @@ def refusal(*overrides):
 
 def mistake(**given):
     try:
-        ShardedModel(torch.nn.Linear(1, 1), **given)
+        fully_shard(torch.nn.Linear(1, 1), **given)
     except (TypeError, ValueError) as error:
         return str(error)
 
@@ -218,7 +218,7 @@ def test_a_declared_option_is_a_setting_with_its_sentence(answers: dict[str, obj
 def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
     beyond, typo = answers["face"]
     assert beyond == "example_option=10 is out of range; valid are 1 to 9 cups, or None"
-    assert typo == "ShardedModel got an unexpected argument 'example_optoin'; nearest are example_option"
+    assert typo == "fully_shard got an unexpected argument 'example_optoin'; nearest are example_option"
     assert answers["keywords are the options"] is True
 
 
@@ -228,7 +228,7 @@ def test_an_option_is_named_where_it_is_declared_and_where_it_is_read(name: str)
     assert name in OPTIONS
     named = re.compile(rf"\b{name}\b")
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "harness").rglob("*.py") if named.search(path.read_text())}
-    assert files == {"harness/fsdp/options.py", "harness/fsdp/construction.py"}
+    assert files == {"harness/fsdp/options.py", "harness/fsdp/build.py"}
 
 
 def test_an_engine_is_its_row_and_its_adapter(answers: dict[str, object]) -> None:

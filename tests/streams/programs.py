@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard_optimizer
+from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard, fully_shard_optimizer
 from tests.fsdp import pairs
 from tests.streams.cases import (
     APART,
@@ -138,14 +138,14 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepp
     options |= MORE.get(case.more, {})
     if options.get("separate_gather_group") is False:
         groups = replace(groups, gather=None)
-    model = ShardedModel(
+    model = fully_shard(
         module.to(dtype),
         groups=groups,
         expert_groups=groups_of(rank, case.hosts, case.inner, " of experts")[0] if case.more == EXPERTS else None,
         unit_modules=[pairs.Block],
         strategy=case.strategy,
         outer_strategy=case.outer or "no_shard",
-        mixed_precision_policy=policy,
+        mp_policy=policy,
         grad_divisor=float(case.k * case.world),
         prefetch=case.prefetch,
         offload_optimizer=case.offload,

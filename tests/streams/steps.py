@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.fsdp import Groups, MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
+from harness.fsdp import FSDPModule, Groups, MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from harness.models.llama import Block, Llama
 from tests.streams.cost import Counts, Machine, Timeline, counts_of, step_of, timeline
 from tests.streams.fsdp2 import fsdp2_believing_in, sharded
@@ -77,12 +77,12 @@ class Trainee:
             self.optimizer = _adamw(module)
             return
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, arm.wire)
-        self.model = ShardedModel(
+        self.model = fully_shard(
             module.to(torch.bfloat16),
             groups=Groups(new_group(every, "reduce"), gather=new_group(every, "gather")),
             unit_modules=[Block],
             strategy=arm.strategy,
-            mixed_precision_policy=policy,
+            mp_policy=policy,
             watchdog_timeout_s=600.0,
         )
         self.optimizer = fully_shard_optimizer(self.model, _adamw(self.model.module))
@@ -105,7 +105,7 @@ class Trainee:
             self.optimizer.zero_grad()
 
     def _clip(self) -> None:
-        if isinstance(self.model, ShardedModel):
+        if isinstance(self.model, FSDPModule):
             self.model.clip_grad_norm_(MAX_NORM)
         else:
             nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)

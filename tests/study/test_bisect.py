@@ -371,7 +371,7 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, top / name)
     git(top, "init", "--quiet", "--initial-branch=main")
     commit(top, "", "Begin")
-    engine = top / "harness" / "fsdp" / "construction.py"
+    engine = top / "harness" / "fsdp" / "build.py"
     right = engine.read_text()
     wrong = right.replace("factor=1.0 / ground.divisor", "factor=1.02 / ground.divisor")
     assert wrong != right, "the engine divides elsewhere now: this test must follow"

@@ -150,9 +150,7 @@ class NativeEngine(Engine):
         if self.config.mesh.tp > 1:
             return None
         factor = 1 if self.loss_scale is None else int(self.loss_scale.value)
-        return Seen(
-            self.model.module, factor * global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute]
-        )
+        return Seen(self.model, factor * global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute])
 
     def scaled(self) -> Scaled | None:
         return self._scaled

@@ -79,12 +79,13 @@ class Usage:
         what = "used parameters" if beyond is None else "gradients beyond the fixed point"
         sums = counts if beyond is None else torch.cat([beyond, counts])
         pending = group.comm.begin_sum(sums, what)
-        if beyond is None and all(had):  # no sum is zero
-            if not is_queued(device):  # the host would wait for the device
-                self._unread.append((group, pending, sums, num_updates))
+        if beyond is None and all(had) and not is_queued(device):  # no sum is zero
+            self._unread.append((group, pending, sums, num_updates))
             return 0
         with events.waiting():
             pending.wait()
+        if beyond is None and all(had):  # and the host would wait for the device
+            return 0
         totals: list[int] = sums.tolist()
         found = 0 if beyond is None else totals.pop(0)
         _check_step(group, totals, num_updates)

@@ -56,7 +56,8 @@ class WholeWeights:
         return module
 
     @contextmanager
-    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
+    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> Iterator[None]:
+        """See `harness.fsdp.module.FSDPModule.unsharded`."""
         units = self._units_of(wanted)
         self._refuse_inside("unsharded()")
         self.hooks.step.check_installed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -55,12 +56,21 @@ class StateAccess:
         gradients: StepGradients,
         everyone: Everyone,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module)  # which keeps this
+        self._own: type[nn.Module] = type(module)
+        """The module's class before it was sharded, whose `state_dict` and `load_state_dict` are the program's."""
         self.buckets = buckets
         self.weights = weights
         self.gradients = gradients
         self.everyone = everyone
         self._shards = DTensorFactory(buckets)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which outlives this."""
+        module = self._module()
+        assert module is not None
+        return module
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded main weights by parameter name, on the CPU. *Collective*; run it to its end on all ranks."""
@@ -117,7 +127,7 @@ class StateAccess:
         self.settle()
         refuse_split_experts(self.buckets)
         to: dict[str, Any] = {"destination": destination, "prefix": prefix} if destination is not None or prefix else {}
-        found: dict[str, Any] = self.module.state_dict(keep_vars=True, **to)
+        found: dict[str, Any] = self._own.state_dict(self.module, keep_vars=True, **to)
         buffers = {id(each) for each in self.module.buffers()}
         kinds = [
             (f"buffer {name}", f"{each.dtype} {each.layout} {list(each.shape)}")
@@ -162,12 +172,14 @@ class StateAccess:
                 bucket.use()
 
     def _load(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-        own = self.module.state_dict(keep_vars=True)
-        if not any(_loads_otherwise(part) for part in self.module.modules()):
+        own = self._own.state_dict(self.module, keep_vars=True)
+        parts = [(self._own if part is self.module else type(part), part) for part in self.module.modules()]
+        if not any(_loads_otherwise(kind, part) for kind, part in parts):
             _check(own, given, strict=strict)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
-        found: _IncompatibleKeys = self.module.load_state_dict(
+        found: _IncompatibleKeys = self._own.load_state_dict(
+            self.module,
             {name: as_target(value, _sharded(own.get(name))) for name, value in {**given, **tied}.items()},
             **({} if strict else {"strict": False}),
         )
@@ -234,10 +246,10 @@ def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Opti
     return stepped
 
 
-def _loads_otherwise(part: nn.Module) -> bool:
-    """True where the program's own code decides which names and shapes are right."""
-    loads: Any = type(part)._load_from_state_dict
-    whole = type(part).load_state_dict is not nn.Module.load_state_dict
+def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:
+    """The program's own code decides which names and shapes are right. kind: the part's own class."""
+    loads: Any = kind._load_from_state_dict
+    whole = kind.load_state_dict is not nn.Module.load_state_dict
     return whole or not loads.__module__.startswith("torch.nn.") or bool(part._load_state_dict_pre_hooks)
 
 

@@ -239,16 +239,20 @@ def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: 
         for spec in members:
             slots[spec.name] = slot = Slot(spec, len(segments), round_up(end, step))
             end = slot.end
-        rows = -(-end // (row_numel * num_ranks))
-        if num_ranks > 1 and _is_fusable(row_numel):
-            rows = round_up(rows, math.lcm(FUSED_CUT, row_numel) // row_numel)
-        shard_numel = rows * row_numel
+        shard_numel = _shard_numel(end, row_numel, num_ranks)
         segment = Segment(row_numel, shard_numel, num_ranks, bucket_offset, inner_offset, shard_offset, outer)
         segments.append(segment)
         bucket_offset += round_up(segment.numel, align)
         inner_offset += round_up(segment.inner_numel, align)
         shard_offset += round_up(shard_numel, align)
     return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params), outer)
+
+
+def _shard_numel(numel: int, row_numel: int, num_ranks: int) -> int:
+    rows = -(-numel // (row_numel * num_ranks))
+    if num_ranks > 1 and _is_fusable(row_numel):
+        rows = round_up(rows, math.lcm(FUSED_CUT, row_numel) // row_numel)
+    return rows * row_numel
 
 
 def _is_fusable(row_numel: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import construction, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import build, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.ragged import RaggedTensor, operations, tensor
 from harness.fsdp.runtime import gradient_sync, installation
 from harness.fsdp.storage import at_rest, bucket
@@ -165,7 +165,7 @@ def registering(rank: int, strategy: str, slip: str = "") -> list[str]:
             return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(construction, "BucketMemory", Registered)
+        patch.setattr(build, "BucketMemory", Registered)
         if slip:
             SLIPS[slip].put(patch)
         found = [

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, construction
+from harness.fsdp import ShardedModel, build
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -95,7 +95,7 @@ _load_local_state = named.load_local_state
 
 
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
-    _load_local_state(self.buckets, self._stepped, values)
+    _load_local_state(self.buckets, self._parts.stepped(), values)
     not_installed(self)
     self.zero_grad()
 
@@ -177,7 +177,7 @@ def _average_size(module: nn.Module, classes: Any, min_elements: int) -> Any:
     "Without a unit list every strategy works.",
     Mutant(
         "a limit is computed from the mean size of the listed units",
-        lambda: mock.patch.object(construction, "plan_units", _average_size),
+        lambda: mock.patch.object(build, "plan_units", _average_size),
     ),
 )
 def defaults(lab: Lab) -> str:

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import Dtypes, MixedPrecisionPolicy, construction
+from harness.fsdp import Dtypes, MixedPrecisionPolicy, build
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -74,7 +74,7 @@ def gathers(lab: Lab) -> str:
     "ZeRO-2 and ZeRO-3: exactly one reduce-scatter a bucket a microbatch.",
     Mutant(
         "the innermost modules with weights are the units",
-        lambda: mock.patch.object(construction, "plan_units", lambda module, *_: _plan_units(module, (nn.Linear,))),
+        lambda: mock.patch.object(build, "plan_units", lambda module, *_: _plan_units(module, (nn.Linear,))),
     ),
 )
 def reduces_each_microbatch(lab: Lab) -> str:

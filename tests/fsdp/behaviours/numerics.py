@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp import api, megatron
+from harness.fsdp import megatron
 from harness.fsdp.comm.reduction import PeerReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -135,7 +135,7 @@ def _averaging(lab: Lab) -> str:
     return f"average_in_collective off by {error:.0e}"
 
 
-_MegatronModel = megatron.MegatronModel
+_shard = megatron.shard
 
 
 @behaviour(
@@ -144,7 +144,7 @@ _MegatronModel = megatron.MegatronModel
     Mutant(
         "it is accepted and ignored",
         lambda: mock.patch.object(
-            api, "MegatronModel", lambda *args, **kwargs: _MegatronModel(*args, **{**kwargs, "grad_divisor": None})
+            megatron, "shard", lambda *args, **kwargs: _shard(*args, **{**kwargs, "grad_divisor": None})
         ),
     ),
 )

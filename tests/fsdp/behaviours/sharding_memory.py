@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import Dtypes, MixedPrecisionPolicy, api, construction
+from harness.fsdp import Dtypes, MixedPrecisionPolicy, build, megatron
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
@@ -38,12 +38,12 @@ from tests.fsdp.behaviours.models import (
 )
 from tests.fsdp.behaviours.subject import NotOffered, Setup, adamw, expert_mesh, sgd
 
-_plan_units, _fully_shard_model = units.plan_units, api.fully_shard_model
+_plan_units, _fully_shard_model = units.plan_units, megatron.fully_shard_model
 
 
 def _planning(replacement: Any) -> Any:
     return lambda: mock.patch.object(
-        construction, "plan_units", lambda module, classes, _min_elements: replacement(module, classes)
+        build, "plan_units", lambda module, classes, _min_elements: replacement(module, classes)
     )
 
 
@@ -316,7 +316,7 @@ def _never_filled(module: nn.Module, **arguments: Any) -> Any:
     "Meta-device initialisation by reset_parameters gives the values of an eager one.",
     Mutant(
         "what was materialised is never filled",
-        lambda: mock.patch.object(api, "fully_shard_model", _never_filled),
+        lambda: mock.patch.object(megatron, "fully_shard_model", _never_filled),
     ),
 )
 def meta_device(lab: Lab) -> str:
@@ -347,7 +347,7 @@ def _outer_is_ignored(module: nn.Module, **arguments: Any) -> Any:
     "Optimizer state of a rank is 1/(inner x outer) of all under HFSDP, 1/inner under HSDP.",
     Mutant(
         "the outer strategy is accepted and ignored",
-        lambda: mock.patch.object(api, "fully_shard_model", _outer_is_ignored),
+        lambda: mock.patch.object(megatron, "fully_shard_model", _outer_is_ignored),
     ),
     ranks=4,
 )

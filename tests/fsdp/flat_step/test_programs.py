@@ -215,7 +215,7 @@ MUTANTS = {
         Slip(
             binding,
             "bind",
-            "parts.gradients.forget_unfinished()",
+            "engine.gradients.forget_unfinished()",
             "pass",
             "What came inside no_sync is not forgotten",
         ),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.fsdp import MegatronModel, UnknownPlan, construction, fully_shard, fully_shard_optimizer
+from harness.fsdp import MegatronModel, UnknownPlan, build, fully_shard_optimizer, megatron
 from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -117,7 +117,7 @@ def test_the_entries_return_the_model_with_its_names() -> None:
         " mixed_precision_context reset_mixed_precision_policy finish_grad_sync no_sync sync set_model_auto_sync"
     )
     assert not [name for name in names.split() if not callable(getattr(MegatronModel, name, None))]
-    assert fully_shard.__annotations__["return"] == "tuple[MegatronModel, Opt]"
+    assert megatron.fully_shard.__annotations__["return"] == "tuple[MegatronModel, Opt]"
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ _code = WeakHook.__call__.__code__.replace(co_name="another")
 MUTANTS = {
     "one axis is two": Mutant(
         "Ranks may be on the tensor-parallel axis and on the sharding one at once",
-        lambda: mock.patch.object(construction, "check_plan"),
+        lambda: mock.patch.object(build, "check_plan"),
         "meshes",
     ),
     "the compiler sees hooks": Mutant(

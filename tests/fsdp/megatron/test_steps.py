@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import api
+from harness.fsdp import megatron
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
@@ -169,7 +169,7 @@ def forgets_all(model: Any, optimizer: Any, **more: Any) -> None:
     optimizer.zero_grad = lambda *, zero_grad_buffer=True: forget()
 
 
-_bind = api.bind
+_bind = megatron.bind
 MUTANTS = {
     "stale weights are computed with": Mutant(
         "A forward runs although the update was never installed",
@@ -189,7 +189,7 @@ MUTANTS = {
     ),
     "the buffer is zeroed, too": Mutant(
         "zero_grad(zero_grad_buffer=False) forgets microbatches that are not finished",
-        lambda: mock.patch.object(api, "bind", forgets_all),
+        lambda: mock.patch.object(megatron, "bind", forgets_all),
         "zeroing",
     ),
     "gathers are left under way": Mutant(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, megatron
+from harness.fsdp.build import Engine
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
@@ -150,10 +151,10 @@ def parents_first(part: nn.Module, seen: set[int]) -> Any:
     return ([each] for each in part.modules())
 
 
-_set_policy = MegatronModel._set_policy
+_set_policy = Engine.set_policy
 
 
-def sets_once(self: MegatronModel, policy: MixedPrecisionPolicy) -> None:
+def sets_once(self: Engine, policy: MixedPrecisionPolicy) -> None:
     if self.policy.grad_comm_dtype is None:
         _set_policy(self, policy)
 
@@ -178,7 +179,7 @@ MUTANTS = {
     ),
     "the old policy stays": Mutant(
         "A context that ends leaves its wire behind",
-        lambda: mock.patch.object(MegatronModel, "_set_policy", sets_once),
+        lambda: mock.patch.object(Engine, "set_policy", sets_once),
         "rewiring",
         "optim",
     ),

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.fsdp import construction
+from harness.fsdp import build
 from harness.fsdp.runtime import materialize
 from harness.fsdp.tensor_parallel import declared
 from tests.fsdp.tensor_parallel.declared import follow, told_before
@@ -33,15 +33,13 @@ MUTANTS: dict[str, tuple[str, Case, dict[str, Any], Any]] = {
         "Ranks that replicate weights are told to a module as ranks that cut them",
         HSDP,
         {},
-        lambda: mock.patch.object(construction, "_cutting", lambda groups, placements: groups.everyone),
+        lambda: mock.patch.object(build, "_cutting", lambda groups, placements: groups.everyone),
     ),
     "portions are not told": (
         "A module that sizes itself for its portion is told of the data-parallel ranks alone",
         Case(2, 2),
         {},
-        lambda: mock.patch.object(
-            construction, "mesh_of", lambda data, tensor, kind: declared.mesh_of(data, None, kind)
-        ),
+        lambda: mock.patch.object(build, "mesh_of", lambda data, tensor, kind: declared.mesh_of(data, None, kind)),
     ),
     "reset whole": (
         "A module that resets its own portion is given the whole parameter",

@@ -22,7 +22,7 @@ from harness.fsdp import (
     ReplicaDrift,
     ShardedModel,
     UnknownPlan,
-    construction,
+    build,
     fully_shard,
     fully_shard_model,
 )
@@ -406,7 +406,7 @@ MUTANTS = {
     ),
     "copies that differ": Mutant(
         "Tensor-parallel ranks may begin with other values of what is not cut",
-        lambda: mock.patch.object(construction, "check_copies"),
+        lambda: mock.patch.object(build, "check_copies"),
         "plans",
     ),
 }

@@ -1,71 +1,15 @@
-"""Reading the arguments of megatron-fsdp: unit classes by path, a dimension of a mesh, and what is not built."""
+"""How arguments are read: unit classes by path, dimensions of a mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
-from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
-from harness.fsdp.storage.bucket_context import InitialValue
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
-
-
-class UnbuiltKeywords(TypedDict, total=False):
-    """Arguments of megatron-fsdp that are not built; the type of each is the one value that asks for nothing."""
-
-    overlap_grad_reduce: Literal[True]
-    overlap_param_gather: Literal[True]
-    preproc_state_dict_for_dcp_ckpt: Literal[True]
-    average_in_collective: Literal[False]
-    disable_bucketing: Literal[False]
-    keep_fp8_transpose_cache: Literal[False]
-    fsdp_db_use_persist_buf_on_alloc_fail: Literal[False]
-    enable_fine_grained_param_gather: Literal[False]
-    cuda_graph_mode: Literal[False]
-
-
-UNBUILT: dict[str, Any] = {
-    name: next(iter(get_args(kind)), None) for name, kind in get_type_hints(UnbuiltKeywords).items()
-}
-"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
-
-
-class OtherKeywords(OptionKeywords, UnbuiltKeywords, total=False):
-    """What `fully_shard_model` takes beside the arguments that it spells out."""
-
-
-class ShardKeywords(OtherKeywords, total=False):
-    """What `fully_shard` hands on to `fully_shard_model`, whose signature has the defaults."""
-
-    device_mesh: DeviceMesh | None
-    dp_shard_dim: str | None
-    dp_outer_dim: str | None
-    tp_dim: str | None
-    hybrid_fsdp_group: dist.ProcessGroup | None
-    expt_device_mesh: DeviceMesh | None
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None
-    fsdp_group_ag: dist.ProcessGroup | None
-    expt_fsdp_group_ag: dist.ProcessGroup | None
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None
-    zero_dp_strategy: Strategy | str | int
-    outer_dp_sharding_strategy: OuterStrategy | str | int
-    device: torch.device | None
-    init_model_with_meta_device: bool
-    mixed_precision_policy: MixedPrecisionPolicy | None
-    sync_model_each_microbatch: bool
-    calculate_per_token_loss: bool
-    grad_divisor: float | None
-    fsdp_double_buffer: bool
-    maxpool_double_buffer: bool
-    initial_value: InitialValue | None
 
 
 def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
@@ -102,19 +46,17 @@ def _shown(given: object) -> str:
     return given.__name__ if isinstance(given, type) else repr(given)
 
 
-def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:
-    """The options among the arguments; every other one is refused if it asks for something.
+def groups_of_mesh(mesh: DeviceMesh) -> Groups:
+    """The process groups of a mesh of one dimension, or of two, as FSDP2 reads it: replicas, then shards.
 
     Raises:
-        NotImplementedError: megatron-fsdp has it, it is not built here, and its value asks for something.
-        TypeError: nobody knows it, with the nearest names; or another name took its place.
+        ValueError: it has more dimensions.
     """
-    refuse_renamed(arguments, "fully_shard")
-    refuse_unknown(arguments, "fully_shard", ("module", *ShardKeywords.__annotations__))
-    for name, value in arguments.items():
-        if name in UNBUILT and value != UNBUILT[name]:
-            raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
-    return {name: value for name, value in arguments.items() if name in OPTIONS}
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); give one, or two: replicas, shards")
+    if mesh.ndim == 1:
+        return Groups(mesh.get_group())
+    return Groups(mesh.get_group(1), mesh.get_group(0), mesh._flatten().get_group())
 
 
 def groups_of(

@@ -1,9 +1,10 @@
-"""A sharded model is used as its module would be, under the module's names, and is gone when nobody has it any more."""
+"""A sharded model is its module, under the module's names, and is gone when nobody has it any more."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import threading
 import time
@@ -20,15 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from harness.fsdp import ShardedModel, fully_shard_model, wrapper
-from harness.fsdp import construction as building
+from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import abandoned, backward_hooks
-from harness.fsdp.wrapper import ModuleWrapper
+from harness.fsdp.state.access import StateAccess
 from tests.fsdp.checked import Mutant, holds, is_found
-from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
+from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, Pair, data, loss_of, shard
 from tests.fsdp.refusing import said
-from tests.support.mutants import each
+from tests.support.mutants import Slip, each
 
 
 class Configured(Model):
@@ -59,7 +59,7 @@ def no_collector() -> Iterator[None]:
 def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
     tensors = [t for bucket in model.buckets for t in (bucket.compute, *bucket.main_shards, *bucket.grad_shards)]
     hooks = model._parts.hooks
-    return [weakref.ref(each) for each in (model, model.module, hooks.of_forward, hooks.of_backward, *tensors)]
+    return [weakref.ref(each) for each in (model, hooks.of_forward, hooks.of_backward, *tensors)]
 
 
 def alive(seen: list[weakref.ref[Any]]) -> int:
@@ -97,36 +97,22 @@ def deleting(rank: int, strategy: str) -> list[str]:
 
 
 def keeping(rank: int, strategy: str) -> list[str]:
-    """The module alone goes on training; a part of a model that is gone says so."""
-    model, other = (fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy) for _ in "ab")
-    module, block = model.module, other.module.blocks[0]
-    x = data(0, rank)
-    right = loss_of(other, x)
-    right.backward()
-    wanted = dict(other.full_gradients())
-    seen = weakref.ref(model._parts)
-    del model, other
+    """A part of a model that is gone says so."""
+    model = fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    block = model.blocks[0]
+    del model
     gc.collect()
-    found = loss_of(module, x)
-    found.backward()
-    parts = seen()
-    assert parts is not None
-    parts.gradients.finish()
-    told = [] if torch.equal(found, right) else ["another loss"]
-    shards = [bucket.grad_shards for bucket in parts.buckets]
-    told += [] if any(bool(shard.any()) for each in shards for shard in each) and wanted else ["no gradient"]
-    try:
-        block(x)
-        told.append("a part of a model that is gone runs")
-    except RuntimeError as error:
-        told += [] if "is gone" in str(error) else [str(error)]
-    return told
+    return said(lambda: block(data(0, rank)), RuntimeError, "is gone")
 
 
 def naming(rank: int, strategy: str) -> list[str]:
     """One set of names, attributes that reach the module, and what `to` may do."""
-    model = fully_shard_model(Configured(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    module, plain, told = model.module, Configured(), []
+    module, plain, told = Configured(), Configured(), []
+    module.blocks[0].register_forward_hook(lambda *_: None)
+    model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    told += [] if model is module is model.module and isinstance(model, Configured | FSDPModule) else ["what it is"]
+    told += [] if str(inspect.signature(model.forward)) == str(inspect.signature(plain.forward)) else ["forward"]
+    told += [] if len(vars(model)) - len(vars(plain)) == 4 else [f"it has {vars(model).keys() - vars(plain).keys()}"]
     for what in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         mine, right = ([name for name, _ in getattr(each, what)()] for each in (model, plain))
         told += [] if mine == right else [f"{what}: {mine}"]
@@ -134,15 +120,10 @@ def naming(rank: int, strategy: str) -> list[str]:
     told += [] if own == [["gain"]] * 2 else [f"its own: {own[0]}"]
     twice = [[name for name, _ in each.named_parameters(remove_duplicate=False)] for each in (model, plain)]
     told += [] if twice[0] == twice[1] else ["tied names"]
-    told += [] if model.config is module.config and model.num_blocks() == 3 else ["what the module has"]
-    told += [] if model.get_parameter("blocks.0.up.weight") is module.blocks[0].up.weight else ["get_parameter"]
-    model.scale, model.note = 2.0, "mine"
-    told += [] if module.scale == 2.0 and "scale" not in model.__dict__ and not hasattr(module, "note") else ["setting"]
-    told += [] if not hasattr(model, "nothing") and not model.eval().module.training else ["what nobody has"]
-    told += [] if not any(each.training for each in model.modules()) and model.train().blocks.training else ["train"]
+    told += [] if model.num_blocks() == 3 and not hasattr(model, "nothing") else ["what the module has"]
     told += _moving(model)
     for what, copying in (("copy", copy.deepcopy), ("file", lambda each: torch.save(each, io.BytesIO()))):
-        for part in (module, module.blocks[0], *([model] if what == "file" else [])):
+        for part in (module.blocks[0], *([model] if what == "file" else [])):
             try:
                 copying(part)
                 told.append(f"a {what} of {type(part).__name__}")
@@ -168,35 +149,42 @@ def _moving(model: ShardedModel) -> list[str]:
 
 
 class Crowded(Model):
-    """With attributes that the engine has under the same names."""
+    """With attributes, a method and a submodule that the engine has under the same names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.strategy, self.buckets = "mean", 3
-        self._state: Any = None
+        self.module = nn.Linear(WIDTH, WIDTH)
+
+    def sync(self) -> int:
+        return self.buckets
 
     def forward(self, x: Tensor) -> Tensor:
-        self._state = super().forward(x)
-        out: Tensor = self._state if self.strategy == "mean" else -self._state
-        return out
+        self.policy = self.module(super().forward(x))
+        return self.policy if self.strategy == "mean" and self.sync() == 3 else -self.policy
 
 
 def crowding(rank: int, strategy: str) -> list[str]:
-    """Each has its own attributes under one name, and a warning says so."""
+    """What the module has stays its own, a warning says so, and the engine's can still be reached."""
     module, plain = Crowded(), Crowded()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    words = "both have buckets, strategy: model.buckets is the engine's"
+        model = fully_shard(module, unit_modules=[Block], strategy=strategy)
+    words = "both have buckets, module, strategy, sync: model.buckets is Crowded's own"
     told = [] if any(words in str(each.message) for each in warned) else [str([str(each.message) for each in warned])]
-    told += [] if torch.allclose(model(data(0, rank)), plain(data(0, rank)), atol=1e-6) else ["another output"]
-    return told + ([] if (module.strategy, module.buckets) == ("mean", 3) else ["the module was changed"])
+    plain.load_state_dict(dict(model.full_weights()), strict=False)
+    for _ in range(2):
+        told += [] if torch.allclose(model(data(0, rank)), plain(data(0, rank)), atol=1e-6) else ["another output"]
+    with FSDPModule.sync(model):
+        loss_of(model, data(0, rank)).backward()
+    told += [] if dict(model.full_gradients()) and FSDPModule.strategy(model).name == strategy else ["the engine's"]
+    return told + ([] if (model.strategy, model.buckets) == ("mean", 3) else ["the module was changed"])
 
 
 class Row(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self, *parts: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        super().__init__(*(parts or (nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
 
 
 def holding(rank: int, strategy: str) -> list[str]:
@@ -205,7 +193,7 @@ def holding(rank: int, strategy: str) -> list[str]:
     if not hasattr(model, "__len__"):
         return ["it has no length"]
     told = [] if len(model) == 3 and model and model[1] in model else ["what it holds"]
-    told += [] if [*model] == [*model.module] and model[-1] is [*model][-1] else ["parts"]
+    told += [] if model[-1] is [*model][-1] and type(model[:2]) is Row else ["parts"]
     x = y = torch.ones(2, 6)
     for part, other in zip(model, plain, strict=True):
         x, y = part(x), other(y)
@@ -228,7 +216,7 @@ def joining(rank: int, strategy: str) -> list[str]:
         found += said(use, AttributeError, "join", "not Joinable", "loss times 0")
     found += said(lambda: model.set_requires_gradient_sync(False), AttributeError, "set_model_auto_sync", "no_sync")
     found += said(lambda: model.unshard(), AttributeError, r"model\.unsharded\(\)")
-    model.module.join = lambda: "its own"
+    model.join = lambda: "its own"
     return found + ([] if model.join() == "its own" else ["the module's own is lost"])
 
 
@@ -239,14 +227,15 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
+def test_a_sharded_module_is_as_before(strategy: str, check: str) -> None:
     holds(__name__, strategy, check)
 
 
+KEEPS = Slip(StateAccess, "__init__", "weakref.ref(module)", "lambda: module")
 MUTANTS = {
     "nothing of Join": Mutant(
         "torch's Join ends in an attribute that the module does not have",
-        lambda: mock.patch.object(wrapper, "OF_OTHERS", {}),
+        lambda: mock.patch.object(MegatronModel, "_elsewhere", {}),
         "joining",
     ),
     "hooks keep the engine": Mutant(
@@ -256,7 +245,7 @@ MUTANTS = {
     ),
     "watchdog keeps the engine": Mutant(
         "The watching thread holds what it asks where the program is",
-        lambda: mock.patch.object(building, "_where", lambda driver: driver.where),
+        lambda: mock.patch.object(build, "_where", lambda driver: driver.where),
         "deleting",
     ),
     "thread goes on": Mutant(
@@ -264,41 +253,32 @@ MUTANTS = {
         lambda: mock.patch.object(Watches, "close"),
         "deleting",
     ),
-    "engine dies with the wrapper": Mutant(
-        "The module does not keep its engine",
-        lambda: mock.patch("harness.fsdp.model.mark_sharded"),
-        "keeping",
+    "state keeps the module": Mutant(
+        "What saves a model holds the module, which holds it",
+        lambda: mock.patch.object(StateAccess, "__init__", KEEPS.made()),
+        "deleting",
     ),
-    "names of the wrapper": Mutant(
-        "Parameters go by names that state_dict does not have",
-        lambda: mock.patch.object(ModuleWrapper, "named_parameters", nn.Module.named_parameters),
-        "naming",
-    ),
-    "set on the wrapper": Mutant(
-        "What is set through the wrapper does not reach the module",
-        lambda: mock.patch.object(ModuleWrapper, "__setattr__", nn.Module.__setattr__),
-        "naming",
-    ),
-    "names of the module": Mutant(
-        "The engine keeps what it needs in attributes of the module that have the same names",
-        lambda: mock.patch.object(ModuleWrapper, "_is_built", new=True),
+    "names of the engine": Mutant(
+        "A method of the module's gives way to the engine's of the same name",
+        lambda: mock.patch.object(sharding, "_hidden", return_value=[]),
         "crowding",
     ),
-    "no length": Mutant(
-        "A sharded nn.Sequential has neither length nor parts one after another",
-        lambda: mock.patch.object(wrapper, "_OF_CONTAINERS", ("__getitem__",)),
+    "slices are sharded": Mutant(
+        "A slice of a sharded nn.Sequential is of the sharded class, and has no engine",
+        lambda: mock.patch.object(FSDPModule, "__new__", lambda kind, *_: object.__new__(kind)),
         "holding",
     ),
     "moves": Mutant(
         "A cast of the model is accepted, and does nothing",
-        lambda: mock.patch.object(ModuleWrapper, "_apply", lambda self, fn, recurse=True: self),
+        lambda: mock.patch.object(FSDPModule, "_apply", lambda self, fn, recurse=True: self),
         "naming",
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", each("The engine, by what programs do with its wrapper", [(name, m.breaks) for name, m in MUTANTS.items()])
+    "name",
+    each("The engine, by what programs do with its mix-in", [(name, m.breaks) for name, m in MUTANTS.items()]),
 )
-def test_a_wrong_wrapper_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+def test_a_wrong_mix_in_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

@@ -1,0 +1,440 @@
+"""The parts of one sharded model, and how they are built and wired to each other.
+
+The order is the same on all ranks, and part of the contract between them: groups are made, values are broadcast and
+buffers are registered in it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
+from harness.fsdp.comm.reduction import make_reduction
+from harness.fsdp.comm.user_buffers import Member, UserBuffers
+from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_several
+from harness.fsdp.guards.watches import Watches, watch_groups
+from harness.fsdp.options import Options
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.abandoned import abandon
+from harness.fsdp.runtime.bucket_reduction import Reductions
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.hooks import Hooks
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Step, StepShape
+from harness.fsdp.runtime.trainability import WORDS, Trainability
+from harness.fsdp.runtime.two_encodings import pipeline_of
+from harness.fsdp.runtime.units import Unit, UnitPlan, buckets_of, is_expert, plan_units
+from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.state.access import StateAccess
+from harness.fsdp.storage.at_rest import ShardedParameters
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, GradientPlan, InitialValue
+from harness.fsdp.storage.codec import Scales, mark_weights
+from harness.fsdp.storage.dtensors import DTensorFactory
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.parameter_access import slots_of
+from harness.fsdp.storage.placement import SHARD, Placements
+from harness.fsdp.tensor_parallel.declared import declare, mesh_of
+from harness.fsdp.tensor_parallel.parameters import axis_of
+from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Registration, Strategy
+
+OWNER = "_fsdp_engine"
+"""Attribute of a sharded parameter: a weak reference to its engine, by which an optimizer over it finds that."""
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Arguments of a sharding, each valid by itself; `harness.fsdp.module.shard` describes them."""
+
+    groups: Groups
+    expert_groups: Groups | None
+    unit_classes: list[type[nn.Module]]
+    strategy: Strategy
+    outer_strategy: OuterStrategy
+    policy: MixedPrecisionPolicy
+    options: Options
+    device: torch.device
+    grad_divisor: float | None = None
+    initial_value: InitialValue | None = None
+    init_on_meta: bool = False
+
+    @property
+    def makes_values(self) -> bool:
+        """True if weights come from elsewhere than the parameters themselves."""
+        return self.initial_value is not None or self.init_on_meta
+
+    def placements(self, *, has_outer: bool) -> Placements:
+        """Where each buffer lies."""
+        return Placements.of(self.strategy, self.outer_strategy if has_outer else None)
+
+
+class Engine:
+    """The parts of one sharded model. It has weak references alone to the module, which keeps it. *Collective.*
+
+    Raises:
+        ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model.
+        RuntimeError: user buffers could not be registered, and nothing else was allowed.
+    """
+
+    def __init__(self, module: nn.Module, context: BuildContext) -> None:
+        self.policy, self.options = context.policy, context.options
+        self.flat_steps, self.forward_methods = list[FlatStep](), list[str]()
+        self.is_loading = False
+        self.tensor_group = context.groups.tensor or axis_of(module.parameters())
+        declare(module, partial(self._meshes_for, context))
+        check_plan(module, context.groups, self.tensor_group)
+        mark_weights(module)
+        leave_meta(module, context.device, has_values=context.makes_values)
+        self._make_ranks_and_memory(context)
+        self.units = self._units(module, context)
+        self.context = replace(context, initial_value=None, init_on_meta=False)
+        self.buckets = list(buckets_of(self.units))
+        """In model order."""
+        self._wire(module)
+        self.weights.agree_on_scales()
+        self.user_buffers.model_built()
+        self._shard_parameters(module)
+        self.runtime.keep_pages()
+        groups = [comm.group for comm in self.meshes.moving.values()]
+        parts = self.reduce, self.gather, self.weights, self.watches
+        weakref.finalize(self, abandon, self.runtime, groups, *parts).atexit = False
+
+    # -- ranks, memory, units --------------------------------------------------------------------------------------
+
+    def _meshes_for(self, context: BuildContext, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        """Meshes for a module that declares its own; see [Note: Declared meshes]. *Collective.*"""
+        groups, tensor, kind = context.groups, self.tensor_group, context.device.type
+        if context.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
+            groups = context.expert_groups
+        placements = context.placements(has_outer=_of_several(groups.outer) is not None)
+        data, tensor_cut = (_of_several(each) for each in (_cutting(groups, placements), tensor))
+        return None if tensor is None else DeviceMesh.from_group(tensor, kind), mesh_of(data, tensor_cut, kind)
+
+    def _make_ranks_and_memory(self, context: BuildContext) -> None:
+        options, device = context.options, context.device
+        self.runtime = runtime = DeviceRuntime(device)
+        limit, separate, experts = options.eager_limit_bytes, options.separate_gather_group, context.expert_groups
+        dense = Mesh(context.groups, runtime, limit, separate)
+        of_experts = dense if experts is None else Mesh(experts, runtime, limit, separate)
+        tensor = None if self.tensor_group is None else Communicator(self.tensor_group, runtime, limit)
+        self.meshes = Meshes(dense, of_experts, tensor)
+        self.user_buffers = UserBuffers(
+            options.nccl_ub,
+            [Member(name, comm.group, device) for name, comm in self.meshes.moving.items() if comm.size > 1],
+            runtime,
+            symmetric=not options.disable_symmetric_registration,
+            may_fall_back=options.registration_fallback is Fallback.record,
+        )
+        allocating, registers = self.user_buffers.allocating, self.user_buffers.active
+        self.memory = BucketMemory(device, fixed=options.double_buffer, allocating=allocating, registers=registers)
+        self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
+        """A step's summed gradients are divided by it."""
+        fixed = FixedPoint.asked_for(options)
+        self.integers = None if fixed is None else Integers(fixed, self.divisor, device)
+        """How gradients are sent under numerics=exact; else None."""
+
+    def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
+        options, meshes, initial = context.options, self.meshes, context.initial_value
+        offload = torch.device("cpu") if options.offload_optimizer else None
+        unsharded, exact = options.accumulate_unsharded, self.integers is not None
+        gradients = GradientPlan(self.memory, options.grad_buffer, unsharded, exact, offload)
+
+        def bucket_context(key: BucketKey) -> BucketContext:
+            mesh = meshes.of(expert=key.expert)
+            return BucketContext(gradients, mesh, context.strategy, context.outer_strategy, meshes.tensor)
+
+        _check_same_module(module, meshes)
+        if not context.makes_values:
+            check_copies(module, meshes.tensor)
+            initial = values_of_first_rank(module, meshes)
+        plans = plan_units(module, context.unit_classes, options.unit_min_elements)
+        if context.policy.param_dtype is not None:
+            _compute_in(context.policy.param_dtype, plans)
+        units = build_units(plans, bucket_context, self.memory, context.policy, initial)
+        if initial is None:
+            reset_by_module(module, list(buckets_of(units)), meshes, context.device)
+        return units
+
+    # -- wiring ----------------------------------------------------------------------------------------------------
+
+    def _wire(self, module: nn.Module) -> None:
+        options, meshes, runtime, units, buckets = self.options, self.meshes, self.runtime, self.units, self.buckets
+        trainable = [bucket for bucket in buckets if bucket.trainable]
+        self.guard = guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
+        self.step = step = Step(self._step_shape())
+        gather = pipeline_of(units, meshes.dense.everyone, runtime, options.prefetch, options.prefetch_limit_bytes)
+        self.gather, reductions_of = gather, partial(make_reductions, options.numerics, self.integers)
+        self.reduce = ReducePipeline(
+            units,
+            {bucket.name: reductions_of(bucket) for bucket in trainable},
+            meshes,
+            runtime,
+            self.memory,
+            step,
+            factor=1.0 / self.divisor,
+            guard=guard,
+            before_wait=gather.pass_turn,
+        )
+        self.hooks = hooks = Hooks(units, gather, self.reduce, step, guard)
+        if self.policy.param_dtype is not None:
+            cast = partial(_cast_inputs, self.policy.param_dtype)
+            modules = [part for unit in units for part in unit.modules]
+            hooks.of_forward.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
+        self.watches = self._watch()
+        replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
+        held = [(each.codec, each.main_shards, each.context.mesh) for each in buckets]
+        scales = Scales.of(module, held, meshes, is_expert)
+        self.weights = weights = WeightInstaller(buckets, gather, self.user_buffers, replicas, step, scales)
+        usage = Usage.of(meshes, trainable)
+        copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
+        self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
+        parts = hooks, weights, self.reduce, self.gradients, guard
+        self.trainability = Trainability(units, meshes, self.policy, reductions_of, *parts, _never_moved(options))
+        self.whole = WholeWeights(module, units, gather, hooks, weights, meshes)
+        self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
+
+    def _step_shape(self) -> StepShape:
+        placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]
+        locally = any(each.accumulates_locally for each in placed)
+        reduces_once = any(each.reduces_once for each in placed)
+        unsharded = self.options.accumulate_unsharded
+        return StepShape(
+            reduces_each=not (locally or unsharded) or self.integers is not None,
+            reduces_once=reduces_once,
+            accumulates=reduces_once or unsharded,
+            exact_terms=None if self.integers is None else self.integers.fixed.terms,
+            num_ranks=self.meshes.dense.everyone.size,
+        )
+
+    def _watch(self) -> Watches:
+        meshes, options = self.meshes, self.options
+        groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
+        groups += [] if meshes.tensor is None else [meshes.tensor.group]
+        where = _where(self.hooks)
+        return watch_groups(groups, self.runtime, options.watchdog_timeout_s, options.check_collectives, where)
+
+    def _shard_parameters(self, module: nn.Module) -> None:
+        """Put sharded parameters into the module's slots."""
+        shards, slots = DTensorFactory(self.buckets), slots_of(module)
+        found, weights = [], weakref.ref(self.weights)
+
+        def before_write() -> None:
+            if (kept := weights()) is not None:  # else the model is gone, and nobody reads its weights
+                kept.before_edit()
+
+        for bucket in self.buckets:
+            bucket.installed_version = bucket.main_version
+            found.append(ShardedParameters(bucket, shards, slots, before_write))
+            bucket.views.sharded = weakref.ref(found[-1])
+            bucket.rest()
+            for param in bucket.views.at_rest:
+                setattr(param, OWNER, weakref.ref(self))
+        self.gradients.show(found)
+        self.hooks.of_forward.before_forward = WeakHook(self.weights.bring_up_to_date)
+
+    # -- a built engine --------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> Any:
+        """The sharded module, which outlives its engine."""
+        return self.whole.module
+
+    @property
+    def is_closed(self) -> bool:
+        """True if hooks were removed, so that the module is the program's alone."""
+        return not self.hooks.is_installed
+
+    def set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Send gradients from now on as a policy says. No reduction may be in flight. *Collective.*
+
+        Raises:
+            ValueError: the policy does not fit the model; nothing has changed.
+        """
+        if policy == self.policy:
+            return
+        trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        dtypes = [replace(policy.resolve(b.key.dtype), compute=b.dtypes.compute) for b in trainable]
+        for each in dtypes if self.integers is not None else ():
+            each.as_integers()
+        for bucket, each in zip(trainable, dtypes, strict=True):
+            bucket.send_as(each)
+        self.policy = self.trainability.policy = policy
+        numerics = self.options.numerics
+        self.reduce.reductions = {b.name: make_reductions(numerics, self.integers, b) for b in trainable}
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes that this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
+        gradient_sums, if these are integers or on another device, separate from the main gradients.
+
+        Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
+        """
+        total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
+        for bucket in self.buckets:
+            for role, num_bytes in bucket.persistent_bytes().items():
+                total[role] = total.get(role, 0) + num_bytes
+        for each in self.flat_steps:
+            used, padding = each.state_bytes()
+            total["optimizer"] += used
+            total["padding"] += padding
+        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets)
+        return total | {"buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
+
+    def stepped(self) -> list[torch.optim.Optimizer]:
+        """Optimizers over sharded parameters, whose state lies where it stays."""
+        for each in self.flat_steps:
+            each.take_state()
+        return [each.optimizer for each in self.flat_steps]
+
+    def optimizer_kernels(self) -> list[str]:
+        """For each parameter group, in the order of binding: which of torch's kernels updates it, and if the user or
+        the engine chose that kernel; see `harness.fsdp.update.kernels`."""
+        return [kernel for each in self.flat_steps for kernel in each.chosen()]
+
+    def transport(self) -> dict[str, str]:
+        """How data moves between ranks, with the reason if a requested faster way is not available."""
+        dense = self.meshes.dense
+        outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
+        return dense.inner.transport() | outer
+
+    def counters(self) -> dict[str, int]:
+        """Counters of this rank since the model was built or `reset_counters` was called, by name:
+
+        transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
+        gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
+        peer_read_bytes: bytes read straight from other ranks' memory; 0 where ranks exchange messages instead.
+        """
+        return {
+            "transient_peak_bytes": self.memory.peak_bytes,
+            "gathered_units_peak": self.gather.num_alive_peak,
+            "peer_read_bytes": sum(memory.bytes_read for memory in self.meshes.peer_memories),
+        }
+
+    def reset_counters(self) -> None:
+        """Reset `counters`: peaks to the current values, totals to 0."""
+        self.memory.reset_peak()
+        self.gather.reset_peak()
+        for memory in self.meshes.peer_memories:
+            memory.bytes_read = 0
+
+    def close(self) -> None:
+        """Remove hooks and end threads, once all collectives in flight have ended, on ranks that read from here too.
+        The module keeps the weights that it holds now.
+
+        After an alarm of the watchdog none ends any more, and none is waited for.
+        """
+        try:
+            if not self.watches.is_over:
+                self.reduce.drain()
+                self.reduce.wait_until_sent()
+                self.gather.wait_for_others()
+                self.weights.wait()
+        finally:
+            self.watches.close()
+            self.hooks.remove()
+            self.reduce.close()
+            self.user_buffers.close()
+            for mesh in self.meshes:
+                mesh.close()
+
+
+def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Bucket) -> Reductions:
+    """How one bucket's sums are made along each axis.
+
+    Raises:
+        ValueError: see `Dtypes.as_integers`.
+    """
+    mesh = bucket.context.mesh
+    dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
+    inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)
+    if mesh.outer is None or not mesh.has_outer:
+        return Reductions(inner)
+    return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
+
+
+def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group; None of one rank."""
+    return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None:
+    """The data-parallel ranks that keep other parts of main weights than this one; None where each keeps all."""
+    inner, outer = (axis is SHARD for axis in (placements.main_weights.inner, placements.main_weights.outer))
+    if inner and outer:
+        return groups.everyone
+    if outer:
+        return groups.outer
+    return (groups.inner or dist.group.WORLD) if inner else None
+
+
+def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
+    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts, or have other buffers.
+    *Collective.*"""
+    named = [(n, p) for n, p in module.named_parameters() if not is_expert(p)]
+    lines = [(f"parameter {name}", f"{_kind(p)} {WORDS[p.requires_grad]}") for name, p in named]
+    check_agreed(
+        lines + [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()],
+        meshes.dense.everyone,
+        "parameters and buffers of the module",
+        "ranks shard modules that are not alike",
+        "All ranks must build the same module, with the same requires_grad, before it is sharded",
+    )
+
+
+def _compute_in(dtype: torch.dtype, plans: Sequence[UnitPlan]) -> None:
+    """Let weights be computed with in another dtype than the module's; those kept in 8 bits stay."""
+    for plan in plans:
+        before, plan.buckets = plan.buckets, {}
+        for key, members in before.items():
+            plan.buckets.setdefault(key if key.fp8 else replace(key, dtype=dtype), []).extend(members)
+
+
+def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def cast(given: Any) -> Any:
+        return given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+
+    return tree_map(cast, (args, kwargs))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _never_moved(options: Options) -> str:
+    """Why no bucket can get further storage once the model is built; "" where it can."""
+    if options.double_buffer:
+        return "under double_buffer=True, whose buffers are laid out once"
+    if options.nccl_ub is not Registration.none:
+        return f"under nccl_ub={options.nccl_ub.name}, whose buffers are registered once"
+    return ""
+
+
+def _where(hooks: Hooks) -> Callable[[], str]:
+    """Says, to a watching thread, where the program is; keeps nothing alive."""
+    seen = weakref.ref(hooks)
+
+    def where() -> str:
+        found = seen()
+        return "after its model was deleted" if found is None else found.where()
+
+    return where

@@ -1,0 +1,334 @@
+"""The mix-in on the class of a sharded module.
+
+[Note: Mix-in] A sharded module has a class that inherits `FSDPModule` and the module's own class, as under torch's
+FSDP2. Names of parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. All
+that the engine keeps is one entry of the module's `__dict__`. A name that the module has too stays the module's, since
+its own forward uses it; a warning says so, and `FSDPModule.NAME(model)` is the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from harness.fsdp.build import Engine
+from harness.fsdp.preconditions import engine_of
+from harness.fsdp.sharding import copied, register_forward_method
+from harness.fsdp.update import norms
+
+T = TypeVar("T")
+_NOT_JOINABLE = (
+    "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
+    " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
+    " no data left run any batch with its loss times 0; grad_divisor says what sums are divided by"
+)
+_SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
+_GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
+OF_OTHERS = {
+    **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
+    **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
+    **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
+    **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
+    "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
+    "summon_full_params": "of FSDP1: `with model.unsharded():`",
+}
+"""Attributes that torch's engines have on their models, and what to use here."""
+
+
+class Of(Generic[T]):
+    """An attribute or method of the engine, which one of the module's own under the same name hides."""
+
+    def __init__(self, read: Callable[[Engine], T]) -> None:
+        self.read = read
+
+    def __get__(self, model: Any, _: Any = None) -> T:
+        return self.read(engine_of(model)) if model is not None else cast("T", self)
+
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`FSDPModule.NAME(model)`: the attribute, or the result of the method."""
+        found: Any = self.read(engine_of(model))
+        return found(*args, **kwargs) if callable(found) else found
+
+
+@contextmanager
+def _syncing(engine: Engine, *, value: bool) -> Iterator[None]:
+    before, engine.step.sync = engine.step.sync, value
+    try:
+        yield
+    finally:
+        engine.step.sync = before
+
+
+class FSDPModule(nn.Module):
+    """A module whose weights, gradients and optimizer state are split over ranks; see [Note: Mix-in]."""
+
+    _elsewhere: ClassVar[Mapping[str, str]] = OF_OTHERS
+    _own_class: ClassVar[type[nn.Module]]
+    _parts = Of(lambda engine: engine)
+    buckets = Of(lambda engine: engine.buckets)
+    options = Of(lambda engine: engine.options)
+    strategy = Of(lambda engine: engine.context.strategy)
+    outer_strategy = Of(lambda engine: engine.context.outer_strategy)
+    numerics = Of(lambda engine: engine.options.numerics)
+    policy = Of(lambda engine: engine.policy)
+    grad_divisor = Of(lambda engine: engine.divisor)
+    has_gradients = Of(lambda engine: engine.step.has_gradients)
+    """True after a backward since `zero_grad`; without one, a step changes nothing."""
+    module = Of(lambda engine: engine.module)
+    """The model itself; for one version."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An ordinary module of the own class, for containers that make others of theirs (`model[:2]`)."""
+        made = cls._own_class.__new__(cls._own_class, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc] # as `type` would, for its class is another one
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; after an interrupt, of which torch calls no hook, the engine is outside a forward again."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            engine_of(self).hooks.of_forward.break_off()
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self._elsewhere:
+                raise AttributeError(f"{name}: {self._elsewhere[name]}") from None
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:
+        """A model that is sharded alike, has equal weights and buffers, trains apart and shares nothing; gradients and
+        optimizers are not copied. *Collective.*
+
+        Raises:
+            NotImplementedError: parameters are portions of a tensor-parallel plan, or kept in 8 bits.
+        """
+        made: FSDPModule = copied(self, memo)
+        return made
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters; after a backward that raised, the sharded ones."""
+        engine_of(self).hooks.recover()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`to`, `cuda`, `float` and their like: accepted where they change nothing.
+
+        Raises:
+            NotImplementedError: a parameter or buffer would get another dtype, device or memory format.
+        """
+        for name, held in (*self.named_parameters(), *self.named_buffers()):
+            like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
+            if fn(like) is not like:
+                raise NotImplementedError(
+                    f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
+                    " module its dtype before sharding, and its device then or by `device` (with accelerate: prepare"
+                    " the data loader alone)"
+                )
+        return self
+
+    # -- microbatches ----------------------------------------------------------------------------------------------
+
+    no_sync = Of(lambda engine: partial(_syncing, engine, value=False))
+    """Context: backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
+
+    `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
+    microbatch over the inner axis, unless `accumulate_unsharded` is on; over the outer axis once per step."""
+
+    sync = Of(lambda engine: partial(_syncing, engine, value=True))
+    """Context: a backward inside it ends the step's accumulation, whatever `set_model_auto_sync` was set to."""
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Set if a backward outside `no_sync` and `sync` ends the step's accumulation."""
+        engine_of(self).step.sync = sync_model
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    finish_grad_sync = Of(lambda engine: engine.gradients.finish)
+    """Wait for the step's reductions and scale the gradients. A second call does nothing. *Collective.*
+
+    StepError: the step's last backward ran inside no_sync(), so gradients were never reduced; or it raised, so they are
+    incomplete; or this is called inside a backward. FloatingPointError: with `report_nan_in_param_grad`, a gradient of
+    any rank is not finite. OverflowError: under numerics=exact, one is beyond the range."""
+
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or of another order.
+        *Collective.*
+
+        Raises:
+            ValueError: `norm_type` is neither positive nor inf; or this norm cannot keep the bits that `numerics`
+                promises.
+        """
+        return float(_gradient_norm(engine_of(self), norm_type))
+
+    def weight_norm(self) -> float:
+        """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
+        engine = engine_of(self)
+        engine.weights.wait()
+        return float(norms.weight_norm(engine.buckets, engine.meshes.everyone, engine.options.numerics))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients down to `max_norm` if their norm exceeds it. Returns the norm before clipping, as torch's
+        function does: an fp64 tensor of shape [] on the model's device. On CUDA the host waits when the norm is read,
+        not here, unless `numerics` or `error_if_nonfinite` require it or the gradients are on the host. *Collective.*
+
+        Raises:
+            ValueError: as `grad_norm`.
+            RuntimeError: `error_if_nonfinite` is set and the norm is not finite; gradients are unchanged.
+        """
+        norm = _gradient_norm(engine_of(self), norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient's norm of order {norm_type} is {float(norm)}: nothing was clipped. zero_grad() forgets"
+                " the step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it"
+                " anyway"
+            )
+        norms.clip_gradients(engine_of(self).buckets, norm, float(max_norm))
+        return norm
+
+    install_weights = Of(lambda engine: partial(engine.weights.install, step_ended=True))
+    """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.* A backward of an
+    earlier forward is refused then. RuntimeError: compute weights were edited, which would be overwritten."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop main and local gradients. Storage does not depend on `set_to_none`. With False, a parameter that had a
+        gradient in the step then has a gradient of zeros, so that decay and momentum keep changing it.
+
+        Raises:
+            StepError: a RuntimeError: inside a backward.
+        """
+        engine_of(self).gradients.forget(set_to_none=set_to_none)
+
+    def register_forward_methods(self, *names: str) -> None:
+        """Gather weights for methods other than `forward`; "encoder.embed" names one of a submodule. `generate` is
+        registered by default.
+
+        Each call is *collective*: all ranks must call it, and must run the same units in it equally often.
+
+        Raises:
+            ValueError: the module has no such method.
+        """
+        for name in names:
+            register_forward_method(self, name)
+
+    unsharded = Of(lambda engine: engine.whole.unsharded)
+    """`unsharded(wanted=None)`: context with gathered weights, in their compute dtype, to be read or edited in place.
+    wanted: a module, a parameter, the name of either, or several; None is the whole model. *Collective.*
+
+    Edits, the same on all ranks, take effect when the body ends, under every strategy. Nothing is sent under
+    `no_shard`, `optim` and `optim_grads`, but what an update left to install. ValueError: `wanted` is not part of the
+    model, or double_buffer has no room for so many units. RuntimeError: inside a forward or backward, or a module or
+    parameter was replaced in the body. ReplicaDrift: ranks made different edits."""
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    full_weights = Of(lambda engine: engine.named_state.full_weights)
+    """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
+
+    full_gradients = Of(lambda engine: engine.named_state.full_gradients)
+    """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
+
+    local_gradients = Of(lambda engine: engine.named_state.local_gradients)
+    """This rank's rows of every main gradient, by parameter name, sharing the engine's memory: the rows that
+    `sharded_state()` has of the weights, without frozen parameters. Finishes the step's reductions; RuntimeError where
+    that fails."""
+
+    def state_dict(  # type: ignore[override] # torch's has overloads for destinations
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Main weights as DTensors that share the engine's memory, buffers with the first rank's values, and the
+        results of `get_extra_state`, under torch's names. *Collective.*
+
+        Args:
+            destination: dictionary that gets the entries and is returned; None: a new one.
+            prefix: prefix of the names. keep_vars: has no effect; tensors are always detached.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        return engine_of(self).named_state.state_dict(destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        if engine_of(self).is_loading:
+            super()._load_from_state_dict(state_dict, prefix, *others)
+            return
+        raise NotImplementedError(
+            f"load_state_dict() of a module that holds a sharded model, as {prefix.removesuffix('.') or 'itself'}: take"
+            f" the entries that begin with {prefix!r}, without that, and give them to load_state_dict() of the"
+            " sharded model"
+        )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load weights and buffers, given as whole tensors or DTensors by the names of `state_dict`. They take effect
+        in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
+
+        Raises:
+            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
+                differs. Nothing was loaded.
+            ValueError: `assign` is set, which would replace the storage.
+        """
+        if assign:
+            raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
+        engine = engine_of(self)
+        engine.is_loading = True
+        try:
+            return engine_of(self).named_state.load_state_dict(state_dict, strict=strict)
+        finally:
+            engine.is_loading = False
+
+    sharded_state = Of(lambda engine: partial(engine.named_state.sharded_state, engine.stepped()))
+    """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any layout.
+
+    Values written into it take effect with `adopt_state`. An optimizer that has not taken a step has no state yet;
+    `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different experts under one name."""
+
+    adopt_state = Of(lambda engine: engine.named_state.adopt_state)
+    """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
+    ValueError: counters differ between parameters that are updated together."""
+    local_state = Of(lambda engine: partial(engine.named_state.local_state, engine.stepped()))
+    """This rank's flat weights and optimizer state, for resuming on the same layout. RuntimeError: no optimizer is
+    attached."""
+
+    load_local_state = Of(lambda engine: partial(engine.named_state.load_local_state, stepped=engine.stepped()))
+    """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
+    ValueError: it does not fit; nothing was loaded. RuntimeError: no optimizer is attached."""
+
+    # -- costs -----------------------------------------------------------------------------------------------------
+
+    persistent_bytes = Of(lambda engine: engine.persistent_bytes)
+
+    transport = Of(lambda engine: engine.transport)
+
+    optimizer_kernels = Of(lambda engine: engine.optimizer_kernels)
+
+    user_buffers = Of(lambda engine: engine.user_buffers.facts)
+    """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""
+
+    counters = Of(lambda engine: engine.counters)
+
+    reset_counters = Of(lambda engine: engine.reset_counters)
+
+    close = Of(lambda engine: engine.close)
+
+
+def _gradient_norm(engine: Engine, norm_type: float) -> Tensor:
+    engine.gradients.finish()
+    engine.gradients.collect()
+    given = engine.buckets, engine.meshes.everyone, engine.options.numerics
+    return norms.gradient_norm(*given) if norm_type == 2.0 else norms.gradient_p_norm(*given, float(norm_type))

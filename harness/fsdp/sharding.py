@@ -1,0 +1,241 @@
+"""How a module is sharded, copied, and has methods run as its forward."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial, wraps
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.fsdp.arguments import groups_of_mesh, resolve_classes
+from harness.fsdp.build import BuildContext, Engine
+from harness.fsdp.comm.device import usual_device
+from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.guards.sharded_twice import answer_other_engines
+from harness.fsdp.options import OptionKeywords, Options
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of, live
+from harness.fsdp.storage.at_rest import ShardedParameters
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.bucket_context import InitialValue
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
+
+if not hasattr(torch.Tensor, "grad_dtype"):
+    raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
+
+FORWARD_METHODS = ("generate",)
+"""Methods that run a module's forward, or parts of it, known by name."""
+_RUNS = "_runs_as_forward"
+"""Attribute of a function that takes the place of a module's method."""
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+def shard(
+    module: nn.Module,
+    kind: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    groups: Groups | None = None,
+    expert_groups: Groups | None = None,
+    unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    strategy: Strategy | str | int = Strategy.optim_grads_params,
+    outer_strategy: OuterStrategy | str | int = OuterStrategy.no_shard,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    device: torch.device | None = None,
+    grad_divisor: float | None = None,
+    initial_value: InitialValue | None = None,
+    init_on_meta: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> Any:
+    """Shard a module in place, mix `kind` into its class, and return it; `harness.fsdp.api.fully_shard` describes the
+    arguments. *Collective.*"""
+    chosen = Options.of(options, "fully_shard", shard.__kwdefaults__ or ())
+    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        raise TypeError(
+            f"the policy is a {type(mp_policy).__module__} one; harness.fsdp.MixedPrecisionPolicy takes its names"
+        )
+    classes = resolve_classes(unit_modules or ())
+    check_request(module, classes, grad_divisor)
+    inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
+    chosen.check_against(reduces_each=not Placements.of(inner, None).accumulates_locally)
+    groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
+    device = device or usual_device(next(module.parameters()).device, groups.inner)
+    choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
+    context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
+    return _mix_in(module, kind, context, [name for name in FORWARD_METHODS if hasattr(type(module), name)])
+
+
+def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequence[str]) -> Any:
+    """Build an engine, which the module keeps. Its parts then refuse to be copied or pickled, as the engine's hooks on
+    them would be too, and to be wrapped by another engine."""
+    engine = Engine(module, context)
+    module.__dict__[ENGINE] = engine
+    reference = weakref.ref(engine)
+    for part in module.modules():
+        part.__dict__["__reduce_ex__"] = refuse_copy
+        part.__dict__[PART] = reference
+    answer_other_engines(module, partial(live, reference))
+    plain: Any = type(module)
+    object.__setattr__(module, "__class__", _mixed(kind, plain, *_hidden(kind, module)))
+    for name in methods:
+        register_forward_method(module, name)
+    return module
+
+
+class _OfModule:
+    """Leaves a name to what the module has among its attributes, parameters, buffers and submodules."""
+
+    def __get__(self, module: Any, _: Any = None) -> Any:
+        raise AttributeError
+
+
+@cache
+def _mixed(kind: type, own: type, *hidden: str) -> Any:
+    names = {n: next((vars(base)[n] for base in own.__mro__ if n in vars(base)), _OfModule()) for n in hidden}
+    made: Any = type(own)
+    return made(f"FSDP{own.__name__}", (kind, own), {"__module__": own.__module__, "_own_class": own} | names)
+
+
+def _hidden(kind: type[nn.Module], module: nn.Module) -> list[str]:
+    """Names of the engine that the module has too, which stay the module's; warns of them."""
+    own = type(module)
+    engines = {n for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for n in vars(base)} - {*dir(nn.Module)}
+    held = (vars(module), module._modules, module._parameters, module._buffers, dir(own))
+    found = sorted(engines & {name for each in held for name in each})
+    found = [name for name in found if not name.startswith("__")]
+    if found:
+        warnings.warn(
+            f"{own.__name__} and the sharded model both have {', '.join(found)}: model.{found[0]} is"
+            f" {own.__name__}'s own, and that of the engine is {kind.__name__}.{found[0]}(model)",
+            stacklevel=5,
+        )
+    return found
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def copied(model: nn.Module, memo: dict[int, Any]) -> Any:
+    """See `harness.fsdp.module.FSDPModule.__deepcopy__`."""
+    engine = engine_of(model)
+    engine.named_state.settle()
+    module = _bare_copy(model, engine, memo)
+    context = replace(engine.context, policy=engine.policy, initial_value=lambda _, shape: torch.zeros(shape))
+    made = _mix_in(module, type(model).__mro__[1], context, engine.forward_methods)
+    adopt_weights(engine_of(made), engine)
+    memo[id(model)] = made
+    return made
+
+
+def adopt_weights(mine: Engine, other: Engine) -> None:
+    """Take the weights, and which of them are trained, of a model that is sharded alike. *Collective.*"""
+    for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
+        for param, flag in zip(bucket.views.at_rest, theirs.views.flags(), strict=True):
+            param.requires_grad_(flag)
+    mine.hooks.of_forward.before_gradients()
+    for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
+        for shard, values in zip(bucket.main_shards, theirs.main_shards, strict=True):
+            shard.detach().copy_(values.detach())
+    mine.weights.install()
+    mine.step.sync = other.step.sync
+
+
+def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy as before it was sharded, whose parameters are on the meta device.
+
+    memo: of `copy.deepcopy`; knows the new parameters by the old ones afterwards.
+    """
+    for bucket in engine.buckets:
+        if bucket.context.tensor is not None or bucket.codec.is_lossy:
+            kind = "kept in 8 bits" if bucket.codec.is_lossy else "portions of a tensor-parallel plan"
+            raise NotImplementedError(
+                f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
+                " state_dict() of this one"
+            )
+        sharded = bucket.views.sharded()
+        assert isinstance(sharded, ShardedParameters)
+        for unsharded, at_rest, plain in zip(sharded.unsharded, sharded.params, sharded.types, strict=True):
+            memo[id(unsharded)] = memo[id(at_rest)] = _on_meta(at_rest, plain, bucket)
+    mixed: Any = type(model)
+    parts = [(part, _set_by_engine(part)) for part in mixed.modules(model)]
+    try:
+        for part, held in parts:
+            for name in held:
+                del part.__dict__[name]
+        object.__setattr__(model, "__class__", mixed._own_class)
+        found: nn.Module = copy.deepcopy(model, memo)
+    finally:
+        object.__setattr__(model, "__class__", mixed)
+        for part, held in parts:
+            part.__dict__.update(held)
+    for hooks in (getattr(part, name) for part in found.modules() for name in _HOOKS):
+        for handle in engine.hooks.of_forward.handles:
+            hooks.pop(handle.id, None)
+    return found
+
+
+def _set_by_engine(part: nn.Module) -> dict[str, Any]:
+    names = (ENGINE, PART, "__reduce_ex__", "named_modules")
+    return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
+
+
+def _on_meta(param: nn.Parameter, own: type, bucket: Bucket) -> Tensor:
+    data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
+    made: Tensor = torch.Tensor._make_subclass(own, data, bucket.key.trainable)
+    vars(made).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
+    return made
+
+
+def refuse_copy(*_: Any) -> None:
+    """Raise TypeError: instead of copy.deepcopy() and pickle."""
+    raise TypeError(
+        "a part of a sharded model cannot be copied, and no sharded model can be pickled (torch.save(model)): hooks,"
+        " collectives and flat storage are one of a kind. Copy the sharded model itself, by copy.deepcopy(model) on all"
+        " ranks; save its state_dict() or full_weights()"
+    )
+
+
+# -- methods as forwards -----------------------------------------------------------------------------------------------
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Run a method, "path.to.submodule.method", as a forward of the model; see [Note: Methods as forwards].
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    path, _, last = name.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    method = getattr(type(owner), last, None)
+    if not callable(method):
+        raise ValueError(f"{type(owner).__name__} has no method {last!r} to run as a forward")
+    engine = engine_of(model)
+    engine.forward_methods.append(name)
+    run = weakref.WeakMethod(engine.hooks.of_forward.run_as_forward)
+    owner.__dict__[last] = _as_forward(weakref.ref(owner), method, run)
+
+
+def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: Any) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine = run()
+        return method(owner(), *args, **kwargs) if engine is None else engine(method, owner(), *args, **kwargs)
+
+    setattr(call, _RUNS, True)
+    return call
