@@ -1,7 +1,7 @@
-"""Train one cell, or a set of them. `python run.py --help` says how; `python -m harness --help` says what comes after.
+"""Train one cell, or a set of them (`python run.py --help`).
 
 Alone it composes, freezes and launches. Started as one rank (torchrun, srun) it is that rank: rank 0 composes, freezes
-and publishes the run, the others wait for it. Nothing here imports torch before a request is known to be good.
+and publishes the run, the others wait for it. Torch is imported only once a request is valid.
 """
 
 import os
@@ -46,6 +46,7 @@ from harness.study.request import carry_out, refuse_study
 
 
 def main(argv: list[str]) -> int:
+    """Exit code of a command line."""
     place: RankPlace | None = None
     try:
         with standard_streams() as output:
@@ -66,11 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _place() -> RankPlace:
-    """Who this process is.
-
-    Raises:
-        BadRequest: a launcher's variable is missing, or is not a number.
-    """
+    """Raises `BadRequest`: a launcher's variable is missing, or is not a number."""
     try:
         return rank_place(os.environ)
     except (KeyError, ValueError) as error:
@@ -81,7 +78,7 @@ def _place() -> RankPlace:
 
 
 def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
-    """Compose what is asked, and carry it out. A set of cells (-m) goes through the sweeper, which ends the process."""
+    """Compose and carry out a request; a set of cells (-m) goes through the sweeper, which ends the process."""
     if arguments.help:
         print(request_help())
         return 0
@@ -108,7 +105,7 @@ def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
 
 
 def as_rank(argv: list[str], place: RankPlace) -> int:
-    """Be one rank of what a launcher started; the number of ranks is the launcher's unless it is typed."""
+    """Run as one rank under a launcher, whose number of ranks is the default."""
     arguments = read_arguments(argv, implied=[f"mesh.world_size={place.world_size}"])
     if arguments.multirun:
         raise refuse(
@@ -129,7 +126,6 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
 
 
 def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
-    """Rank 0: open the attempt, tell the others, and run it; or tell them that there is nothing to run."""
     # From here on a status says that the run is running: a request to stop waits for the worker, which listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     answer, lock = lead(cell)

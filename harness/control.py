@@ -1,4 +1,4 @@
-"""The loop's own few numbers between ranks, on a gloo group apart from the engine's traffic."""
+"""Small control messages between ranks, on a gloo group apart from the engine's traffic."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ class StepReport(NamedTuple):
     losses: list[float]
     """Mean loss of each global microbatch, in global order, fp64."""
     held: list[int]
-    """Digest of what the data source holds for each rank with data of its own, unsigned 64-bit."""
+    """Unsigned 64-bit digest of the source's sequences, for each rank with data of its own."""
     fed: list[int]
+    """Unsigned 64-bit digest of the sequences that each of these ranks was fed."""
     stop: bool
     save: bool = False
 
 
 class Control:
-    """Exchanges of small integers; the meter does not count them. With one rank nothing is sent."""
+    """Exchanges of small integers, which the meter does not count; no traffic for one rank."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, meter: CollectiveMeter) -> None:
-        """Take the group.
-
-        Raises:
-            ValueError: there are several ranks and no group.
-        """
+        """Raises `ValueError`: there are several ranks and no group."""
         if ranks.world_size > 1 and group is None:
             raise ValueError(f"{ranks.world_size} ranks need a gloo group for the loop's own traffic")
         self.ranks = ranks
@@ -44,7 +41,7 @@ class Control:
         self.meter = meter
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's signed 64-bit integers, by rank; all give the same number of them."""
+        """Signed 64-bit integers of every rank, by rank; each rank gives as many. Collective over the control group."""
         return self._begin(values)()
 
     def _begin(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
@@ -65,8 +62,10 @@ class Control:
         return end
 
     def begin_totals(self, sums: torch.Tensor, largest: torch.Tensor) -> Callable[[], None]:
-        """Begin to add up the one and to take the largest of the other, elementwise over ranks, in place on the first
-        rank (elsewhere they are scratch); what is returned waits for the end."""
+        """Begin an elementwise sum and maximum over ranks, in place on rank 0 (scratch elsewhere).
+
+        Call the result to wait. Collective over the control group.
+        """
         if self.group is None:
             return lambda: None
         group = self.group
@@ -85,14 +84,14 @@ class Control:
         return end
 
     def report(self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False) -> StepReport:
-        """One exchange a step: this rank's losses in order, the digests of what the data source holds for it and of
-        what it was fed, whether it was asked to stop, and whether it finds a save due."""
+        """Exchange losses, data digests and requests to stop or save, once a step. Collective over the control
+        group."""
         return self.begin_report(losses, held, fed, stop, save)()
 
     def begin_report(
         self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False
     ) -> Callable[[], StepReport]:
-        """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
+        """Begin the exchange of `report`; call the result to wait, before any other exchange."""
         asked = int(stop) + 2 * int(save)
         gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), asked])
 
@@ -112,14 +111,14 @@ class Control:
 
 
 def _fed_otherwise(rows: Sequence[list[int]]) -> list[int]:
-    """The first of ranks with the same data that was fed something else than the source holds, or the first."""
+    """Digests of each data rank: of ranks that share data, the first that deviates from its source, else the first."""
     return next((row for row in rows if row[-3] != row[-2]), rows[0])
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """A JSON value of every rank, by rank; of this one alone without a group. *Collective over `group`*, of gloo.
+    """JSON value of every rank, by rank; this rank's alone without a group. Collective over `group` (gloo).
 
-    Text and not torch's object collectives: those are pickles, and reading a pickle runs what it holds.
+    Text, not torch's object collectives: those are pickles, and reading a pickle runs code.
     """
     text = json.dumps(value).encode()
     if group is None:

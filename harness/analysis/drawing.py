@@ -1,10 +1,8 @@
-"""What pictures are drawn with: an arm's colour and name, figures, legends, and axes on which zero has a place.
+"""Styles, figures, legends and axes for pictures.
 
-[Note: Pictures that can be read]
-An arm has one colour and one marker in every picture (`style`), its bound is dashed in the same colour, and the control
-is black. Colours are those of Okabe and Ito, which colour-blind people tell apart. Arms stand on the vertical axis, by
-what tells them apart, so that names need no room below; what else needs a legend gets one outside the axes (`legend`).
-On logarithmic axes what is exactly zero stands on a line of its own, marked 0; what is not a number at the upper edge.
+[Note: Pictures that can be read] An arm has one colour and one marker in every picture (`style`), its bound is dashed
+in the same colour, and the control is black. Colours are those of Okabe and Ito, which colour-blind people tell apart.
+On logarithmic axes an exact zero stands on a line of its own, marked 0; NaN and infinity stand at the upper edge.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class Style(NamedTuple):
 
 
 def style(labels: Mapping[str, str], control: str | None = None) -> dict[str, Style]:
-    """A colour and a marker for each run of `labels`, in its order; the control is black."""
     arms, short = [run for run in labels if run != control], shortened(labels)
     found = {
         run: Style(COLOURS[place % len(COLOURS)], MARKERS[place // len(COLOURS) % len(MARKERS)], plain(short[run]))
@@ -49,8 +46,6 @@ def style(labels: Mapping[str, str], control: str | None = None) -> dict[str, St
 
 
 def shortened(labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels that a picture has room for: of a setting that is too long, the middle is left out; labels that then read
-    alike are numbered."""
     cut = {
         run: ", ".join(
             part if len(part) <= LONGEST else f"{part[: LONGEST // 2]}…{part[1 - LONGEST // 2 :]}"
@@ -67,13 +62,11 @@ def shortened(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def plain(text: object) -> str:
-    """A text that is drawn as it stands: no mathematics, no control characters, and no name that a legend drops."""
     shown = "".join(letter if letter.isprintable() else "?" for letter in str(text)).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def panels(count: int, height: float = 2.4) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels with the same axes, at most three beside each other; names stand above them."""
     columns = beside(count)
     rows = max(1, math.ceil(count / columns))
     width = 7.0 if columns == 1 else max(7.0, 3.0 * columns)
@@ -93,13 +86,11 @@ def panels(count: int, height: float = 2.4) -> tuple[Figure, list[Axes]]:
 
 
 def beside(count: int) -> int:
-    """How many of so many panels stand beside each other: rows are as even as can be."""
     return max(1, math.ceil(count / max(1, math.ceil(count / COLUMNS))))
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Draw names in scripts that the font lacks as boxes, without a warning for each letter; tables have them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield
@@ -127,17 +118,14 @@ def fold(label: str, size: int = 32) -> str:
 
 
 def zero_place(values: Iterable[float]) -> float:
-    """Where a logarithmic axis has room for zero: a decade below the smallest other size."""
     sizes = [abs(float(value)) for value in values if value == value and value and math.isfinite(value)]
     return 10.0 ** (math.floor(math.log10(min(sizes))) - 1) if sizes else 1e-17
 
 
 def log_axis(ax: Axes, which: str, place: float, top: float = 0.0, *, zero: bool = True) -> None:
-    """Make an axis logarithmic, with decades named above `place` and `place` itself named 0.
+    """Make an axis logarithmic, with decades labelled above `place` and `place` itself labelled 0.
 
-    Args:
-        ax: whose. which: `x` or `y`. place: as `zero_place` gives it. top: a size up to which it reaches at least.
-        zero: whether anything stands there; else the axis begins above it.
+    Args: which: `x` or `y`. place: from `zero_place`. top: least upper end. zero: False begins the axis above `place`.
     """
     axis, limits = (ax.xaxis, ax.set_xlim) if which == "x" else (ax.yaxis, ax.set_ylim)
     (ax.set_xscale if which == "x" else ax.set_yscale)("log")
@@ -161,7 +149,6 @@ def _power(value: float) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Names on the vertical axis, the first on top; a figure of one panel grows where names take several lines."""
     shown = [fold(name, 36) for name in names]
     more = max((name.count("\n") for name in shown), default=0)
     figure = ax.get_figure()
@@ -174,13 +161,11 @@ def name_rows(ax: Axes, names: Sequence[str]) -> None:
 
 
 def no_scale(ax: Axes) -> None:
-    """Take the numbers off a vertical axis on which no number stands."""
     ax.set_yticks([])
     ax.set_yticks([], minor=True)
 
 
 def over_steps(ax: Axes) -> None:
-    """Name the horizontal axis after steps, which are whole; a single one has room beside it."""
     ax.set_xlabel("step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     low, high = ax.dataLim.intervalx

@@ -1,4 +1,4 @@
-"""A study's figures, for its report and for wandb; one that there is nothing to draw of is left out."""
+"""A study's figures, for its report and for wandb; empty ones are left out."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from harness.analysis.judge import Study
 from harness.store.rundir import RunDir
 
 PANELS, LINES, ROWS = 24, len(COLOURS) * len(MARKERS), 48
-"""Most runs that a picture shows: in panels of their own, as lines over each other, in rows below each other."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure of pyplot's, which whoever saved it closes, and what it shows."""
-
     title: str
     caption: str
     figure: Figure
 
 
 def figures(study: Study) -> Iterator[Drawn]:
-    """Everything that can be drawn of a study, in the order it is read."""
     steps = load.steps(study.runs["path"])
     yield from _curves(study, steps)
     yield from _gradients(study)
@@ -96,8 +92,6 @@ def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
 
 
 def _every_and_some(study: Study, frame: pd.DataFrame, most: int) -> tuple[dict[str, Style], dict[str, Style]]:
-    """The runs that a table has, and those of them that one picture shows: the control, what did not pass, then the
-    others, each in the study's order."""
     runs = set(frame["run"])
     every = {run: own for run, own in study.styles.items() if run in runs}
     arms = study.verdict.arms if study.verdict else ()

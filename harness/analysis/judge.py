@@ -1,4 +1,4 @@
-"""A study's verdicts as tables, whether or not the study is finished."""
+"""A study's verdicts as tables, finished or not."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ GRADIENTS = "gradient distance"
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """A study's runs, and the verdicts on those that can be compared."""
-
     name: str
     question: str
     runs: pd.DataFrame
-    """As `load.runs` makes it; of the cells that were last asked for, where the study was asked for as a whole."""
     verdict: StudyVerdict | None
-    """On the arms there are; None where there is nothing to judge."""
     missing: str
 
     @cached_property
     def compared(self) -> list[Verdict]:
-        """Verdicts on arms that could be held against their control."""
         return [arm for arm in (self.verdict.arms if self.verdict else ()) if arm.tier != "T0"]
 
     @cached_property
@@ -45,7 +40,6 @@ class Study:
 
     @cached_property
     def told(self) -> str:
-        """Warnings for the reader, in plain sentences; empty of a study that is whole."""
         states = self.runs["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
         found = [f"Not every run is done: {counts}."] if counts else []
@@ -56,18 +50,15 @@ class Study:
         return " ".join(found)
 
     def label(self, path: Path | str) -> str:
-        """Label that tells a run, by its directory, from the others of its study."""
         found = self.runs.loc[self.runs["path"] == str(path), "label"]
         return str(found.iloc[0]) if len(found) else Path(path).name
 
     def label_of(self, run: str) -> str:
-        """Label that tells a run, by its name `study/name`, from the others of its study."""
         found = self.runs.loc[self.runs["run"] == run, "label"]
         return str(found.iloc[0]) if len(found) else run
 
     @cached_property
     def styles(self) -> dict[str, Style]:
-        """How each run is drawn, by its name: arms in the study's order, controls last."""
         controls = {str(arm.control) for arm in (self.verdict.arms if self.verdict else ())}
         ordered = [*self.runs[~self.runs["path"].isin(controls)].itertuples()]
         ordered += [*self.runs[self.runs["path"].isin(controls)].itertuples()]
@@ -79,11 +70,8 @@ class Study:
 def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdict: StudyVerdict | None = None) -> Study:
     """Read and judge a study, as far as it has come.
 
-    Args:
-        root: the store.
-        name: of the study.
-        sources: as in `harness.parity.compare`; None for runs that other sources made.
-        verdict: on the whole study, where it was judged already.
+    Args: sources: as in `harness.parity.compare`; None for runs of other sources. verdict: on the whole study, if it
+    was judged already.
     """
     runs, found, missing = load.runs(root, name), None, ""
     record = None
@@ -114,12 +102,10 @@ def _sentence(refused: Violation) -> str:
 
 
 def verdicts(of: Study) -> pd.DataFrame:
-    """One row an arm.
+    """One row an arm: `run`, `label`, `control` (label), `verdict`, `tier`, `used`, `check`, `resolution`, `sentence`.
 
-    Returns:
-        `run`, `label`, `control` (its label), `verdict`, `tier`, `used` (how much of its bound the worst check used up;
-        1 is the bound), `check` (which), `resolution` (the smallest relative error in the scale of all gradients that
-        would have been found), `sentence`.
+    `used` is the worst check's share of its bound (1 is the bound), `check` its name. `resolution` is the smallest
+    detectable relative error in the scale of all gradients.
     """
     rows = [
         (
@@ -147,11 +133,10 @@ def _used(arm: Verdict) -> tuple[float | None, str]:
 
 
 def evidence(of: Study) -> pd.DataFrame:
-    """One row an arm and kind of check that measures, the worst of its kind.
+    """One row an arm and kind of measuring check, the worst of its kind.
 
-    Returns:
-        `run`, `tier`, `check`, `step`, `tensor`, `observed`, `allowed`, `used` (the former over the latter), `count`
-        (of checks of this kind), `grade`.
+    Columns `run`, `tier`, `check`, `step`, `tensor`, `observed`, `allowed`, `used` (observed / allowed), `count` of
+    such checks, `grade`.
     """
     facts = ("tier", "check", "step", "tensor", "observed", "allowed", "ratio", "count")
     rows = [
@@ -165,7 +150,7 @@ def evidence(of: Study) -> pd.DataFrame:
 
 
 def bounds(of: Study) -> pd.DataFrame:
-    """Bound by rounding of each step's loss: `run`, `step`, `allowed` (relative to the control)."""
+    """Bound of rounding on each step's loss: `run`, `step`, `allowed` (relative to the control)."""
     rows = [
         (RunDir(Path(arm.arm)).name, each.step, each.allowed)
         for arm in of.compared
@@ -175,14 +160,13 @@ def bounds(of: Study) -> pd.DataFrame:
 
 
 def differences(of: Study) -> pd.DataFrame:
-    """Every compared arm's loss against its own control's: `run`, `step`, `difference` (signed, relative)."""
+    """Loss of every compared arm against its control: `run`, `step`, `difference` (signed, relative)."""
     found = [stats.against(load.steps([arm.control, arm.arm]), RunDir(Path(arm.control)).name) for arm in of.compared]
     return pd.concat(found) if found else pd.DataFrame(columns=["run", "step", "difference"])
 
 
 def gradients(of: Study) -> tuple[pd.DataFrame, dict[str, float]]:
-    """Every compared arm's gradients of step 1 against its control's (`load.gradients`), and the largest distance that
-    rounding explains, by run."""
+    """Distances of gradients at step 1 (`load.gradients`), and the largest that rounding explains, by run."""
     found = [load.gradients(arm.arm, arm.control) for arm in of.compared]
     allowed = {
         RunDir(Path(arm.arm)).name: float(row.allowed)

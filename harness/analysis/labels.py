@@ -1,9 +1,8 @@
-"""Each run named by what tells it from the others: for axes, legends and tables that a person reads.
+"""Short names of runs, for axes, legends and tables.
 
-[Note: What is said]
-A study's cells differ in a few settings, each of which may imply others: a dtype policy sets six dtypes. Of a group
-that has a leading setting (`dtype.name`), the others are said only where the leading one does not determine them. How a
-run is started, watched and mirrored tells nothing about it and is said only where nothing else differs.
+[Note: Labels] A study's cells differ in a few settings, each of which may imply others: a dtype policy sets six dtypes.
+A group with a leading setting (`dtype.name`) shows the others only where the leading one does not determine them. How a
+run is started, watched and mirrored is shown only where nothing else differs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ LEADING = (
     "sharp.group",
     "fault.name",
 )
-"""The setting of a group that the others mostly follow from, in the order they are said."""
 
 LAST = ("mesh.world_size", "train.seed", "train.replicate")
 
@@ -52,8 +50,8 @@ SAID: Mapping[str, Callable[[Any], str]] = {
 
 
 def strategy_of(config: Mapping[str, Any]) -> str:
-    """The sharding as one picks it, of a frozen configuration, nested or with dotted keys: `optim`, `hsdp`, `hfsdp`, or
-    `optim inside, no_shard outside`."""
+    """Sharding of a frozen configuration, nested or dotted: `optim`, `hsdp`, `hfsdp`, or `optim inside, no_shard
+    outside`."""
     flat = flatten(dict(config))
     inner, outer = str(flat.get("sharding.strategy")), str(flat.get("sharding.outer", "no_shard"))
     if flat.get("mesh.dp_outer", 1) == 1:
@@ -62,15 +60,12 @@ def strategy_of(config: Mapping[str, Any]) -> str:
 
 
 def labels(configs: Mapping[Key, Mapping[str, Any]], controls: Collection[Key] = ()) -> dict[Key, str]:
-    """A label a run, such as `optim_grads, bf16`: its values of the settings in which it differs from the others.
+    """A label a run, such as `optim_grads, bf16`: its values of the settings that differ between runs.
 
-    Args:
-        configs: frozen configurations, nested or with dotted keys, by whatever runs are known by.
-        controls: which of them are controls. What an arm is called does not depend on them where there are several
-            arms: that all arms are sharded and the control is not tells no arm from another.
+    Args: configs: frozen configurations, nested or dotted. controls: keys of controls, which do not influence labels of
+    several arms.
 
-    Returns:
-        Labels that differ wherever configurations differ in what defines a run; `the only run` where there is one.
+    Returns labels that differ wherever the defining configurations differ; `the only run` for a single one.
     """
     flat = {key: _told(config) for key, config in configs.items()}
     arms = {key: own for key, own in flat.items() if key not in controls}
@@ -81,7 +76,6 @@ def labels(configs: Mapping[Key, Mapping[str, Any]], controls: Collection[Key] =
 
 
 def differing(configs: Collection[Flat]) -> list[str]:
-    """Dotted keys in which configurations differ and which others do not imply, in the order they are said."""
     return _keys({number: _told(config) for number, config in enumerate(configs)})
 
 

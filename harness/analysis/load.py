@@ -1,7 +1,7 @@
-"""The store as tables: one row a run, one row a run and step, one row a run and parameter.
+"""The store as tidy tables: one row a run, a run and step, or a run and parameter.
 
-Tables are tidy: a column is a variable, a row an observation; runs are told apart by `run`, which every table has, and
-attributes of a run stand in `runs` alone. What a run did not record is missing (NaN), never zero.
+Runs are identified by `run`, a column of every table; attributes of a run stand in `runs` alone. Missing records are
+NaN, never zero.
 """
 
 from __future__ import annotations
@@ -102,24 +102,15 @@ DAMAGED = "damaged"
 SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
 
 NEWEST = 20
-"""Steps at a record's end that a run's medians and peaks are taken over where its summary has none."""
 
 
 def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
-    """One row a run: its settings, state, and what came of it. A thousand runs take two seconds of processor time.
+    """One row a run, with the columns `RUN_COLUMNS`; a thousand runs take two seconds.
 
-    Args:
-        root: the store.
-        study: only this study's runs; all where None.
-
-    Returns:
-        The columns of `RUN_COLUMNS`: `run` (`study/name`), `label` (what tells it from the others of its study),
-        `state` and its `reason`, the settings, `mesh` (ranks by axis), then results. `microbatches` is k;
-        `step_time_s` a median without warm-up; `exposed_comm_s` (a step's time that rank 0 stood still for
-        collectives), `rss_bytes` and `sent_bytes` (of rank 0) medians or maxima of the last `NEWEST` steps;
-        `peak_bytes` tensor storage at its most, of the rank that held most, where it was measured; `accounted_bytes`
-        what rank 0's engine keeps between steps; `verdict` as `harness verdict` last gave it, if of this very run.
-        What a run did not record is missing.
+    `run` is `study/name`, `mesh` the ranks by axis, `microbatches` k, `step_time_s` a median without warm-up.
+    `exposed_comm_s`, `rss_bytes` and `sent_bytes` are rank 0's medians or maxima over the last `NEWEST` steps.
+    `peak_bytes` is the largest tensor storage of any rank, `accounted_bytes` rank 0's engine storage between steps.
+    `verdict` is the last one on this very run.
     """
     store = Store(root)
     rows = [_run_row(run) for run in store.runs(study)]
@@ -205,7 +196,6 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peak(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> float | None:
-    """Tensor storage at its most: of all ranks where measure=bench followed it, else of rank 0's allocator."""
     followed = summary.get("tensor_bytes")
     if followed:
         return float(max(followed["peak"]))
@@ -218,11 +208,8 @@ def _sent(line: Mapping[str, Any]) -> int | None:
 
 
 def steps(paths: Iterable[Path | str]) -> pd.DataFrame:
-    """One row a run and step, with the columns of `STEP_COLUMNS`; times and bytes are of rank 0.
-
-    Args:
-        paths: run directories; one whose record is damaged is left out, here and in `traffic` and `memory`.
-    """
+    """One row a run and step, with the columns `STEP_COLUMNS`; times and bytes are rank 0's. Damaged records are left
+    out."""
     rows = _rows(paths, lambda run: [_step_row(run, line) for line in iter_metrics(run.metrics)])
     return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
 
@@ -254,7 +241,7 @@ def _traffic(run: RunDir) -> list[tuple[str, str, int, int]]:
 
 
 def memory(paths: Iterable[Path | str]) -> pd.DataFrame:
-    """One row a run and role: `run`, `role`, `bytes` that rank 0's engine keeps between steps, by its own account."""
+    """One row a run and role: `run`, `role`, `bytes` of rank 0's engine between steps."""
     return pd.DataFrame(_rows(paths, _memory), columns=["run", "role", "bytes"])
 
 
@@ -264,11 +251,10 @@ def _memory(run: RunDir) -> list[tuple[str, str, int]]:
 
 
 def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFrame:
-    """One row a parameter: how far two runs' captured gradients of a step lie apart.
+    """One row a parameter: relative distance of two runs' captured gradients of a step.
 
-    Returns:
-        Columns `run` (the arm's), `tensor`, `numel`, `norm`, `distance`, `scale_error`, `standard_error`; relative to
-        the control. Empty where one of them did not capture the step.
+    Columns `run` (the arm's), `tensor`, `numel`, `norm`, `distance`, `scale_error`, `standard_error`; empty where a
+    capture is missing.
     """
     from harness.parity.record import load
     from harness.parity.tiers.gradients import compare

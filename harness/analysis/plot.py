@@ -1,7 +1,4 @@
-"""Pictures: a table and Axes in, the Axes out. Nothing here reads files, chooses a style globally or shows a window.
-
-How they are made so that a person can read them stands in `harness.analysis.drawing`.
-"""
+"""Pictures: a table and Axes in, the Axes out; no files, global styles or windows. See `harness.analysis.drawing`."""
 
 from __future__ import annotations
 
@@ -66,16 +63,10 @@ def differences(
     top: float = 0.0,
     zero: bool | None = None,
 ) -> Axes:
-    """Size of the relative difference of the loss to the control's over steps, a line a run (`stats.against`).
+    """Absolute relative loss difference to the control over steps (`stats.against`).
 
-    Args:
-        frame: of one run or more.
-        ax: where to draw.
-        styles: of its runs.
-        bounds: what rounding explains (`load.bounds`), dashed in each run's colour.
-        place: where zero stands; below all that is drawn where not given.
-        top: a size up to which the axis reaches at least.
-        zero: whether the axis has room for zero; where it is needed, if not given.
+    Args: bounds: of rounding (`load.bounds`), dashed. place: of zero, below all data by default. top: least upper end
+    of the axis. zero: room for zero; where needed by default.
     """
     styles = _styles(frame, styles)
     allowed = bounds if bounds is not None else pd.DataFrame(columns=["run", "step", "allowed"])
@@ -100,14 +91,6 @@ def differences(
 def each_difference(
     frame: pd.DataFrame, bounds: pd.DataFrame, every: Sequence[Axes], styles: Mapping[str, Style]
 ) -> None:
-    """`differences`, a panel an arm with its name above; all panels have one scale, and one legend below.
-
-    Args:
-        frame: of as many runs as there are panels.
-        bounds: what rounding explains of them.
-        every: axes, as `panels` makes them.
-        styles: of the runs.
-    """
     place = zero_place([*frame["difference"].abs(), *bounds["allowed"]])
     top = max([abs(value) for value in (*frame["difference"], *bounds["allowed"]) if math.isfinite(value)], default=0.0)
     zero, columns = bool((frame["difference"] == 0).any()), beside(len(every))
@@ -122,7 +105,6 @@ def each_difference(
 
 
 def difference_key(*, zero: bool, broken: bool) -> list[Line2D]:
-    """Legend of the lines of `differences`, for one legend of many panels; `zero`, `broken`: whether there are such."""
     found = [
         Line2D([], [], color=GREY, marker=".", label="difference to the control"),
         Line2D([], [], color=GREY, linestyle="--", label="what rounding explains"),
@@ -137,14 +119,6 @@ def difference_key(*, zero: bool, broken: bool) -> list[Line2D]:
 def gradient_distances(
     frame: pd.DataFrame, allowed: Mapping[str, float], ax: Axes, styles: Mapping[str, Style]
 ) -> Axes:
-    """Distance of every captured gradient to the control's: a row of dots a run, with a bar at what is allowed.
-
-    Args:
-        frame: as `load.gradients` makes it, of one or more runs.
-        allowed: largest distance that rounding explains, by run.
-        ax: where to draw.
-        styles: of the runs to show, in order.
-    """
     place = zero_place([*frame["distance"], *allowed.values()])
     for row, (run, own) in enumerate(styles.items()):
         found = frame.loc[frame["run"] == run, "distance"]
@@ -161,7 +135,6 @@ def gradient_distances(
 
 
 def step_times(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    """Every step's time, a row of dots a run, with a bar at the median; milliseconds from zero."""
     for row, (run, own) in enumerate(styles.items()):
         found = 1e3 * steps.loc[steps["run"] == run, "step_time_s"].dropna()
         ax.plot(found, [row] * len(found), "o", color=own.colour, markersize=5, alpha=0.35, markeredgewidth=0)
@@ -176,14 +149,10 @@ def step_times(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Ax
 def stacks(
     frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style], *, part: str, value: str, scale: float, unit: str
 ) -> Axes:
-    """A bar a run, made of parts.
+    """A stacked bar a run.
 
-    Args:
-        frame: a row a run and part.
-        ax: where to draw.
-        styles: of the runs to show, in order.
-        part: column that names the part. value: column with its size. scale: what a size is divided by.
-        unit: what the axis says.
+    Args: part: column that names the part. value: column with its size. scale: divisor of sizes. unit: label of the
+    axis.
     """
     parts = list(dict.fromkeys(frame[part]))
     for place, name in enumerate(parts):
@@ -210,8 +179,6 @@ def marks(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style], la
 
 
 def shares_of_bounds(frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    """How much of its bound each check used up (`load.evidence`): a row of dots a run, the farthest
-    one named beside it."""
     place = zero_place([*frame["used"].replace(math.inf, math.nan), 1.0])
     for row, (run, own) in enumerate(styles.items()):
         mine = frame[frame["run"] == run]
@@ -231,7 +198,6 @@ def shares_of_bounds(frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style])
 
 
 def resolutions(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    """Smallest relative error in the scale of all gradients that would have been found, a dot a run."""
     known = {run: values[run] for run in styles if run in values and values[run] == values[run]}
     place = zero_place(known.values())
     for row, (run, own) in enumerate(styles.items()):
@@ -246,7 +212,6 @@ def resolutions(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Styl
 
 
 def rates(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Shares with their intervals (`stats.rates`), per cent, a row each, with the counts beside them."""
     for row, each in enumerate(frame.itertuples()):
         colour = COLOURS[row % len(COLOURS)]
         ax.plot([100 * each.low, 100 * each.high], [row, row], color=colour, linewidth=2)
@@ -268,7 +233,6 @@ def _of(frame: pd.DataFrame, run: str, names: Sequence[str], part: str, value: s
 
 
 def _not_numbers(ax: Axes, at: pd.Series, values: pd.Series, colour: str, *, upright: bool = True) -> None:
-    """Crosses where a value is not finite: at the upper edge, or at the right one where values go to the right."""
     broken = at[~np.isfinite(values.astype(float).to_numpy())]
     if len(broken):
         edge = [0.97 if upright else 0.985] * len(broken)

@@ -17,19 +17,9 @@ WARM_UP = 1
 
 
 def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataFrame:
-    """Relative difference of a column to the control's at the same step.
+    """Columns `run`, `step`, `difference` = (arm - control) / |control|, for steps that both have; 0 for two zeros.
 
-    Args:
-        steps: as `load.steps` makes it.
-        control: the `run` all others are compared with.
-        column: what is compared.
-
-    Returns:
-        Columns `run`, `step`, `difference` = (arm - control) / |control|, for every run but the control and every step
-        that both have; two zeros differ by 0.
-
-    Raises:
-        ValueError: the control is not in the table.
+    Raises `ValueError`: the control is not in the table.
     """
     held = steps.loc[steps["run"] == control, ["step", column]]
     if held.empty:
@@ -42,15 +32,9 @@ def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataF
 
 
 def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
-    """Cost of a step of each run.
+    """One row a run: `run`, `step_time_s` (median), `sent_bytes` (rank 0's median per step), `rss_bytes` (maximum).
 
-    Args:
-        steps: as `load.steps` makes it.
-        warm_up: first steps left out.
-
-    Returns:
-        One row a run: `run`, `step_time_s` (median), `sent_bytes` (median; bytes rank 0 sends a step), `rss_bytes`
-        (largest). The unit of repetition is the run: steps within one are not independent, so there is no interval.
+    The unit of repetition is the run: its steps are not independent, so there is no interval.
     """
     warm = steps[steps["step"] > warm_up].groupby("run", sort=False)
     columns = {
@@ -62,11 +46,10 @@ def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
 
 
 def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
-    """Where a step's time goes: a row a run and part, `run`, `part`, `seconds` (median over steps).
+    """One row a run and part of a step's time: `run`, `part`, `seconds` (median over steps).
 
-    The parts are those of `PARTS`, and `other`: what a step takes beside them. A run that does not tell its forward
-    apart has no forward and no backward; both are in `other`. Runs that did not record `other_s` may have counted
-    their checks among the parts, which then exceed the step: nothing is told apart of these.
+    `other` is the rest of the step, and includes forward and backward where a run does not separate them. Parts of runs
+    without `other_s` may exceed the step, and are left out.
     """
     rows: list[tuple[str, str, float]] = []
     for run, own in steps[steps["step"] > warm_up].groupby("run", sort=False):
@@ -84,13 +67,8 @@ def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
 def rates(pairs: pd.DataFrame, by: str, hit: str) -> pd.DataFrame:
     """Shares of pairs, with two-sided 95 % intervals (Clopper and Pearson, Biometrika 26, 1934).
 
-    Args:
-        pairs: a row a trial.
-        by: column that says which trials belong together.
-        hit: column that says whether a trial is a hit.
-
-    Returns:
-        `name`, `hits`, `of`, `share`, `low`, `high`, in the order in which names first appear.
+    Columns `name`, `hits`, `of`, `share`, `low`, `high`, in the order in which names first appear. Args: by: column of
+    the group. hit: boolean column.
     """
     rows = [(name, int(own[hit].sum()), len(own)) for name, own in pairs.groupby(by, sort=False)]
     found = [(name, hits, of, hits / of, *interval(hits, of)) for name, hits, of in rows]
@@ -98,7 +76,6 @@ def rates(pairs: pd.DataFrame, by: str, hit: str) -> pd.DataFrame:
 
 
 def interval(hits: int, of: int, outside: float = 0.05) -> Sequence[float]:
-    """Lower and upper bound of a share, by Clopper and Pearson; `outside` is what both tails hold together."""
     from scipy.special import betaincinv
 
     low = float(betaincinv(hits, of - hits + 1, outside / 2)) if hits else 0.0

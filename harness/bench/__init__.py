@@ -1,4 +1,4 @@
-"""What a step costs each arm of a timed study, and how sure that is. A reader: it looks at the store and nothing else.
+"""Step times of a timed study's arms, with intervals; reads nothing but the store.
 
 `report(root, study) -> Report`; `text`, `markdown` and `Report.as_json` show it.
 """

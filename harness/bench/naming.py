@@ -1,4 +1,4 @@
-"""What rows and groups of rows are called: their strategy, and the settings that tell them from their like."""
+"""Names of rows and groups of rows: their strategy, and the settings that distinguish them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ VARIED = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp")
 
 
 def details(arms: Mapping[str, Config]) -> dict[str, str]:
-    """By arm, the settings in which it differs from others of its engine and strategy; a dtype policy by its name."""
     flat = {arm: flatten({group: config[group] for group in VARIED}) for arm, config in arms.items()}
     kinds = {arm: (config["engine"]["name"], strategy_of(config)) for arm, config in arms.items()}
     found = {}
@@ -33,7 +32,6 @@ def differing(settings: Sequence[Flat]) -> list[str]:
 
 
 def title(settings: Flat, keys: Sequence[str]) -> str:
-    """One of several groups of rows, by what tells it from the others; its model where nothing does."""
     named = [key for key in keys if key.endswith(".name")]
     named += [key for key in keys if key == "mesh.world_size"]
     return ", ".join(f"{key}={settings[key]}" for key in named or keys) or str(settings["model.name"])

@@ -26,10 +26,11 @@ OTHERS_LIMIT_CORES = 0.25
 
 @dataclass(frozen=True)
 class Process:
-    """Report of one run. Times are seconds, sizes bytes; None where a thing was not observed."""
+    """One timed run. Times are seconds, sizes bytes; None where not observed."""
 
     run: str
     arm: str
+    """Hash of the configuration without the repetition: the same for all blocks of an arm."""
     block: int
     config: Mapping[str, Any]
     ended: str
@@ -38,36 +39,33 @@ class Process:
     parts: Mapping[str, float | None]
     tokens: int
     loss: float
+    """Loss of the last step, in nats a token."""
     comm: Mapping[str, Mapping[str, int]]
-    """Traffic sent by rank 0 in the last step, by kind: count and bytes."""
+    """Collectives that rank 0 sent in the last step, by kind: count and bytes."""
     persistent_bytes: int | None
+    """Tensor storage between steps, of the rank with most."""
     peak_bytes: int | None
+    """Largest tensor storage within a settled step, of the rank with most."""
     growth_bytes: int | None
-    """Growth of tensor storage in the step that was taken for settled; 0 where it was."""
     outside_bytes: int | None
-    """Device memory beside tensors and their allocator, of the rank with most: NCCL's buffers and libraries'
-    work spaces. None on CPU, and where ranks share a device."""
+    """Device memory outside the allocator (NCCL buffers, work spaces), of the rank with most. None on CPU and shared
+    devices."""
     accounted_bytes: int
-    """Bytes that rank 0's engine reports."""
     rss_bytes: int
-    """Largest resident set of rank 0 over timed steps."""
     load: float
     others_cores: float
     origin: Mapping[str, Any]
 
     @property
     def median_s(self) -> float:
-        """Median of its timed steps: the number that stands for the process."""
         return statistics.median(self.step_s)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes rank 0 sends in a step."""
         return sum(kind["bytes"] for kind in self.comm.values())
 
     @property
     def disturbance(self) -> str:
-        """Other load of the machine, where that was much; else empty."""
         ranks, found = int(self.config["mesh"]["world_size"]), []
         if self.load > ranks + 1:
             found.append(f"load average {self.load:.1f} with {counted(ranks, 'rank')}")
@@ -77,10 +75,9 @@ class Process:
 
 
 def load(path: Path) -> Process | str:
-    """Read a run, or say why it cannot be used: it is not done, or its record is not whole.
+    """A timed run, or why it cannot be used: not done, or an incomplete record.
 
-    Raises:
-        StoreError: the run's directory is not what it should be.
+    Raises `StoreError`: the run's directory is malformed.
     """
     run = RunDir(path)
     state = status.effective(path)
@@ -133,10 +130,6 @@ def _number(value: Any) -> Any:
 
 
 def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
-    """From the followed allocator on CPU, from CUDA's own counters in timed steps elsewhere: of the rank with most.
-
-    Records of before every rank told have rank 0's counters alone.
-    """
     followed = summary.get("tensor_bytes")
     if followed is not None:
         return {
@@ -157,18 +150,17 @@ def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> 
 
 
 def median(values: Sequence[float | None]) -> float | None:
-    """None where one of them is."""
     seen = [value for value in values if value is not None]
     return statistics.median(seen) if len(seen) == len(values) else None
 
 
 def arm_of(config: Mapping[str, Any]) -> str:
-    """Hash of all that defines a run but the number of its repetition."""
+    """Hash of the configuration without the number of its repetition."""
     return _hash(config)
 
 
 def workload_of(config: Mapping[str, Any]) -> str:
-    """Hash of what is trained: an arm without its engine and what that splits."""
+    """Hash of the configuration without the engine and its sharding."""
     return _hash(config, without=("engine", "sharding"))
 
 

@@ -1,4 +1,4 @@
-"""A report as text for the terminal and as Markdown for docs/: the same rows, nothing left out of either."""
+"""A report as text for the terminal and as Markdown for docs/, with the same rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ LEGEND = (
 
 
 def text(report: Report) -> str:
-    """A report for the terminal, without a trailing newline and without what to type next."""
     room = screen.width()
 
     def prose(*lines: str) -> list[str]:
@@ -59,12 +58,6 @@ def text(report: Report) -> str:
 
 
 def markdown(report: Report, command: str) -> str:
-    """A report as a page: what was run, on what, every row, and what speaks against the numbers.
-
-    Args:
-        report: what to show.
-        command: what makes the runs and the page, as typed.
-    """
     parts = [
         "# Step time, memory and traffic of the engines",
         f"*Record. {report.question} Made by `{command}`; every number, run by run, in "
@@ -106,17 +99,14 @@ def _target_cells(target: Target) -> tuple[str, ...]:
 
 
 def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds with one decimal; `-` for None."""
     return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def mib(num_bytes: int | None) -> str:
-    """Bytes as MiB with two decimals; `-` for None."""
     return "-" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
 def interval_text(found: Interval | None) -> str:
-    """A ratio with its interval, and whether that includes 1; `-` for None."""
     if found is None:
         return "-"
     marked = " includes 1" if found.includes_one else ""
@@ -168,7 +158,6 @@ def _sizes(regime: Regime) -> str:
 
 
 def machine_lines(report: Report) -> Iterator[str]:
-    """Machine and date of a report's runs, as Markdown list items."""
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""

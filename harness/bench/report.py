@@ -1,4 +1,4 @@
-"""From the runs of a timed study to rows, ratios, and everything that speaks against them."""
+"""From the runs of a timed study to rows, ratios, and caveats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from harness.store.study import read_study
 NATIVE = "native"
 
 SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
-"""Facts that must be equal in all runs for their times to be compared, beside the versions of what they load."""
 
 
 GROWTH_LIMIT = 1e-3
@@ -32,7 +31,7 @@ GROWTH_LIMIT = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One arm. Times are seconds, sizes bytes: medians over its processes, of each process's own median."""
+    """One arm. Times are seconds, sizes bytes: medians over processes, of each process's own median."""
 
     engine: str
     strategy: str
@@ -41,7 +40,9 @@ class Row:
     blocks: tuple[int, ...]
     step_s: float
     iqr_steps_s: float
+    """Interquartile range of steps within a process: median over processes."""
     iqr_blocks_s: float
+    """Interquartile range of the processes' medians."""
     parts: dict[str, float | None]
     tokens_per_s: float
     peak_bytes: int | None
@@ -52,7 +53,7 @@ class Row:
     comm: dict[str, dict[str, int]]
     loss: float
     ratio: Interval | None
-    """The arm's step time over the reference's, with its interval; None for the reference."""
+    """Step time over the reference's, with its interval; None for the reference."""
 
     @property
     def name(self) -> str:
@@ -61,8 +62,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """The native engine against the best of all others that split the same, in the same dtypes."""
-
     strategy: str
     native: str
     best: str
@@ -95,11 +94,12 @@ class Report:
     processes: tuple[Process, ...]
     missing: dict[str, str]
     notes: tuple[str, ...]
+    """Caveats: disturbed blocks, arms rerun later, tensors that still grew."""
     mixed: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 whole, 3 where cells are missing, 4 where the runs cannot be compared."""
+        """0 complete, 3 with missing cells, 4 where the runs cannot be compared."""
         return 4 if self.mixed else 3 if self.missing else 0
 
     def as_json(self) -> dict[str, Any]:
@@ -109,11 +109,7 @@ class Report:
 
 
 def report(root: Path | str, study: str) -> Report:
-    """Read a study as it was last asked for.
-
-    Raises:
-        BadRequest: there is no such study, or none of its runs is timed and done.
-    """
+    """Raises `BadRequest`: there is no such study, or none of its runs is timed and done."""
     record = read_study(Path(root), study)
     if record is None:
         raise unknown(f"bench {study}", Path(root), study)
@@ -155,7 +151,6 @@ def _load(path: Path) -> Process | str:
 
 
 def _of_one_source(processes: Sequence[Process]) -> tuple[list[Process], list[str]]:
-    """Runs of the sources most runs were made by, and the names of the rest."""
     digests = Counter(process.origin.get("sources_digest") for process in processes)
     common = digests.most_common(1)[0][0]
     kept = [process for process in processes if process.origin.get("sources_digest") == common]
@@ -187,7 +182,6 @@ def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Ite
 
 
 def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list[list[Process]]:
-    """Runs that are compared: those whose references train the same thing. An arm without one stands for itself."""
     configs = {process.arm: process.config for process in processes}
     groups: dict[str, list[Process]] = {}
     for process in processes:
@@ -197,7 +191,6 @@ def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list
 
 
 def _settings(group: Sequence[Process], references: Mapping[str, str]) -> dict[str, Any]:
-    """Trained model: as the reference does it, with every dtype policy there is."""
     process = next((one for one in group if references.get(one.arm) == one.arm), group[0])
     kept = ("model", "data", "optimizer", "train", "dtype", "numerics", "mesh", "measure")
     found = flatten({name: process.config[name] for name in kept})
@@ -259,7 +252,6 @@ def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Row]) -> 
 
 
 def _splits(process: Process) -> list[Any]:
-    """Facts that two engines must share for their times to be held against each other."""
     return [process.config[group] for group in ("sharding", "dtype", "mesh")]
 
 
@@ -276,7 +268,6 @@ def _notes(processes: Sequence[Process]) -> Iterable[str]:
 
 
 def _late(processes: Sequence[Process]) -> Iterable[str]:
-    """Runs that ended after the first one of a later block: they did not share their block's minutes."""
     begun: dict[int, str] = {}
     for process in processes:
         begun[process.block] = min(begun.get(process.block, process.ended), process.ended)
@@ -297,13 +288,11 @@ def _mixed(processes: Sequence[Process]) -> Iterable[str]:
 
 
 def _fact(process: Process, key: str) -> Any:
-    """One fact of a process's machine; hosts, named once a rank, each once: arms may differ in their ranks."""
     held = process.origin.get(key)
     return sorted(set(held)) if key == "hosts" and held is not None else held
 
 
 def machine(processes: Sequence[Process]) -> dict[str, Any]:
-    """Machine, versions and commit of the runs; by which versions and commit."""
     origin = processes[0].origin
     git = origin.get("git") or {}
     return {
@@ -333,7 +322,6 @@ def _process_json(process: Process) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Plain values with None in place of every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,19 +1,16 @@
 """Ratios of step times over blocks, with intervals.
 
-The unit is the process: steps of one process share its memory layout, its placement and its minute of the machine, so
-they are summarised first, by their median. A block holds one process of every arm. An interval is a percentile
-bootstrap of the ratio of medians: whole blocks are drawn again, so that arms stay paired. With up to 5 blocks all n**n
-draws are gone through, and there is no Monte Carlo error.
+The unit is the process: its steps share memory layout, placement and minute, so their median stands for it. A block
+holds one process of every arm. An interval is a percentile bootstrap of the ratio of medians over whole blocks,
+exhaustive (n**n draws) for up to 5 blocks.
 
-[Note: The best of several] The smallest of several noisy medians is too small on average, so a ratio to the best peer
-is too large. Drawing the choice anew in each resample repeats that error instead of removing it: simulated with four
-peers of equal speed and 5 blocks, such an interval held the truth in 77 % of cases. Here the arm is held against each
-peer on its own, and the interval runs from the largest of the lower ends (each at the tail divided by the number of
-peers) to the largest of the upper ends: an arm is faster than the best if it is faster than each, slower if it is
-slower than any. Same simulation: 92 %. tests/bench/test_stats.py repeats it.
+[Note: The best of several] The smallest of several noisy medians is biased low, and resampling the choice repeats the
+bias: 77 % coverage with four equal peers and 5 blocks. Here the arm is compared with each peer, each lower tail divided
+by the number of peers; the interval runs from the largest lower to the largest upper end: 92 %
+(tests/bench/test_stats.py).
 
-[Note: Few blocks] The interval of a median over n blocks never reaches beyond the smallest and the largest of them, and
-so covers at most 1 - 2 * 0.5**n: 75 % for 3, 93.75 % for 5, more than 95 % from 6 on. Reports say so.
+[Note: Few blocks] The interval of a median over n blocks covers at most 1 - 2 * 0.5**n: 75 % for 3, 93.75 % for 5, more
+than 95 % from 6 on. Reports say so.
 """
 
 from __future__ import annotations
@@ -50,22 +47,16 @@ class Interval:
 
     @property
     def most_coverage(self) -> float:
-        """Best coverage of an interval of so few blocks, of the nominal `CONFIDENCE`."""
+        """Largest coverage that an interval of so few blocks can reach, at most the nominal `CONFIDENCE`."""
         return min(CONFIDENCE, 1.0 - 2.0 * 0.5**self.blocks)
 
 
 def median_ratio(times: Sequence[float], others: Sequence[Sequence[float]]) -> Interval | None:
     """Median of one arm's times over the smallest of the others' medians, paired by block.
 
-    Args:
-        times: seconds, one a block.
-        others: the same for every other arm, over the same blocks. See [Note: The best of several].
+    Args: times: seconds, one a block. others: the same for every other arm. See [Note: The best of several].
 
-    Returns:
-        None with fewer than `LEAST_BLOCKS` blocks.
-
-    Raises:
-        ValueError: there is nothing to divide by, or the blocks are not the same.
+    Returns None with fewer than `LEAST_BLOCKS` blocks. Raises `ValueError`: no others, or other blocks.
     """
     import numpy as np
 
@@ -94,6 +85,6 @@ def _draws(blocks: int) -> NDArray[np.intp]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Distance between the quartiles, by linear interpolation; 0 of a single value."""
+    """Interquartile range by linear interpolation; 0 of a single value."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (0.0, 0.0, 0.0)
     return high - low

@@ -1,4 +1,4 @@
-"""Two versions of the code as arms, and the first commit between two that differs."""
+"""Comparison of two versions of the code, and the first commit between them that differs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,10 @@ class Compared:
 
 
 def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
-    """Is the run that `new` makes still the one that `old` makes? Runs of either are made once, and used again.
+    """Verdict on the run of `new` against that of `old`; runs are made once and reused.
 
-    Args:
-        request: what both are asked.
-        old: the revision that is the control.
-        new: the revision that is held against it.
-        tell: is given progress.
-
-    Raises:
-        BadRequest: there is no such revision, one of them does not compose the request, or the disk has no room for
-            their runs; then nothing was run.
-        KeyboardInterrupt: we were asked to stop.
+    Raises `BadRequest` (no such revision, the request does not compose, or no room on disk; nothing was run) and
+    `KeyboardInterrupt`.
     """
     request.check()
     repository = Repository.own(request.root)
@@ -90,7 +82,6 @@ def _judge(request: Request, arm: Version, run: Path, control: Version, control_
 
 
 def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
-    """Next commands: run directories of two versions can be looked at, but only we can judge or make them."""
     looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
     again = ("compare", "--code", control.word, arm.word)
     if verdict.outcome is Outcome.NOT_COMPARABLE and not unfit(verdict):
@@ -127,18 +118,10 @@ class Culprit:
 
 
 class Bisection:
-    """Trials along a history, each held against the good end."""
-
     def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
-        """
-        Args:
-            request: what every version is asked.
-            good: the revision all others are held against.
-            bad: a revision built on it, or WORKTREE.
-            tell: is given a line a trial.
+        """Raises `BadRequest`: a revision is unknown, or `bad` is not built on `good`.
 
-        Raises:
-            BadRequest: a revision is unknown, or the two are no history.
+        Args: good: revision of the control. bad: a revision built on it, or WORKTREE. tell: called with a line a trial.
         """
         request.check()
         if good == WORKTREE:
@@ -155,12 +138,10 @@ class Bisection:
         self._number = itertools.count(1)
 
     def find(self) -> Culprit:
-        """Try versions by halves.
+        """Bisect; a repeated call reuses finished runs.
 
-        Raises:
-            BadRequest: an end cannot be run, or they do not differ.
-            NoRoom: the disk has too little left, at the beginning or for a trial; asked again, the search goes on.
-            KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
+        Raises `BadRequest`: an end cannot be run, or they do not differ. `NoRoom`: the disk is too full.
+        `KeyboardInterrupt`.
         """
         self._line = self._repository.between(self.good, self.bad)
         ends = [Snapshot(self._repository, version) for version in (self.good, self.bad)]

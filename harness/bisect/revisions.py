@@ -1,11 +1,11 @@
-"""Versions of the code as an axis: a revision of this repository becomes files of its own that a run can be made from.
+"""Versions of the code as an axis: a revision of this repository becomes a folder of its own to run from.
 
-[Note: Nothing of the user's is touched] Files are written through an index of our own, and what only the working tree
-holds goes into an object store of our own. Neither the user's index nor branches, stashes or files change.
+[Note: Nothing of the user's is touched] Files are written through a separate index, and contents only in the working
+tree go into a separate object store. The user's index, branches, stashes and files do not change.
 
-    <root>/.code/objects             contents that no commit holds (WORKTREE)
-    <root>/.code/<tree>/files        the version, read-only; named by its git tree, so equal versions are one
-    <root>/.code/<tree>/runs/<words> a store for each request: runs of two versions may bear one name
+`<root>/.code/objects` holds contents without a commit (WORKTREE). `<root>/.code/<tree>/files` is the version,
+read-only, named by its git tree, so that equal versions are one. `<root>/.code/<tree>/runs/<words>` is a store for each
+request: runs of two versions may have one name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.store.provenance import OF_ANOTHER, PACKAGE
 
 
 class GitError(StoreError):
-    """Error text of git."""
+    """Message of git."""
 
 
 WORKTREE = "WORKTREE"
@@ -40,8 +40,8 @@ FIELDS = "%H%x09%T%x09%s"
 class Version:
     """One version of the code.
 
-    asked: the revision as typed. commit: its commit, 40 digits; of WORKTREE the one it is based on. tree: its git tree.
-    subject: first line of the commit's message.
+    asked: revision as typed. commit: 40 digits; the base of WORKTREE. tree: git tree. subject: first line of the
+    message.
     """
 
     asked: str
@@ -51,14 +51,13 @@ class Version:
 
     @property
     def label(self) -> str:
-        """How a sentence names this version: `main (1a2b3c4)`, or the commit alone."""
+        """`main (1a2b3c4)`, or the commit alone."""
         if self.asked == WORKTREE:
             return f"{WORKTREE} (on {self.commit[:SHORT]})"
         return self.word if self.commit.startswith(self.asked) else f"{self.asked} ({self.commit[:SHORT]})"
 
     @property
     def word(self) -> str:
-        """Word to type for the version, whatever branches do in the meantime."""
         return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
 
     @property
@@ -68,20 +67,14 @@ class Version:
 
 class Repository:
     def __init__(self, top: Path, cache: Path) -> None:
-        """
-        Args:
-            top: the checkout.
-            cache: `<root>/.code`; made when something is written.
-        """
+        """top: the checkout. cache: `<root>/.code`, made at the first write."""
         self.top, self.cache = top, cache
 
     @classmethod
     def own(cls, root: Path | str) -> Repository:
-        """The repository of the code that runs here, with its versions kept under the store's `root`.
+        """Repository of the running code, with versions cached under the store's `root`.
 
-        Raises:
-            BadRequest: there is none, as where the package was installed from a wheel; or Python could not import a
-                version from there.
+        Raises `BadRequest`: none (a wheel), or Python could not import a version from there.
         """
         home = PACKAGE.parent
         cache = Path(root).expanduser().absolute() / FOLDER
@@ -98,11 +91,7 @@ class Repository:
         return cls(home, cache)
 
     def version(self, revision: str) -> Version:
-        """Resolve a revision.
-
-        Raises:
-            BadRequest: git knows no such commit.
-        """
+        """Raises `BadRequest`: git knows no such commit."""
         if revision == WORKTREE:
             return self._worktree()
         commit = self._commit(revision) or self._commit(f"origin/{revision}")  # a clone has its own branch alone
@@ -149,21 +138,18 @@ class Repository:
         return True
 
     def fork(self, one: str, other: str) -> str:
-        """The commit at which two histories part, short; empty where they share none."""
         try:
             return self._git("merge-base", one, other).strip()[:SHORT]
         except GitError:
             return ""
 
     def parents(self, version: Version) -> list[str]:
-        """Commits a commit was made from, short; two or more for a merge."""
         return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
 
     def between(self, good: Version, bad: Version) -> list[Version]:
         """`good` to `bad`, both included, oldest first: first parents of `bad` that were built on `good`.
 
-        A branch that was merged is one step, its merge: what people worked on elsewhere, on states that were never
-        this branch's, is not tried.
+        A merged branch is one step, its merge: commits inside it never were states of this branch.
         """
         span = f"{good.commit}..{bad.commit}"
         built_on_good = set(self._git("rev-list", "--ancestry-path", span).split())
@@ -173,11 +159,9 @@ class Repository:
         return [good, *chain, bad] if bad.asked == WORKTREE else [good, *chain[:-1], bad]
 
     def files(self, version: Version) -> Path:
-        """The folder that holds a version's files; made whole or not at all, and used again.
+        """Folder of a version's files, created atomically and reused.
 
-        Raises:
-            BadRequest: git cannot write them.
-            OSError: the store cannot be written.
+        Raises `BadRequest` (git cannot write them) and `OSError` (the store cannot be written).
         """
         target = self.folder(version) / "files"
         if target.is_dir():
@@ -200,7 +184,6 @@ class Repository:
 
     @contextlib.contextmanager
     def _own_index(self) -> Iterator[dict[str, str]]:
-        """Variables under which git neither reads nor writes the user's index, and writes no object of theirs."""
         objects = self.cache / "objects"
         objects.mkdir(parents=True, exist_ok=True)
         theirs = self._git("rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
@@ -237,11 +220,7 @@ def _protect(folder: Path) -> None:
 
 
 def _rename(draft: Path, target: Path) -> None:
-    """Put a folder in its place.
-
-    Raises:
-        FileExistsError: another request was faster.
-    """
+    """Raises `FileExistsError`: another request was faster."""
     try:
         os.rename(draft, target)
     except OSError as error:

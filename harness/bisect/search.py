@@ -1,6 +1,6 @@
-"""Where a difference comes from: the first of a line of versions that differs, the smallest set of changes that does.
+"""Search for the first version that differs, and for the smallest set of changes that does.
 
-Pure: both ask a test, which answers `same`, `differs` or `unresolved`, and never ask it twice about one thing.
+Pure: tests return `same`, `differs` or `unresolved`, and are called once per candidate.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """Where a line of versions changes: the last that is the same and the first that differs, by position.
+    """Location of a change: positions of the last version that is the same and the first that differs.
 
-    Everything between the two could not be tried: the change lies in one of them, or in `differs`.
+    Versions between the two could not be tried; the change lies in one of them, or in `differs`.
     """
 
     same: int
@@ -31,16 +31,14 @@ class Span:
 
 
 def first_differing(count: int, test: Callable[[int, int], Answer]) -> Span:
-    """Find a position that differs and whose predecessor is the same, by halving.
+    """Position that differs, with a predecessor that is the same, by halving.
 
-    Where versions once different stay so, that is the first that differs, found in log2(count) trials. A line that
-    turns more than once has several such places, and one of them is found. A position that cannot be tried splits what
-    is left: its outer gaps are halved first, which finds both ends of a broken stretch in a few trials. Only a change
-    inside the stretch makes us try all of it.
+    If versions stay different, that is the first to differ, in log2(count) trials; otherwise one of several. An
+    untestable position splits the rest, and its outer gaps are halved first, which finds both ends of a broken stretch
+    early.
 
-    Args:
-        count: of versions, two or more; the first is the same, the last differs, and neither is tried.
-        test: is given a position, and about how many trials are left with this one.
+    Args: count: of versions, at least 2; neither the first (same) nor the last (differs) is tried. test: takes a
+    position and the approximate number of remaining trials.
     """
     same, differs, broken = 0, count - 1, set[int]()
     while True:
@@ -68,15 +66,14 @@ Change = TypeVar("Change", bound=Hashable)
 
 
 def smallest(changes: Sequence[Change], test: Callable[[tuple[Change, ...]], Answer]) -> tuple[Change, ...]:
-    """A subset that differs, of which no single change can be left out: `ddmin`.
+    """1-minimal subset that differs (`ddmin`): without any single change it does not.
 
     A. Zeller and R. Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE Transactions on Software
-    Engineering 28(2), 2002. Parts are tried first, then what is left without each part, then smaller parts. Subsets
-    that cannot be tried count as not differing. Minimal in that sense (1-minimal), not the smallest of all.
+    Engineering 28(2), 2002. Parts come first, then complements, then smaller parts. Unresolved subsets count as the
+    same.
 
-    Args:
-        changes: all of them, which together differ; neighbours are kept in one part as long as possible.
-        test: is given a subset in their order; never the empty one, nor all.
+    Args: changes: together they differ; neighbours stay in one part as long as possible. test: takes a subset in their
+    order, never empty nor all.
     """
     answers: dict[tuple[Change, ...], Answer] = {tuple(changes): Answer.differs, (): Answer.same}
 

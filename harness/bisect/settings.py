@@ -1,7 +1,7 @@
-"""The smallest set of settings that makes two runs differ: delta debugging over their configurations.
+"""Smallest set of settings that makes two runs differ: delta debugging over their configurations.
 
-Every trial is the good run's frozen cell with some of the bad run's settings, run in the study `bisect` and held
-against the good cell, which is run there too: so old or distant runs serve as descriptions alone.
+Every trial is the good run's frozen cell with some of the bad run's settings, in the study `bisect`, against the good
+cell, which is run there too. So old or distant runs serve as descriptions alone.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ OURS = {
 @dataclass(frozen=True)
 class Responsible:
     settings: tuple[tuple[str, Any, Any], ...]
+    """Name, good value and bad value of each; a 1-minimal set."""
     of: int
     verdict: Verdict
     next: tuple[str, ...]
@@ -66,16 +67,10 @@ class Responsible:
 
 class KeySearch:
     def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
-        """
-        Args:
-            request: overrides put over both cells before anything else, and where runs lie.
-            good: the run whose cell all trials start from: a path, a prefix of a signature or `@last`.
-            bad: the run whose settings are tried.
-            tell: is given a line a trial.
+        """request: overrides over both cells, and the store. good, bad: a path, a prefix of a signature or `@last`.
+        tell: called with a line a trial.
 
-        Raises:
-            StoreError: there is no such run.
-            BadRequest: their cells cannot be composed any more, or do not differ.
+        Raises `StoreError`: there is no such run. `BadRequest`: their cells do not compose any more, or do not differ.
         """
         check_words(request.words)
         self._store = Store(request.root)
@@ -97,12 +92,10 @@ class KeySearch:
         return found
 
     def find(self) -> Responsible:
-        """Try subsets.
+        """Search; a repeated call reuses finished runs.
 
-        Raises:
-            BadRequest: the two cells cannot be run, or do not differ.
-            NoRoom: the disk has too little left, at the beginning or for a trial; asked again, the search goes on.
-            KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
+        Raises `BadRequest`: the two cells cannot be run, or do not differ. `NoRoom`: the disk is too full.
+        `KeyboardInterrupt`.
         """
         names = tuple(self._values)
         control = self._cell(())
@@ -146,11 +139,7 @@ class KeySearch:
         return verdict
 
     def _cell(self, names: tuple[str, ...]) -> Cell:
-        """The good cell with some of the bad one's settings.
-
-        Raises:
-            BadRequest: the rules refuse it.
-        """
+        """Raises `BadRequest`: the rules refuse the good cell with these settings changed."""
         mixed = deepcopy(self._good)
         for name in names:
             *path, last = name.split(".")

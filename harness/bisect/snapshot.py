@@ -1,7 +1,8 @@
-"""A version of the code at work: its own `run.py` composes and trains, under this interpreter, in a store of its own.
+"""Runs of another version of the code: its own `run.py` composes and trains, under this interpreter, in a store of its
+own.
 
-What a version is asked stays words: it reads them with its own schema, its own `conf/` and its own rules. All we rely
-on across versions is `run.py`, `launch.root`, `launch.dry_run`, and what a run directory holds.
+A request stays words, read with the version's own schema, `conf/` and rules. Across versions only `run.py`,
+`launch.root`, `launch.dry_run` and the run directory are shared.
 """
 
 from __future__ import annotations
@@ -36,11 +37,7 @@ OURS = {
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse what cannot be asked of a version, or of a trial.
-
-    Raises:
-        BadRequest: a setting is ours to choose.
-    """
+    """Raises `BadRequest`: a setting of `OURS` in a request."""
     for word in words:
         if why := OURS.get(word.partition("=")[0]):
             raise refuse(word, why, fix="leave it out")
@@ -48,10 +45,9 @@ def check_words(words: Sequence[str]) -> None:
 
 class Snapshot:
     def __init__(self, repository: Repository, version: Version) -> None:
-        """Write the version's files, unless they are there.
+        """Write the version's files, unless present.
 
-        Raises:
-            BadRequest: it has no `run.py`, or Python would import another copy of the package.
+        Raises `BadRequest`: it has no `run.py`, or Python would import another copy of the package.
         """
         self.version = version
         self._folder = repository.folder(version)
@@ -62,11 +58,7 @@ class Snapshot:
         self._check_import()
 
     def check(self, words: Sequence[str]) -> None:
-        """Let the version compose the request, and start nothing.
-
-        Raises:
-            BadRequest: it does not; with its own message.
-        """
+        """Compose the request, and start nothing. Raises `BadRequest` with the version's message."""
         if self.done(words) is not None:
             return
         log = self._store(words).with_suffix(".check.log")
@@ -74,11 +66,10 @@ class Snapshot:
             raise self._refusal(log)
 
     def run(self, words: Sequence[str]) -> Path:
-        """The run directory of the request, run if it is not done; look at its state for how it ended.
+        """Run directory of the request, run if not done; its state tells the outcome.
 
-        Raises:
-            BadRequest: the version does not compose the request, or made no run; with its own message.
-            KeyboardInterrupt: we were asked to stop, and so was the run; asked again, it goes on.
+        Raises `BadRequest`: it does not compose, or made no run; with the version's message. `KeyboardInterrupt` stops
+        the run too; a repeated call resumes it.
         """
         with self._alone(words):
             if (done := self.done(words)) is not None:

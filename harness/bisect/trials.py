@@ -1,4 +1,4 @@
-"""What comparing versions, and the two searches, share: the request in words, and what a verdict says of one trial."""
+"""Request and verdict of one trial, for comparing versions and both searches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ ROOM = "--root A_FOLDER_WITH_ROOM, ckpt=none, or a smaller measure.capture_limit
 
 @functools.cache
 def _kept(words: tuple[str, ...]) -> Kept | None:
-    """Least bytes that a run of this request keeps; None where this version cannot be asked for it."""
     try:
         return kept(compose((*words, "launch.dry_run=true")).typed)
     except (BadRequest, HydraException, OmegaConfBaseException):
@@ -37,8 +36,10 @@ def _kept(words: tuple[str, ...]) -> Kept | None:
 
 @dataclass(frozen=True)
 class Request:
-    """Request of every trial: overrides as typed, where runs lie, and what counts as a difference: any unequal bit
-    (`bitwise`), what is in doubt (`undecided`)."""
+    """Overrides of every trial, its store, and the criterion of a difference.
+
+    bitwise: any unequal bit. undecided: doubtful verdicts count.
+    """
 
     words: tuple[str, ...] = ()
     root: str = "runs"
@@ -46,11 +47,8 @@ class Request:
     undecided: bool = False
 
     def check(self) -> None:
-        """Refuse what no version could answer.
-
-        Raises:
-            BadRequest: a setting is not the request's to choose, or bits are demanded where sums have no order.
-        """
+        """Raises `BadRequest`: a setting is not the request's to choose, or bits are demanded where sums have no
+        order."""
         check_words(self.words)
         modes = [word.partition("=")[2] for word in self.words if word.startswith(("numerics=", "numerics.mode="))]
         if self.bitwise and not set(modes) & set(REPEATABLE):
@@ -58,17 +56,9 @@ class Request:
             raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
 
     def check_room(self, count: int, folder: Path) -> None:
-        """Refuse runs that the disk will not hold.
+        """Raises `NoRoom`: `count` new runs under `folder` do not fit the disk.
 
-        What a run keeps is reckoned by the schema of the code that runs here; what only other versions can be asked is
-        left to them, who look whether each run fits.
-
-        Args:
-            count: of runs that are not there yet.
-            folder: under which they will lie.
-
-        Raises:
-            NoRoom: nothing was started.
+        Sizes follow this code's schema; requests of other versions are checked run by run.
         """
         one = _kept(self.words) if count else None
         if one is not None:
@@ -82,7 +72,6 @@ class Request:
 
 
 def unfit(verdict: Verdict) -> str:
-    """Why a pair says nothing of what was tried: a run that is not whole, or another machine; empty where it does."""
     if verdict.outcome is not Outcome.NOT_COMPARABLE:
         return ""
     known = settings()
@@ -91,7 +80,6 @@ def unfit(verdict: Verdict) -> str:
 
 
 def brief(verdict: Verdict) -> str:
-    """A verdict without the names of the two, for a line of many that share a control."""
     if verdict.outcome in PASSED:
         return verdict.outcome.value
     grave = Grade.bad if verdict.outcome is Outcome.DIFFERENT else Grade.doubt
@@ -100,15 +88,10 @@ def brief(verdict: Verdict) -> str:
 
 
 def answer_of(verdict: Verdict, sought: Outcome, *, undecided: bool = False) -> Answer:
-    """Answer of a trial's verdict to a search.
+    """Verdict as an answer to a search.
 
-    DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither. NOT_COMPARABLE (other data, other
-    initial weights) differs where what is sought is NOT_COMPARABLE itself; elsewhere it hides what is sought.
-
-    Args:
-        verdict: of the trial against the control.
-        sought: the outcome at the bad end.
-        undecided: whether UNDECIDED differs too.
+    DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither (or differs, if `undecided`).
+    NOT_COMPARABLE differs only if `sought` (the outcome at the bad end) is the same; elsewhere it is unresolved.
     """
     if verdict.outcome in PASSED:
         return Answer.same
@@ -120,11 +103,7 @@ def answer_of(verdict: Verdict, sought: Outcome, *, undecided: bool = False) -> 
 
 
 def check_ends(verdict: Verdict, good: str, bad: str, *, undecided: bool = False) -> None:
-    """Refuse a search between ends that do not differ.
-
-    Raises:
-        BadRequest: with the verdict's sentence.
-    """
+    """Raises `BadRequest`, with the verdict's sentence: the ends do not differ."""
     if why := unfit(verdict):
         raise refuse(bad, f"cannot be held against {good}: {why}", fix="both ends must run to their end on one machine")
     if answer_of(verdict, verdict.outcome, undecided=undecided) is not Answer.differs:

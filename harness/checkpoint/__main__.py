@@ -39,7 +39,7 @@ PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert; 0 done, 2 refused."""
+    """Exit code: 0 done, 2 refused."""
     arguments = _parser().parse_args(argv)
     try:
         if arguments.verb == "export":

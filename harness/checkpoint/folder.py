@@ -1,4 +1,4 @@
-"""A run's checkpoints as folders: which there are, whether one is intact, how one is published, which are kept."""
+"""Folders of a run's checkpoints: list, check, publish, keep the newest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def steps(folder: Path) -> list[int]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write into; leftovers of saves that were torn go."""
     unfinished = path_of(folder, step).with_suffix(UNFINISHED)
     for left in folder.glob(f"{PREFIX}*{UNFINISHED}"):
         shutil.rmtree(left, ignore_errors=True)
@@ -35,7 +34,6 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(unfinished: Path) -> Path:
-    """Give a written folder its final name; names are on the disk only once their folder is."""
     final = unfinished.with_suffix("")
     flush(unfinished)
     replaced = final.with_suffix(REPLACED)
@@ -48,9 +46,9 @@ def publish(unfinished: Path) -> Path:
 
 
 def keep_newest(folder: Path, count: int, saved: int) -> None:
-    """Delete all but the newest `count` checkpoints up to the one just saved, and what torn saves left.
+    """Delete all but the newest `count` checkpoints up to `saved`, and leftovers of torn saves.
 
-    A later one goes too: a run that saves `saved` went on from before it because it is damaged.
+    Later ones go too: a run that saves `saved` resumed from before them because they are damaged.
     """
     kept = [step for step in steps(folder) if step <= saved][-count:]
     for step in set(steps(folder)) - set(kept):
@@ -69,7 +67,7 @@ def flush(folder: Path) -> None:
 
 
 def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Faults of these files of a checkpoint, one sentence each; every byte is read."""
+    """Damage of these files, one sentence each; reads every byte."""
     found = []
     for name in names:
         right = manifest.files[name]
@@ -89,11 +87,7 @@ def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def read_verified(path: Path) -> Manifest:
-    """The manifest of a checkpoint every byte of which is as it was written; by one process.
-
-    Raises:
-        Damaged: saying what is wrong.
-    """
+    """Manifest of a checkpoint, all bytes of which were checked, in one process. Raises `Damaged`."""
     manifest = Manifest.read(path)
     if wrong := damage(path, manifest, manifest.files):
         raise Damaged(f"{path}: {'; '.join(wrong)}")

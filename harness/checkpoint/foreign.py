@@ -1,10 +1,8 @@
-"""Other people's files, when they are asked for by name: Hugging Face's Llama weights, and DCP's own checkpoints.
+"""Foreign formats: Hugging Face's Llama weights, and DCP's own checkpoints.
 
-Hugging Face: safetensors in its Llama naming, in shards with an index, and a `config.json`. Its rotary embedding turns
-the halves of a head against each other, as ours does, so that no row is permuted.
-
-DCP: the `.metadata` of its default storage is a pickle, and reading one runs whatever code it holds. Only files of
-people you trust are read, and only where that is said on the command line.
+Hugging Face: safetensors in its Llama naming, in shards with an index, and a `config.json`. Its rotary embedding pairs
+the halves of a head, as ours does, so that no row is permuted. DCP: the `.metadata` of its default storage is a pickle,
+and reading one runs any code in it; only trusted files are read, by explicit request.
 """
 
 from __future__ import annotations
@@ -55,14 +53,13 @@ FROM_LAYER, FROM_ROOT = ({theirs: ours for ours, theirs in table.items()} for ta
 
 
 class Unfit(ValueError):
-    """A request that a foreign format cannot hold, or of files that are not what they should be."""
+    """State that a foreign format cannot hold, or malformed files."""
 
 
 def to_hugging_face_name(name: str) -> str:
     """`blocks.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`.
 
-    Raises:
-        Unfit: no Llama has such a parameter.
+    Raises `Unfit`: no Llama has such a parameter.
     """
     if name in ROOT:
         return ROOT[name]
@@ -74,8 +71,7 @@ def to_hugging_face_name(name: str) -> str:
 def from_hugging_face_name(name: str) -> str:
     """`model.layers.3.self_attn.q_proj.weight` -> `blocks.3.attention.wq.weight`.
 
-    Raises:
-        Unfit: this decoder has no such parameter (a bias, say).
+    Raises `Unfit`: this decoder has no such parameter (a bias, say).
     """
     if name in FROM_ROOT:
         return FROM_ROOT[name]
@@ -90,16 +86,11 @@ def from_hugging_face_name(name: str) -> str:
 def export_hugging_face(
     source: Path, target: Path, config: Config, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:
-    """Write the weights of a checkpoint; one shard is in memory at a time. Returns the index.
+    """Write a checkpoint's weights, with one shard in memory at a time; returns the index.
 
-    Args:
-        source: a `step-*` folder, every byte of which is checked first. target: is made; must not exist.
-        dtype: to round to; None keeps the main weights' dtype.
+    Args: source: a `step-*` folder, checked first. target: a new folder. dtype: None keeps the main weights' dtype.
 
-    Raises:
-        Damaged: the checkpoint is not what was written.
-        Unfit: the model is no Llama.
-        FileExistsError: `target` is there already.
+    Raises `Damaged`, `Unfit` (the model is no Llama), `FileExistsError`.
     """
     manifest = folders.read_verified(source)
     weights = [key for key in manifest.tensors if key.startswith(WEIGHTS)]
@@ -124,7 +115,7 @@ def export_hugging_face(
 
 
 def hugging_face_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Our model's sizes under names of `transformers.LlamaConfig`."""
+    """Sizes of our model under the names of `transformers.LlamaConfig`."""
     model = config.model
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -150,12 +141,10 @@ def hugging_face_config(config: Config, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def import_hugging_face(source: Path, target: Path) -> Manifest:
-    """Make a checkpoint of weights alone from a Hugging Face folder; training begins from it with `ckpt.load`.
+    """Checkpoint of weights alone from a Hugging Face folder, for `ckpt.load`.
 
-    Raises:
-        Unfit: the folder has no safetensors, lacks a shard, holds a parameter twice, or has parameters that this
-            decoder does not.
-        FileExistsError: `target` is there already.
+    Raises `Unfit`: no safetensors, a missing shard, a duplicate or unknown parameter. `FileExistsError`: `target`
+    exists.
     """
     files, where = _hugging_face_files(source)
     tied = (read_json(source / CONFIG, {"tie_word_embeddings?": bool}) or {}).get("tie_word_embeddings", False)
@@ -224,7 +213,7 @@ def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def write_weights(target: Path, named: Mapping[str, Callable[[], Tensor]], layout: Mapping[str, Any]) -> Manifest:
-    """A checkpoint of whole tensors made by one process, `step-000000` in `target`; of these parts alone."""
+    """Checkpoint of unsharded tensors by one process, `step-000000` in `target`; of these parts alone."""
     target.mkdir(parents=True, exist_ok=False)
     unfinished = folders.begin(target, 0)
     tensors: dict[str, TensorEntry] = {}
@@ -258,12 +247,9 @@ def write_weights(target: Path, named: Mapping[str, Callable[[], Tensor]], layou
 def export_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> list[str]:
     """Write a checkpoint's tensors with DCP's default storage, a pickle among it; returns their keys.
 
-    All of them are in memory at once. `rename` replaces beginnings of keys.
+    All are in memory at once. `rename` replaces prefixes of keys.
 
-    Raises:
-        Damaged: the checkpoint is not what was written.
-        Unfit: two keys become one by renaming.
-        FileExistsError: `target` is there already.
+    Raises `Damaged`, `Unfit` (two keys become one), `FileExistsError`.
     """
     manifest = folders.read_verified(source)
     _check_distinct(manifest.tensors, rename)
@@ -274,12 +260,11 @@ def export_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> list[st
 
 
 def import_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> Manifest:
-    """Make a checkpoint of a DCP folder's tensors; its `.metadata` is unpickled, which runs what it holds.
+    """Checkpoint of a DCP folder's tensors; its `.metadata` is unpickled, which runs any code in it.
 
-    `rename` replaces beginnings of keys; afterwards they are `weights/...` and `optimizer/...`.
+    `rename` replaces prefixes of keys; results are `weights/...` and `optimizer/...`.
 
-    Raises:
-        Unfit: a key is neither after renaming, or two become one.
+    Raises `Unfit`: a key is neither after renaming, or two become one.
     """
     metadata = FileSystemReader(source).read_metadata()
     held = {
@@ -314,7 +299,7 @@ def _renamed(key: str, rename: Mapping[str, str]) -> str:
 
 
 def _check_distinct(keys: Iterable[str], rename: Mapping[str, str]) -> None:
-    """Raises `Unfit`: two keys become one by renaming, and one of them would be lost."""
+    """Raises `Unfit`: renaming makes two keys one."""
     before: dict[str, str] = {}
     for key in keys:
         first = before.setdefault(_renamed(key, rename), key)
@@ -323,11 +308,7 @@ def _check_distinct(keys: Iterable[str], rename: Mapping[str, str]) -> None:
 
 
 def parse_renames(words: Iterator[str] | list[str]) -> dict[str, str]:
-    """`OLD=NEW` words as a table.
-
-    Raises:
-        Unfit: a word has no `=`.
-    """
+    """Table of `OLD=NEW` words. Raises `Unfit`: a word has no `=`."""
     found = {}
     for word in words:
         old, sign, new = word.partition("=")

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, and the sum of itself. See [Note: A checkpoint's folder]."""
+"""manifest.json: contents of a checkpoint, and its own checksum. See [Note: A checkpoint's folder]."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NAME = "manifest.json"
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written: torn, truncated, changed, or of a version nobody here knows."""
+    """A checkpoint is torn, truncated, changed, or of an unknown version."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor: where it begins, its size, and under which name of which file it lies."""
+    """A rectangle of a tensor: offsets, sizes, file, and name in the file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: torch's name of its dtype ("float32"), its whole shape, and its chunks."""
+    """A tensor: torch's name of its dtype ("float32"), its unsharded shape, and its chunks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class FileEntry:
 class Manifest:
     """Everything but the tensors' elements.
 
-    values: plain JSON: step, layout, and what else whoever saved it wants back.
+    values: plain JSON: step, layout, and further values of the writer.
     """
 
     tensors: dict[str, TensorEntry]
@@ -74,11 +74,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read and check it.
-
-        Raises:
-            Damaged: it is missing, torn, changed, or of another format; the message says which.
-        """
+        """Raises `Damaged`: the file is missing, torn, changed, or of another format."""
         path = folder / NAME
         try:
             body = read_json(path, dict)
@@ -92,11 +88,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any], path: Path) -> Manifest:
-        """From plain JSON.
+        """Manifest from plain JSON.
 
-        Raises:
-            Damaged: of another format or shape; it names files outside its folder, or without a sum; or its chunks are
-                not the whole of each tensor.
+        Raises `Damaged`: another format or shape, files outside the folder or without checksum, or chunks that do not
+        cover each tensor.
         """
         if body.get("format") != FORMAT:
             raise Damaged(f"{path} has format {body.get('format')}; this version reads format {FORMAT}")
@@ -158,10 +153,10 @@ def _fault_of(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> s
 
 
 def _covered(entry: TensorEntry) -> bool:
-    """True if the chunks are the whole tensor, each element once.
+    """True if the chunks cover the tensor, each element once.
 
-    Corners of a rectangle count +1 or -1, by how many of their coordinates are its end. Sums of rectangles that are
-    equal everywhere have equal counts at every corner, and the other way round.
+    Corners of a rectangle count +1 or -1, by how many of their coordinates are its end. Sums of rectangles are equal
+    everywhere exactly if their counts are equal at every corner.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     whole = (tuple(0 for _ in entry.shape), entry.shape)
@@ -173,6 +168,5 @@ def _covered(entry: TensorEntry) -> bool:
 
 
 def _sum(body: Mapping[str, Any]) -> str:
-    """SHA-256 of a manifest without its sum, however the file is indented."""
     rest = {key: value for key, value in body.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, separators=(",", ":"), sort_keys=True).encode()).hexdigest()

@@ -1,12 +1,9 @@
-"""Saving a run's state and going on from it: under any layout, and not before every byte of it has been checked.
+"""Save a run's state and resume from it, under any layout, after a check of every byte.
 
-What is saved, by key, is the engine's state by the model's own names (`weights/...`, `optimizer/...`), each rank's
-random number states (`rng/00003/cpu`), and as plain values the step, from which schedule, data and record have their
-positions. [Note: A checkpoint's folder] has the form on disk.
-
-Going on means: every file's sum fits, every name and shape is the one that is wanted, only then is anything loaded,
-and what the engine holds afterwards is held against the files once more: an engine is not believed to have loaded what
-it was given.
+Keys are the engine's state by the model's own names (`weights/...`, `optimizer/...`) and each rank's random number
+states (`rng/00003/cpu`). The step is a plain value, from which schedule, data and record derive their positions. [Note:
+A checkpoint's folder] has the form on disk. A resume checks every file's checksum and every name and shape before it
+loads anything, and compares the engine with the files afterwards.
 """
 
 from __future__ import annotations
@@ -42,27 +39,23 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Facts of a loaded checkpoint beside the engine's state."""
-
     step: int
     initial_weights: str
-    """SHA-256 of the weights the run began with."""
     begins_after: int = 0
-    """The step of another run's checkpoint that this run began from: its record has the steps after it."""
+    """Step of another run's checkpoint that this run began from; its record begins after it."""
     wrong: tuple[str, ...] = ()
     layout: Mapping[str, Any] | None = None
     passed_over: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
-    """Dtypes that were rounded, "float32 to bfloat16"."""
+    """Rounded dtypes, "float32 to bfloat16"."""
     skipped: tuple[str, ...] = ()
+    """Tensors that did not fit and were left unchanged (ckpt.strict=false)."""
 
 
 class Checkpoints:
-    """The `ckpt/` folder of one run. Every method is called by all ranks together.
+    """The `ckpt/` folder of one run. Every method is collective over all ranks.
 
-    Args:
-        folder: the run's `ckpt/`.
-        warn: is told once, by rank 0, what a person should know.
+    Args: folder: the run's `ckpt/`. warn: called once, by rank 0.
     """
 
     def __init__(
@@ -81,11 +74,10 @@ class Checkpoints:
     def save(self, engine: Engine, step: int, initial_weights: str, begins_after: int = 0) -> None:
         """Write the state after `step` and drop checkpoints beyond `ckpt.keep`.
 
-        In the background where `ckpt.background` asks for it: this then waits for the save before, copies the state,
-        and returns; `finish` waits for the last one.
+        With `ckpt.background` it waits for the previous save, copies the state, and returns; `finish` waits for the
+        last.
 
-        Raises:
-            RuntimeError: some rank could not write (the disk is full, say), now or the time before; older ones stay.
+        Raises `RuntimeError`: some rank could not write, now or the time before; older ones stay.
         """
         self.finish()
         unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
@@ -107,11 +99,7 @@ class Checkpoints:
             self.background.begin(lambda: self._write(copied, writer, group))
 
     def finish(self) -> None:
-        """Wait for a save in the background.
-
-        Raises:
-            RuntimeError: it could not be written.
-        """
+        """Wait for a save in the background. Raises `RuntimeError`: it failed."""
         if self.background is not None:
             self.background.wait()
 
@@ -153,11 +141,10 @@ class Checkpoints:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load_newest(self, engine: Engine) -> Checkpoint | None:
-        """Go on from the newest intact checkpoint; where there is none, begin from `ckpt.load`, or return None.
+        """Resume from the newest intact checkpoint; without any, begin from `ckpt.load`, or return None.
 
-        Raises:
-            StoreError: there are checkpoints, and all of them are damaged; or `ckpt.load` has no intact one.
-            ValueError: it does not fit this run; nothing was loaded.
+        Raises `StoreError`: all checkpoints are damaged, or `ckpt.load` has no intact one. `ValueError`: it does not
+        fit this run; nothing was loaded.
         """
         found = self._load_from(self.folder, engine)
         if found is None and self.config.ckpt.load is not None:
@@ -239,7 +226,6 @@ class Checkpoints:
             )
 
     def _check_finite(self, path: Path, reader: Reader) -> None:
-        """A run's own checkpoint is gone on with whatever it holds, as if never interrupted; another's is refused."""
         found = set().union(*_everyone(sorted(reader.not_finite), self.control))
         weights = sorted(key for key in found if key.startswith("weights/"))
         if not weights:
@@ -264,10 +250,9 @@ class Checkpoints:
             )
 
     def _check_names(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Keys to leave out; none if strict.
+        """Keys to leave out; empty if strict.
 
-        Raises:
-            ValueError: on all ranks, naming what is missing, unexpected or of another shape; nothing was loaded.
+        Raises `ValueError` on all ranks: missing, unexpected or misshapen keys; nothing was loaded.
         """
         mine = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         wanted: dict[str, tuple[int, ...]] = {}
@@ -332,7 +317,7 @@ class Checkpoints:
                 torch.set_rng_state(state)
 
     def _agree(self, what: str, fault: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-        """Wait for all ranks; if one failed, fail on all, so that none waits for it in the next exchange."""
+        """Wait for all ranks, and fail on all if one failed, so that none waits in the next exchange."""
         faults = _everyone(None if fault is None else str(fault), self.control, group)
         failed = [(rank, text) for rank, text in enumerate(faults) if text is not None]
         if failed:
@@ -340,8 +325,6 @@ class Checkpoints:
 
 
 class Background:
-    """One save at a time beside the training, over a group of its own."""
-
     def __init__(self, ranks: Ranks) -> None:
         self.group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
         self.snapshots = Snapshots()
@@ -352,14 +335,12 @@ class Background:
         self._under_way = self._thread.submit(save)
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises what it raised."""
         pending, self._under_way = self._under_way, None
         if pending is not None:
             pending.result()
 
 
 def layout_of(config: Config) -> dict[str, Any]:
-    """Who writes: engine, strategies, ranks, dtype of the main weights."""
     return {
         "engine": config.engine.name.name,
         "strategy": config.sharding.strategy.name,
@@ -380,6 +361,7 @@ def data_position(config: Config, step: int) -> dict[str, Any]:
 
 
 def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """JSON value of every rank, by rank. Collective over `group`."""
     with control.meter.muted():
         return gather_json(value, group or control.group)
 
@@ -387,8 +369,7 @@ def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = No
 def _dcp(what: str, call: Callable[[], object]) -> None:
     """Run a save or load of DCP, which fails on all ranks alike.
 
-    Raises:
-        RuntimeError: the first rank's reason, without the traceback DCP makes of it.
+    Raises `RuntimeError`: the first rank's reason, without DCP's traceback.
     """
     try:
         with warnings.catch_warnings():

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 
 class Copied:
-    """This rank's part of one tensor, as it was when it was copied."""
-
     def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
         self.items: list[WriteItem] = _create_write_items(key, tensor)
         held = tensor.detach()
@@ -33,13 +31,10 @@ class Copied:
 
 
 class Snapshots:
-    """Copies of states, each in the memory of the one before."""
-
     def __init__(self) -> None:
         self._held: dict[str, Copied] = {}
 
     def take(self, state: Mapping[str, Tensor]) -> dict[str, Copied]:
-        """Copy a state; the copy before must not be needed any more."""
         memory = {key: copied.tensor for key, copied in self._held.items()}
         self._held = {key: Copied(key, tensor, memory.get(key)) for key, tensor in state.items()}
         return self._held

@@ -1,7 +1,6 @@
-"""DCP's storage interface over safetensors files and a JSON manifest: what torch plans, done without pickle.
+"""DCP's storage interface over safetensors files and a JSON manifest, without pickle on disk.
 
-What ranks tell each other while they plan goes through `torch.distributed` object collectives, as DCP has it; nothing
-of that reaches the disk.
+Ranks still plan through `torch.distributed` object collectives, as DCP does.
 """
 
 from __future__ import annotations
@@ -48,19 +47,15 @@ MAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a rank wrote a chunk: the file (with its final sum) and the name in it."""
-
     file: str
     name: str
     entry: FileEntry
 
 
 class Writer(StorageWriter):
-    """Writes this rank's chunks into one file; the coordinator writes the manifest when all are there.
+    """Writes this rank's chunks into one file; the coordinator writes the manifest at the end.
 
-    Args:
-        folder: exists; each rank adds `rank-<rank>.safetensors`.
-        rank: of this process. values: plain JSON for the manifest.
+    Args: folder: exists; each rank adds `rank-<rank>.safetensors`. values: plain JSON for the manifest.
     """
 
     def __init__(self, folder: Path, rank: int, values: Mapping[str, Any]) -> None:
@@ -81,12 +76,7 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the chunks that the plan gives this rank.
-
-        Raises:
-            TypeError: something is no tensor; it belongs into `values`.
-            OSError: the disk is full, say.
-        """
+        """Raises `TypeError`: something is no tensor; it belongs into `values`. `OSError`: the disk is full, say."""
         chunks = {_name(item): item for item in plan.items}
         refused = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
         if refused:
@@ -129,13 +119,10 @@ class Writer(StorageWriter):
         return Path(checkpoint_id).is_dir()
 
     def storage_meta(self) -> StorageMeta | None:
-        """None: the folder says it all."""
         return None
 
 
 class Reader(StorageReader):
-    """Reads chunks, and of each no more than is wanted, where it can straight into the tensors they are for."""
-
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -179,7 +166,7 @@ class Reader(StorageReader):
         return done
 
     def _deliver(self, file: FileIO, held: Held, item: ReadItem, target: Tensor) -> None:
-        """Fill the target; another dtype is rounded to nearest, ties to even, as `Tensor.copy_` does."""
+        """Fill the target; another dtype is rounded to nearest, ties to even, as by `Tensor.copy_`."""
         if begin := _run_of_bytes(held, item, target):
             tensor_file.read_into(file, begin, tensor_file.bytes_of(target))
         else:
@@ -191,11 +178,12 @@ class Reader(StorageReader):
 
 
 class Comparer(Reader):
-    """Reads what a load would read, and instead of loading holds it against what is there, block by block."""
+    """Compares the files with the state in place, block by block, instead of loading."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest)
         self.wrong: set[str] = set()
+        """Keys of tensors that differ, bit for bit, from the checkpoint after the documented cast."""
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def _deliver(self, file: FileIO, held: Held, item: ReadItem, target: Tensor) -> None:
@@ -241,7 +229,7 @@ def dtype_of(entry: TensorEntry) -> torch.dtype:
 
 
 def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
-    """A tensor put together from its chunks, without DCP and without other ranks."""
+    """Unsharded tensor from its chunks, without DCP and without other ranks."""
     whole = torch.empty(entry.shape, dtype=dtype_of(entry))
     for chunk in entry.chunks:
         with safe_open(folder / chunk.file, framework="pt") as file:
@@ -270,8 +258,7 @@ def _sizes(entry: Any, index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _run_of_bytes(held: Held, item: ReadItem, target: Tensor) -> int:
-    """Where in the file the bytes of a contiguous target of the same dtype begin, one after the other; 0 where they do
-    not, or the target is not for the CPU."""
+    """Offset in the file of a contiguous CPU target of the same dtype; 0 where its bytes are not contiguous there."""
     if target.device.type != "cpu" or target.dtype is not held.dtype or not target.is_contiguous():
         return 0
     if tuple(item.lengths[1:]) != held.shape[1:]:
@@ -282,7 +269,6 @@ def _run_of_bytes(held: Held, item: ReadItem, target: Tensor) -> int:
 
 
 def _part(file: FileIO, held: Held, item: ReadItem) -> Tensor:
-    """Part that an item asks for, in the dtype of the file: its rows, and of these its columns."""
     first, count = (item.storage_offsets[0], item.lengths[0]) if item.lengths else (0, 1)
     shape = (count, *held.shape[1:]) if held.shape else ()
     rows = torch.empty(shape, dtype=held.dtype)
@@ -297,5 +283,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _wide(flat: Tensor) -> Tensor:
+    """Bytes as int64 where possible: compared eight times as fast."""
     aligned = flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0
     return flat.view(torch.int64) if aligned else flat

@@ -1,8 +1,8 @@
-"""One safetensors file, written as a stream: tensors are not gathered in memory first, and the sum is ready with it.
+"""One safetensors file, written and hashed as a stream.
 
-Format: https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON header, the header, the data.
-The library's own `save_file` makes a second copy of everything it writes, and what it reads comes through mapped pages
-and a copy; here bytes go from the file to where they are wanted.
+Format: https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON header, the header, the data. The
+library's `save_file` copies everything it writes, and reads through mapped pages and a copy; here bytes go directly to
+their target.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ DTYPES = {
 }
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
 HASHED_BYTES = 1 << 20
+"""Bytes read and hashed at a time; they stay in the cache between the two."""
 BLOCK_BYTES = 16 << 20
-"""Bytes hashed and written at a time: large enough to leave Python seldom, small enough to stay in the cache."""
+"""Bytes hashed and written at a time: few calls of Python, but within the cache."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,10 @@ class Written:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
-    """Write tensors under these names, flushed to the disk. At most one tensor is copied at a time.
+    """Write named tensors, flushed to the disk; at most one is copied at a time.
 
-    Raises:
-        ValueError: a dtype that safetensors has no name for.
-        OSError: the disk is full, say; what was written stays.
+    Raises `ValueError`: a dtype without a name in safetensors. `OSError`: the disk is full, say; the partial file
+    stays.
     """
     ordered = sorted(
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
@@ -102,19 +102,16 @@ def _blocks(tensor: Tensor) -> Iterable[memoryview]:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a file: dtype, shape, and where its first byte is."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
 
 
 def held_in(path: Path) -> dict[str, Held]:
-    """Parsed header of a file.
+    """Tensors of a file's header.
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: its header is none, or its tensors are not the rest of the file, each byte of one.
+    Raises `OSError`: it cannot be read. `ValueError`: a malformed header, or tensors that do not cover the data
+    exactly.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -135,7 +132,6 @@ _HEADER: Shape = Each(dict, {"dtype": str, "shape": Each(list, int), "data_offse
 
 
 def _misplaced(entries: Mapping[str, Any], size: int) -> str:
-    """Reason that keeps these tensors from being all of so many bytes, each byte one's; empty if nothing does."""
     ends = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
@@ -147,11 +143,7 @@ def _misplaced(entries: Mapping[str, Any], size: int) -> str:
 
 
 def read_into(file: FileIO, begin: int, memory: memoryview) -> None:
-    """Fill memory with a file's bytes from `begin` on.
-
-    Raises:
-        EOFError: the file ends before.
-    """
+    """Fill memory with a file's bytes from `begin` on. Raises `EOFError`: the file ends before."""
     file.seek(begin)
     done = 0
     while done < len(memory):
@@ -175,11 +167,10 @@ def _regular(path: str, flags: int) -> int:
 
 
 def digest_of(path: Path) -> Written:
-    """Digest of a file as it is on disk. The sum (XXH3, 128 bits) is against damage, not against malice.
+    """Size and XXH3 (128 bits) of a file on the disk, against damage, not malice.
 
-    Raises:
-        OSError: it is not there, cannot be read, or is no regular file of its folder: a link leads elsewhere, and a
-            device may never end.
+    Raises `OSError`: it is missing, unreadable, or no regular file of its folder (a link, or a device, which may never
+    end).
     """
     with FileIO(path, opener=_regular) as file:
         digest, block = xxhash.xxh3_128(), bytearray(HASHED_BYTES)

@@ -1,4 +1,4 @@
-"""The words after `run.py`: Hydra's own flags, `--from`, and overrides, read before Hydra composes anything."""
+"""Words after `run.py`: Hydra's own flags, `--from`, and overrides, read before Hydra composes anything."""
 
 from __future__ import annotations
 
@@ -39,15 +39,12 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
-    """Read a command line; every override is checked unless Hydra is only asked about itself.
+    """Read a command line; overrides are checked unless Hydra is only asked about itself.
 
-    Args:
-        argv: the words after `run.py`.
-        implied: overrides added where their key is not typed.
+    Args: implied: overrides added where their key is not typed.
 
-    Raises:
-        BadRequest: an override is wrong, there is no such flag, or flags contradict each other.
-        SystemExit: argparse refuses a flag's value (code 2).
+    Raises `BadRequest`: a wrong override, an unknown flag, or contradictory flags. `SystemExit`: argparse refuses a
+    flag's value (code 2).
     """
     parser = get_args_parser()
     parser.add_argument("--from", dest="frozen", metavar="RUN", help="run that frozen cell again, changed by overrides")
@@ -78,7 +75,6 @@ def _no_flag(word: str) -> BadRequest:
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:
-    """Rest of argv: each override is taken out once, from the right, where a flag's value cannot be meant."""
     left = list(argv)
     for text in reversed(overrides):
         del left[len(left) - 1 - left[::-1].index(text)]

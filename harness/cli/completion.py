@@ -1,8 +1,8 @@
-"""What the shell offers after TAB: verbs, their options, studies, runs; groups, options and settings after run.py.
+"""Completion of shells: verbs, their options, studies, runs; groups, options and settings after run.py.
 
-`completion bash` and `completion zsh` print a function for that shell, which asks `completion SHELL --line LINE` what a
-half-typed line may go on with. Words that hold `=` are one word here and three for bash; its function puts that right.
-Where we offer nothing both offer files, and zsh what it offers after `python` otherwise.
+`completion bash` and `completion zsh` print a shell function, which calls `completion SHELL --line LINE`. A word with
+`=` is one word here and three for bash; its function compensates. Without candidates both offer files, and zsh its
+usual completion of `python`.
 """
 
 from __future__ import annotations
@@ -61,12 +61,10 @@ SHELLS = {"bash": BASH, "zsh": ZSH}
 
 
 def install(shell: str) -> str:
-    """Line to type, or to write into ~/.bashrc or ~/.zshrc."""
     return f'eval "$({commands.verb(f"completion {shell}")})"'
 
 
 def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
-    """Everything the last word of a line may become, where these are the verbs; other shells' programs get none."""
     words = line.split()
     typed = words.pop() if words and not line[-1:].isspace() else ""
     program = _after_program(words)
@@ -80,7 +78,6 @@ def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
 
 
 def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
-    """Kind of the line (a request or a verb), and the words since; None for another program."""
     if words[:1] and words[0].rpartition("/")[2] == "harness":
         return "verb", words[1:]
     if words[1:3] == ["-m", "harness"]:
@@ -91,7 +88,6 @@ def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def _request(typed: str) -> Iterator[str]:
-    """Groups and settings, each with `=`; behind it the options of a group, or what a setting can be."""
     key, equals, values = typed.partition("=")
     if not equals:
         yield from REQUEST_FLAGS
@@ -144,6 +140,5 @@ def _completion(verbs: Callable[[], Sequence[Verb]], arguments: Namespace) -> in
 
 
 def completion(verbs: Callable[[], Sequence[Verb]]) -> Verb:
-    """The verb `completion`. verbs: tells all verbs, of which this is one, when they are asked for."""
     summary = "a function for bash or zsh, so that TAB offers what can be typed"
     return Verb("completion", summary, _arguments, partial(_completion, verbs))

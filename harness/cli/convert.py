@@ -30,7 +30,6 @@ def _format_argument(parser: ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    """Looked at here: the process that converts takes seconds until it reads its words."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text} is no whole number from 1 on")
     return int(text)
@@ -61,7 +60,6 @@ FOUND_BY = {"hf": "*.safetensors", "dcp": ".metadata"}
 
 
 def _import(arguments: Namespace) -> int:
-    """The paths are looked at before torch is loaded for them, which takes seconds."""
     source, pattern = Path(arguments.source), FOUND_BY[arguments.format]
     try:
         found = source.is_dir() and any(source.glob(pattern))
@@ -79,7 +77,6 @@ def _import(arguments: Namespace) -> int:
 
 
 def _convert(verb: str, source: str, arguments: Namespace) -> int:
-    """In a process of its own: the desk does not load torch."""
     words = [verb, source, arguments.target, "--format", arguments.format]
     for name in ("step", "dtype", "shard_mb"):
         if getattr(arguments, name, None) is not None:

@@ -1,4 +1,4 @@
-"""What a step costs: `bench STUDY`."""
+"""Step time and memory: `bench STUDY`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that are the request's own fault -> one message and an exit code. Anything else is a bug, shown whole."""
+"""Errors of the request -> one message and an exit code. Anything else is a bug, with its traceback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException
 
 
 def explained(error: Exception) -> str:
-    """The message of one of REQUEST_ERRORS, without a traceback."""
     if isinstance(error, BadRequest):
         return str(error)
     if isinstance(error, StoreError):
@@ -34,14 +33,10 @@ def explained(error: Exception) -> str:
 
 
 def tell(error: Exception, words: Sequence[str] = ()) -> int:
-    """Print the message of one of REQUEST_ERRORS, where it can be printed; returns the exit code.
+    """Print the message of one of REQUEST_ERRORS; returns the exit code.
 
-    A terminal's width folds it; in a pipe or a file a line stays one, so that grep finds all of it. No secret is said
-    back, be it typed or in the environment.
-
-    Args:
-        error: why the request is refused.
-        words: the request, as typed.
+    A terminal folds lines to its width; in a pipe or a file a line stays one, for grep. Secrets, typed or in the
+    environment, are masked.
     """
     message = screen.visible(without_secrets(explained(error), words, settings()))
     try:
@@ -56,7 +51,6 @@ def exit_code(error: Exception) -> int:
 
 
 def listen_to_interrupts() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, as it does by default; until here it ended the process."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.default_int_handler)

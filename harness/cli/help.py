@@ -1,4 +1,4 @@
-"""What `--help` shows: a screen that one can start from, and below it, for run.py, every group with its options."""
+"""Text of `--help`: a first screen, and for run.py every group with its options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ REQUESTS = {
 
 
 def request_help() -> str:
-    """The text of `python run.py --help`, without a trailing newline."""
     options = load_catalog().options
     names = sorted(options)
     sentences = groups()
@@ -45,7 +44,6 @@ def request_help() -> str:
 
 
 def _commands(typed: Mapping[str, str], room: int) -> list[str]:
-    """A command and what it does in one line; in two, where Python or the checkout lie so deep that one is too long."""
     size = max(map(len, typed))
     if size + 2 + max(map(len, typed.values())) <= room:
         return [f"{command:<{size}}  {about}" for command, about in typed.items()]
@@ -59,11 +57,9 @@ def _group(name: str, options: Sequence[str], sentences: Mapping[str, str], room
 
 
 def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
-    """The text of `python -m harness --help`, without a trailing newline.
+    """Text of `python -m harness --help`, without a trailing newline.
 
-    Args:
-        program: what is typed before a verb.
-        kinds: verbs by what they are for.
+    Args: program: words before a verb. kinds: verbs by purpose.
     """
     size = max(len(verb.name) for verbs in kinds.values() for verb in verbs)
     room = min(WIDTH, screen.width())

@@ -111,7 +111,6 @@ def _verdict(arguments: Namespace) -> int:
 
 
 def keep_verdict(root: Path, found: StudyVerdict) -> None:
-    """Leave a study's outcomes in its folder, for tables; that a store takes none is told."""
     try:
         keep(root, found.study, [(Path(arm.arm), Path(arm.control), arm.outcome.value) for arm in found.arms])
     except OSError as error:

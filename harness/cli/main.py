@@ -1,4 +1,4 @@
-"""`python -m harness VERB ...`: reads words, calls a room, prints, and turns errors into exit codes."""
+"""`python -m harness VERB ...`: parses words, dispatches, prints, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
-    """Find the verb and its arguments.
-
-    Raises:
-        BadRequest: there is no such verb, or its arguments are wrong.
-        SystemExit: help was asked for (code 0).
-    """
+    """Raises `BadRequest`: no such verb, or wrong arguments. `SystemExit`: help (code 0)."""
     if words and words[0] in ("-h", "--help"):
         print(verbs_help(commands.verb(), KINDS))
         raise SystemExit(0)

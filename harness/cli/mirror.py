@@ -25,11 +25,7 @@ def offline_argument(parser: ArgumentParser) -> None:
 
 
 def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
-    """Where a verb sends to.
-
-    Raises:
-        BadRequest: one of the packages or a key is missing, or `WANDB_MODE` is no mode that sends.
-    """
+    """Raises `BadRequest`: one of the packages or a key is missing, or `WANDB_MODE` is no mode that sends."""
     try:
         mode = mirror_mode(WandbMode.offline if arguments.offline else WandbMode.online, os.environ)
     except ValueError as error:
@@ -53,11 +49,6 @@ def _sync_arguments(parser: ArgumentParser) -> None:
 
 @contextmanager
 def asking(verb: str, mode: WandbMode) -> Iterator[None]:
-    """Turn errors of wandb, raised when a run is opened, into a sentence.
-
-    Raises:
-        BadRequest: in its place.
-    """
     from harness.mirror.run import MirrorFailed
 
     try:

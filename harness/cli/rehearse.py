@@ -50,10 +50,9 @@ def _rehearse(arguments: Namespace) -> int:
 
 
 def _told_apart(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The run and the overrides, in whatever order: an option that takes several words takes a run behind it as well.
+    """Run and overrides in any order; an option with several values also swallows a run behind it.
 
-    Raises:
-        BadRequest: there is no run, or more than one.
+    Raises `BadRequest`: there is no run, or more than one.
     """
     runs = [word for word in words if "=" not in word] or list(words[:1])
     if len(runs) != 1:

@@ -59,11 +59,7 @@ def _report(arguments: Namespace) -> int:
 
 
 def _where(arguments: Namespace) -> tuple[str, str]:
-    """The store and the study's name: of a folder, where one was given.
-
-    Raises:
-        BadRequest: nothing of that name was run.
-    """
+    """Store and name of a study, also from its folder. Raises `BadRequest`: no such study."""
     root, name = located(arguments.root, arguments.study)
     store = Store(root)
     if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
@@ -82,11 +78,7 @@ def _command(arguments: Namespace, root: str, name: str) -> str:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write a report.
-
-    Raises:
-        BadRequest: it cannot be written there.
-    """
+    """Raises `BadRequest`: the file cannot be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, text)

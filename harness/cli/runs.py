@@ -22,13 +22,11 @@ RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
 
 
 def say_next(arguments: Namespace, *verbs: str) -> None:
-    """End with the commands most likely to follow, under the same root."""
     for verb in verbs:
         print(f"next: {commands.verb(verb, arguments.root)}")
 
 
 def located(root: str, word: str) -> tuple[str, str]:
-    """The store and the name of a study that was named, or whose folder, or a run in it, was given by its path."""
     if os.sep not in word and word not in (".", ".."):
         return root, word
     folder = Path(os.path.abspath(os.path.expanduser(word)))

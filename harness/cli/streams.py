@@ -1,4 +1,4 @@
-"""Standard streams of a command, whoever started it and whoever reads: closed ones, an old encoding, `| head`."""
+"""Standard streams of a command: closed ones, old encodings, `| head`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @dataclass
 class Output:
     needed: bool = True
-    """True if the printed text is what the command is for: a run that is done is done, whatever became of its log."""
+    """True if the printed text is the purpose of the command; a done run stays done without its log."""
 
 
 @contextmanager
 def standard_streams() -> Iterator[Output]:
-    """Around all of a command.
+    """Guard the standard streams of a command.
 
-    A closed stream becomes /dev/null before a file of ours can take its number, which children would be given as their
-    input or output. A character that the output's encoding lacks is written as an escape. What was printed is written
-    out here: left to the interpreter's end, a reader that has seen enough would be an error. What a terminal would obey
-    is written as an escape, too (`Visible`).
+    A closed stream becomes /dev/null before another file can take its number, which children would inherit. Unencodable
+    characters and terminal controls (`Visible`) are escaped. Output is flushed here: at the interpreter's exit, a
+    closed reader would be an error.
 
-    Raises:
-        OSError: what was printed is needed and cannot be written, as to a full disk.
+    Raises `OSError`: needed output cannot be written, as to a full disk.
     """
     _open_closed()
     for stream in (sys.stdout, sys.stderr):
@@ -61,7 +59,6 @@ def standard_streams() -> Iterator[Output]:
 
 
 def _open_closed() -> None:
-    """In ascending order: a file gets the lowest number that is free."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -78,7 +75,6 @@ def _writes_anything(stream: io.TextIOWrapper) -> bool:
 
 
 def _write_out(more: str = "") -> OSError | None:
-    """Error that keeps the output, and `more`, from being written; None also where its reader has left."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()

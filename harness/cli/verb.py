@@ -1,4 +1,4 @@
-"""What a verb is, and what reads its words."""
+"""Verb and its parser."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Verb:
 
 
 def path(text: str) -> Path:
-    """A path as it is typed: a shell leaves the `~` of --out=~/page.html alone."""
     return Path(os.path.expanduser(text))
 
 
@@ -43,8 +42,9 @@ def parser_of(verb: Verb) -> ArgumentParser:
 
 
 class _Parser(ArgumentParser):
+    """Raises `BadRequest` for words that argparse does not understand."""
+
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse does, but for an output that cannot be written: that is told."""
         print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:

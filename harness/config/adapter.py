@@ -1,7 +1,5 @@
-"""What an engine of one's own says of itself, learnt without loading torch here: a child process imports it.
-
-A process that has the class loaded already, as a rank has, asks the class itself.
-"""
+"""Description of a user's own engine, obtained without torch: a child process imports it, unless it is loaded
+already."""
 
 from __future__ import annotations
 
@@ -23,23 +21,18 @@ from harness.config.schema import Config, EngineName
 from harness.store.provenance import PACKAGE, files_digest
 
 TIMEOUT_S = 300.0
-"""How long an adapter's module may take to import."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """One adapter, as it was found."""
-
     adapter: str
-    """`package.module:Class`."""
     capabilities: Capabilities
     root: str
-    """Folder its module is imported from."""
     files: tuple[str, ...]
-    """Sources it loads from there, relative to `root`: what an edit of makes its runs stale."""
+    """Sources it loads, relative to `root`; an edit of them makes its runs stale."""
 
     def facts(self) -> dict[str, Any]:
-        """The adapter's name, folder, sources and their digest, as `provenance.json` records them."""
+        """Name, folder, sources and digest, as in `provenance.json`."""
         return {
             "kind": "engine",
             "name": self.adapter,
@@ -50,7 +43,7 @@ class Description:
 
 
 def capabilities_of(config: Config) -> Capabilities:
-    """What the configured engine can do; of `ext`, what its adapter declares.
+    """Capabilities of the configured engine; of `ext`, those its adapter declares.
 
     An adapter that cannot be described is allowed everything: its own violation says why, and others would be guesses.
     """
@@ -65,12 +58,10 @@ def capabilities_of(config: Config) -> Capabilities:
 
 
 def describe(adapter: str) -> Description | Violation:
-    """What a class declares, or why it cannot be used. Asked once in a process: an edit needs a new request."""
     return _describe(adapter, os.getcwd())
 
 
 def to_plain(value: object) -> Any:
-    """Capabilities and what is in them as JSON has it: an enum as {"Strategy": "optim"}, a tuple as a list."""
     if isinstance(value, Capabilities):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -79,7 +70,6 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given, less the class around the fields."""
     if isinstance(value, Mapping):
         ((kind, name),) = value.items()
         return getattr(schema, kind)[name]
@@ -112,8 +102,10 @@ def _describe(adapter: str, folder: str) -> Description | Violation:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, able to import this very package from another folder, and what lies in that folder:
-    `PYTHONSAFEPATH` keeps a person's programs from importing what lies about, and here it was asked for by name."""
+    """Environment of a child that imports this package, and modules in its own folder.
+
+    `PYTHONSAFEPATH` would hide that folder.
+    """
     own = str(PACKAGE.parent)
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}

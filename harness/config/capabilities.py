@@ -1,4 +1,4 @@
-"""Every engine and what it can do, as a table without torch: what rules refuse before an engine is ever built."""
+"""Table of engines and their capabilities, without torch; rules refuse requests by it."""
 
 from __future__ import annotations
 
@@ -15,65 +15,53 @@ HALF_OR_SINGLE = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One engine's reach. Whatever the table allows, the engine's adapter honours."""
-
     strategies: tuple[Strategy, ...]
-    """Strategies the engine can run."""
     hybrid: tuple[tuple[Strategy, OuterStrategy], ...] = ()
-    """Pairs of inner and outer strategy it can run with mesh.dp_outer > 1."""
+    """Pairs of inner and outer strategy that run with mesh.dp_outer > 1."""
     numerics: tuple[Numerics, ...] = RERUNS
-    """Promises it keeps about the order of arithmetic."""
     max_data_ranks: int | None = None
     """Most ranks with data of their own; None is any number."""
     formats: tuple[Dtype, ...] = tuple(Dtype)
-    """Dtypes it takes in any role."""
     main_formats: tuple[Dtype, ...] | None = None
-    """Dtypes main weights and main gradients can have, where these are fewer."""
+    """Dtypes of main weights and main gradients, if fewer than `formats`."""
     uncast: tuple[Strategy, ...] = ()
-    """Strategies under which it computes in the dtype of the main weights alone."""
+    """Strategies that compute in the dtype of the main weights only."""
     equal_dtypes: tuple[tuple[str, str], ...] = EQUAL_GRADIENTS
-    """Fields of the group `dtype` that must agree: the engine has one dtype for both roles."""
+    """Fields of the group `dtype` that must agree, because the engine has one dtype for both roles."""
     compressed_wires: tuple[Dtype, ...] = ()
-    """Dtypes gradients can travel in although `equal_dtypes` ties the wire to another role."""
+    """Dtypes of gradients on the wire, exempt from `equal_dtypes`."""
     outer_sums_in_wire: bool = False
-    """Whether sums over microbatches wait for the outer axis in dtype.grad_comm, where it is reduced once a step."""
+    """True if sums over microbatches wait for the outer axis in dtype.grad_comm, where it is reduced once a step."""
     waiting_sums_in_compute: bool = False
-    """Whether sums over microbatches wait for no_shard's one reduction a step in dtype.compute."""
+    """True if sums over microbatches wait for no_shard's one reduction a step in dtype.compute."""
     idle_parameters: bool = True
-    """Whether a microbatch may leave trained parameters without a gradient on some ranks and not on others."""
+    """True if a microbatch may leave trained parameters without a gradient on some ranks and not on others."""
     keeps_idle_gradients: tuple[Strategy, ...] = ()
-    """Strategies under which a parameter that no microbatch needs is updated by its last step's gradient again."""
+    """Strategies that update a parameter unused in a step by its last step's gradient again."""
     lone_gradient_shards: bool = True
-    """Whether strategies that split gradients are right where the group they split over is one rank."""
+    """True if strategies that split gradients are right over a group of one rank."""
     sums_itself: bool = False
-    """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
+    """True if the engine sums reductions itself, in dtype.grad_accum; else the backend sums in the wire's dtype."""
     user_buffers: tuple[Registration, ...] = ()
-    """When the engine can register its buffers with NCCL (nccl_ub.mode); empty: it never does."""
     idle_parameters_torch: tuple[int, int] | None = None
-    """The least torch with which it has `idle_parameters`; None: any."""
+    """Least torch with `idle_parameters`; None: any."""
     orders_communicators: bool = False
-    """Whether the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
+    """True if the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     tensor_parallel: bool = False
-    """Whether the engine shards what a plan of tensor parallelism left (mesh.tp)."""
     fp8: bool = False
-    """Whether linear layers may multiply 8-bit numbers (dtype.fp8): the engine ends the steps of delayed scaling, and
-    saves what that knows."""
+    """True if linear layers may multiply in FP8 (dtype.fp8), with the history of delayed scaling updated and saved."""
     loss_scale: bool = False
-    """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
     own_optimizers: tuple[Strategy, ...] = ()
-    """Strategies under which it steps an optimizer of the user's own (optimizer=ext)."""
     adapter: str | None = None
-    """The class that runs it, as `module:Class`; None: the one that `engine.adapter` names (ext)."""
+    """Adapter class, as `module:Class`; None: `engine.adapter` names it (ext)."""
     package: str | None = None
-    """Distribution it needs beyond this project's own dependencies, as `name==version`."""
+    """Distribution needed beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
-    """Whether the distribution `package` installs like any other; if not, its build needs what is installed already."""
+    """False if the build of `package` needs installed packages (--no-build-isolation)."""
     settings: tuple[str, ...] = ()
-    """Settings of the group `engine`, beyond the name, that it takes."""
 
     @property
     def install(self) -> str:
-        """The command that installs `package`."""
         flags = "" if self.build_isolation else "--no-deps --no-build-isolation "
         return f"pip install {flags}{self.package}"
 
@@ -81,21 +69,18 @@ class Capabilities:
 _GROUP = declared_in(EngineOptions)
 
 SAME_BITS = tuple(f"engine.{name}" for name, option in _GROUP.items() if option.facts.same_bits)
-"""Settings of the group `engine` that change no bit of any result."""
 
 _ALL_PAIRS = tuple((inner, outer) for inner in Strategy for outer in OuterStrategy)
 _HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)
 
 
 class EngineName(Choice):
-    """What shards the model and steps its optimizer.
+    """Engines, each with its sentence and capabilities, among them its adapter and package.
 
-    This is the one list of engines: each with its sentence and what it can do, its adapter and its package among that.
-    What choosing an engine chooses of other groups stands in its file of conf/engine; an engine without one has none.
+    Choices that an engine implies in other groups stand in its file of conf/engine, if any.
     """
 
     declared: Capabilities
-    """What the engine can do, as it stands here; readers ask `ENGINES`."""
 
     native = (
         "native",
@@ -211,14 +196,11 @@ class EngineName(Choice):
     )
 
     def __new__(cls, name: str, sentence: str, declared: Capabilities) -> Self:
-        """A member from its name, its sentence and its row."""
         member = object.__new__(cls)
         member._value_, member.sentence, member.declared = name, sentence, declared
         return member
 
 
 ENGINES: dict[EngineName, Capabilities] = {engine: engine.declared for engine in EngineName}
-"""What every engine can do. What an `ext` adapter can do, it says itself."""
 
 PACKAGES = tuple(can.package.partition("==")[0] for can in ENGINES.values() if can.package)
-"""Distributions that some engine needs, by name."""

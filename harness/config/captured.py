@@ -1,17 +1,15 @@
-"""What a run captures in full: the steps that were listed, or those that are chosen where none were.
+"""Steps and tensors that a run captures: those listed, or chosen ones.
 
 [Note: Chosen captures] With measure.capture_steps=null a run captures its first step, its last and, between them, 3,
-10, 30, 100, 300, ...: what goes wrong early is placed to the step, what goes wrong late within a factor of three, and a
-run of 10,000 steps captures nine. Of each it keeps the gradients, what was seen of them beside the engine, the update,
-and the weights and moments before it, so that the optimizer's rule can be asked of whole tensors; and the weights it
-ends with. With n weights of fp32, gradients in fp32 and Adam that is (4 + 8) n bytes for gradients and testimony, 4 n
-for the update and 4 n + 8 n for what it begins with: 28 n a step, 20 n for the first, 4 n for the end.
+10, 30, 100, 300, ...: a run of 10,000 steps captures nine. Each has the gradients, their local sums, the update, and
+the weights and moments before it, so that the optimizer's rule can be checked on whole tensors; the last weights come
+on top. With n weights of fp32, gradients in fp32 and Adam, gradients and their local sums take (4 + 8) n bytes, the
+update 4 n, and weights and moments before it 4 n + 8 n: 28 n a step, 20 n for the first, 4 n for the end.
 
-All that lies on disk for every run of a study, passes through the first rank's memory and is waited for by the others.
-So it is bounded by `measure.capture_limit_mib`: step 1's gradients where one step of gradients fits, and everything
-else in the order of what it is worth (first update, last weights, last step, then 3, 10, ...) while all of it together
-fits. At the default of 1 GiB a model of 8 M weights captures four steps, one of 250 M the gradients of the first, and
-one of 270 M nothing: the sketches of every step (`measure.vouch`) do not grow with the model, and speak for it.
+All of it passes through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it: step
+1's gradients where one step of gradients fits, and the rest in order of worth (first update, last weights, last step,
+then 3, 10, ...) while all of it together fits. At 1 GiB a model of 8 M weights captures four steps, one of 250 M the
+gradients of the first, and one of 270 M nothing: sketches of every step (`measure.vouch`) do not grow with the model.
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ MIB = 2**20
 
 
 class Captured(NamedTuple):
-    """What is captured in full.
+    """Captured steps (counted from 1, in order) and their size.
 
-    gradients, updates: steps, counted from 1, in order. final: whether the weights of the end are. num_bytes: of all of
-    it. left_out: what is not, and why; empty where nothing was left out.
+    final: True if the last weights are captured. left_out: reason for each omission; empty where there is none.
     """
 
     gradients: tuple[int, ...] = ()
@@ -43,7 +40,6 @@ class Captured(NamedTuple):
 
 
 def captured(cfg: Config) -> Captured:
-    """What a run of this configuration captures."""
     measure = cfg.measure
     listed = measure.capture_steps is not None
     if not listed and measure.mode is MeasureMode.bench:
@@ -61,13 +57,12 @@ def captured(cfg: Config) -> Captured:
 
 
 def spread(steps: int) -> tuple[int, ...]:
-    """First, last, and between them 3, 10, 30, 100, ...; in the order of what they are worth."""
+    """First, last, and between them 3, 10, 30, 100, ...; in order of worth."""
     between = [each for power in range(len(str(steps))) for each in (10**power, 3 * 10**power) if 1 < each < steps]
     return tuple(dict.fromkeys((1, steps, *between)))
 
 
 def _chosen(cfg: Config) -> Captured:
-    """Everything in the order of its worth, while it fits; a part that does not is passed over with all after it."""
     found = Captured((1,), num_bytes=_size(cfg, (1,), ()))
     limit = cfg.measure.capture_limit_mib
     for each in _parts(cfg):
@@ -83,7 +78,6 @@ def _chosen(cfg: Config) -> Captured:
 
 
 def _parts(cfg: Config) -> Iterator[Captured]:
-    """What may be added to the gradients of step 1; `left_out` is its name. Updates that were listed stay as listed."""
     listed = cfg.measure.update_steps
     first, *others = spread(cfg.train.steps)
     if listed is None:
@@ -96,8 +90,10 @@ def _parts(cfg: Config) -> Iterator[Captured]:
 
 
 def _size(cfg: Config, gradients: tuple[int, ...], updates: tuple[int, ...]) -> int:
-    """Bytes of captured steps. Weights and moments before an update follow from the update before, if that is there;
-    before step 1 moments are nought."""
+    """Bytes of captured steps.
+
+    Weights and moments before an update follow from a captured update before; they are zero before step 1.
+    """
     count, main = parameter_count(cfg), cfg.dtype.main_params.bytes
     anew = [step for step in updates if step - 1 not in updates]
     begins = len(anew) + optimizer_states(cfg) * sum(step > 1 for step in anew)

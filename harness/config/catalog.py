@@ -1,7 +1,6 @@
-"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and engines as code declares them.
+"""Groups and their options: files of `conf/` and `sweeps/`, and engines as code declares them.
 
-A user adds options without touching the checkout: files of a folder of one's own (`./conf` of where a request is typed,
-or what `--config-dir` names) are options of the groups there are.
+Files of a folder of the user's own (`./conf`, or that of `--config-dir`) are options of the same groups.
 """
 
 from __future__ import annotations
@@ -17,46 +16,37 @@ from harness.config.errors import BadRequest, Violation, refuse
 from harness.store import provenance
 
 ROOT = provenance.ROOT
-"""Where `conf/` and `sweeps/` lie."""
 
 STUDIES = "study"
-"""The group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
+"""Group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
 
 STUDY_FILE = "from_file"
-"""What Hydra calls the study whose file is the user's own."""
 
 STUDY_FILES: dict[str, str] = {}
-"""What Hydra calls a study of a user's own file (`study/from_file`) -> the path it was typed by."""
+"""Hydra's name of a study from a user's file (`study/from_file`) -> its path as typed."""
 
 NULLABLE = ("study", "experiment", "debug")
-"""Groups that need no option."""
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """Options of each group, by name."""
-
     options: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Every group, in alphabetical order."""
         return tuple(sorted(self.options))
 
     def groups_with(self, option: str) -> list[str]:
-        """Groups that have an option of this name."""
         return [group for group in self.groups if option in self.options[group]]
 
 
 _CHOSEN: list[Path] = []
-"""The folder that `--config-dir` named, if it did."""
 
 
 def choose_own_folder(path: str) -> Path:
-    """Take options from this folder too, in place of `./conf`.
+    """Use this folder of options in place of `./conf`.
 
-    Raises:
-        BadRequest: there is no such folder, or no file of it is an option of a group.
+    Raises `BadRequest`: no such folder, or no file of it is an option of a group.
     """
     folder, subject = Path(os.path.abspath(os.path.expanduser(path))), f"--config-dir {path}"
     shape = "DIR/GROUP/NAME.yaml, with GROUP one of " + ", ".join(_own_groups())
@@ -69,18 +59,15 @@ def choose_own_folder(path: str) -> Path:
 
 
 def own_folder() -> Path | None:
-    """The folder of a user's own options; None where there is none.
+    """Folder of a user's own options, if any.
 
-    A `./conf` with a `config.yaml` is a whole program's (or another checkout's), and is left alone.
+    A `./conf` with a `config.yaml` belongs to another program, and is ignored.
     """
     return _CHOSEN[0] if _CHOSEN else _beside(Path.cwd())
 
 
 def study_path(value: str) -> Path | None:
-    """The file that `study=VALUE` names, by its path or by its name in a `conf/study/`, absolute.
-
-    None where VALUE is a name in `sweeps/`, or nowhere.
-    """
+    """Absolute path of the file that `study=VALUE` names, by path or by its name in a `conf/study/`; else None."""
     bare = value.strip().strip("'\"")
     if "/" in bare or bare.endswith((".yaml", ".yml")):
         return Path(os.path.abspath(os.path.expanduser(bare)))
@@ -96,17 +83,11 @@ def _beside(here: Path) -> Path | None:
 
 
 def load_catalog() -> Catalog:
-    """Read the names of all options.
-
-    Raises:
-        BadRequest: an option of the user's own has the name of one that is here.
-    """
+    """Raises `BadRequest`: a user's option has the name of an existing one."""
     return _catalog(own_folder())
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of an option, a user's own where that is where it lies; of one that is made from code, as engines
-    are, where it would lie here."""
     here = ROOT / "conf" / group / f"{name}.yaml"
     own = own_folder()
     if own is None or here.exists():
@@ -125,11 +106,6 @@ def _catalog(own: Path | None) -> Catalog:
 
 
 def _with(known: dict[str, tuple[str, ...]], folder: Path, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The options that are known and those of a folder.
-
-    Raises:
-        BadRequest: one of the folder has the name of a known one.
-    """
     added = {group: _stems(folder / group) for group in groups}
     hidden = [(group, name) for group, names in added.items() for name in names if name in known[group]]
     if hidden:
@@ -150,7 +126,6 @@ def _folders() -> list[Path]:
 
 @functools.cache
 def _own_groups() -> tuple[str, ...]:
-    """Groups that a file of one's own can add an option to."""
     return tuple(sorted({*(folder.name for folder in _folders()), STUDIES}))
 
 

@@ -1,4 +1,4 @@
-"""The group `cluster`: facts of the machine that runs a cell. Part of the typed schema."""
+"""The group `cluster`: facts of the machine that runs a cell."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from harness.config.number import number
 
 
 class Backend(Enum):
-    """Who starts the ranks."""
-
     local = "local"
     slurm = "slurm"
 
@@ -27,7 +25,7 @@ class ClusterConfig:
     """Facts of the machine. Never part of the signature."""
 
     backend: Backend = Backend.local
-    """What starts the ranks: this machine or SLURM."""
+    """Launcher of the ranks: this machine or SLURM."""
     device: Device = Device.cpu
     """Device of a rank: cpu with gloo, or cuda with NCCL."""
     nodes: int = number(1, 1, 2**16, "machines")

@@ -1,7 +1,7 @@
 """From a composed configuration to a cell: merged into the typed root, checked, frozen.
 
-Nothing here composes files: Hydra does that (`run.py`, the sweeper). A cell is what is left when Hydra is gone: plain,
-complete values that a rank reads from `config.yaml` and turns back into the typed root with `load_config`.
+Hydra composes the files (`run.py`, the sweeper). A cell is plain, complete values that a rank reads from `config.yaml`
+and turns back into the typed root with `load_config`.
 """
 
 from __future__ import annotations
@@ -32,65 +32,55 @@ from harness.config.words import quote
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a study: a complete configuration, checked and frozen, and how it was asked for."""
-
     config: dict[str, Any]
-    """Every setting, resolved, as plain values (enums by name)."""
     overrides: tuple[str, ...]
-    """What was asked, as `key=value`, after a study was expanded."""
+    """Request as `key=value`, after a study was expanded."""
 
     @cached_property
     def typed(self) -> Config:
-        """The cell's values as the typed root."""
         return load_config(self.config)
 
     @cached_property
     def signature(self) -> str:
-        """Hash of all that defines the run (sha256, hex)."""
+        """Hash of the defining settings (sha256, hex)."""
         from harness.store.identity import signature
 
         return signature(self.config)
 
     @cached_property
     def name(self) -> str:
-        """Readable name, a function of the cell alone."""
         from harness.store.identity import run_name
 
         return run_name(self.config)
 
     @property
     def study(self) -> str:
-        """The study the run is stored under."""
         return str(self.config["study"]["name"])
 
 
 def register() -> None:
-    """Give Hydra what no file of conf/ holds: the typed root under the name `schema`, the first entry of
-    conf/config.yaml, and the options that code declares."""
     ConfigStore.instance().store(name="schema", node=typed_root(), provider="harness")
     _register_declared()
 
 
 @functools.cache
 def _register_declared() -> None:
-    """Once a process: it takes 10 ms."""
     for name in load_catalog().options["engine"]:
         if (values := declared_option("engine", name)) is not None:
             ConfigStore.instance().store(group="engine", name=name, node=values, provider="harness")
 
 
 def declared_option(group: str, name: str) -> dict[str, str] | None:
-    """What an option says that code declares, an engine that no file of conf/ is about; None of others."""
+    """Values of an option that code declares, an engine without a file in conf/; None of others."""
     declared = group == "engine" and name in EngineName.__members__ and not file_of(group, name).exists()
     return {"name": name} if declared else None
 
 
 def load_config(plain: Mapping[str, Any]) -> Config:
-    """Turn the plain values of a frozen `config.yaml` into the typed root.
+    """Typed root of a frozen `config.yaml`.
 
-    Raises:
-        BadRequest: a key is unknown, a value has the wrong type or one that must be said is not there, as in a run
-            frozen by another version of the schema.
+    Raises `BadRequest`: an unknown key, a value of another type, or a missing mandatory one, as in runs of another
+    version.
     """
     try:
         return cast(Config, OmegaConf.to_object(_merge(dict(plain))))
@@ -100,24 +90,20 @@ def load_config(plain: Mapping[str, Any]) -> Config:
 
 
 def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
-    """Freeze what Hydra composed: merge it into the typed root, resolve it, apply every rule.
+    """Freeze a composed configuration: merge it into the typed root, resolve it, apply every rule.
 
-    Args:
-        cfg: the composed configuration, with or without Hydra's own node.
-        overrides: the request as typed, `key=value` each.
-        earlier: overrides of the frozen cell this one starts from; recorded, and not held against this request.
+    Args: overrides: the request as typed, `key=value` each. earlier: overrides of the frozen cell it starts from;
+    recorded, but exempt from rules on typed settings.
 
-    Raises:
-        BadRequest: with every violation found; nothing was written and nothing started.
+    Raises `BadRequest` with every violation; nothing was written or started.
     """
     return freeze(into_root(cfg), overrides, earlier=earlier)
 
 
 def into_root(cfg: DictConfig) -> DictConfig:
-    """Merge a composed configuration, unresolved, into the typed root; Hydra's own node is left out.
+    """Typed root of an unresolved configuration, without Hydra's own node.
 
-    Raises:
-        BadRequest: a key is unknown or a value has the wrong type.
+    Raises `BadRequest`: a key is unknown or a value has the wrong type.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
     values.pop("hydra", None)
@@ -125,10 +111,9 @@ def into_root(cfg: DictConfig) -> DictConfig:
 
 
 def choose(root: DictConfig, group: str, values: Mapping[str, Any]) -> None:
-    """Put an option's values, and the schema's where it has none, in the place of what a typed root has for a group.
+    """Replace a group in a typed root by an option's values, and the schema's where it has none.
 
-    Raises:
-        BadRequest: a key is unknown or a value has the wrong type.
+    Raises `BadRequest`: a key is unknown or a value has the wrong type.
     """
     root[group] = deepcopy(_empty_root()[group])
     try:
@@ -140,7 +125,6 @@ def choose(root: DictConfig, group: str, values: Mapping[str, Any]) -> None:
 
 
 def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
-    """`compose_cell` of a configuration that is in the typed root already; `root` stays as it is."""
     from harness.config import rules
     from harness.config.hints import explain_unsaid
 
@@ -163,17 +147,15 @@ def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str]
 
 
 def compose(overrides: Sequence[str] = ()) -> Cell:
-    """Compose and freeze one cell outside the command line, for tests, notebooks and readers.
+    """Compose and freeze one cell outside the command line.
 
-    Raises:
-        BadRequest: as `run.py` would say.
+    Raises `BadRequest`, as `run.py` does.
     """
     check_overrides(overrides)
     return compose_cell(composed(overrides), overrides)
 
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    """What Hydra makes of `conf/` and these overrides, unchecked."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -185,13 +167,12 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _search_path() -> list[str]:
-    """What tells Hydra of a user's own folder, where its command line cannot."""
     own = own_folder()
     return [] if own is None else [f"hydra.searchpath=[study://sweeps,{quote(f'file://{own}')}]"]
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Resolved values of a configuration as dicts, lists, strings, numbers, booleans and None; enums by name."""
+    """Resolved values as dicts, lists, strings, numbers, booleans and None; enums by name."""
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
 
@@ -211,7 +192,6 @@ def _merge(values: dict[str, Any]) -> DictConfig:
 
 
 def _put(root: DictConfig, key: str, value: Any) -> None:
-    """Merge one group in place: merging roots copies every group once for each."""
     if isinstance(node := root[key], DictConfig) and isinstance(value, dict):
         node.merge_with(value)
     else:
@@ -224,15 +204,11 @@ def _empty_root() -> DictConfig:
 
 
 def check_kinds(config: Any, under: str = "") -> None:
-    """Refuse what OmegaConf lets through: an interpolation that ends at a number where a list or table is due, and a
-    list or table that holds another one, or a number, where texts are due.
+    """Refuse kinds that OmegaConf accepts: a number for a list or table, or a container or number for a text.
 
-    Args:
-        config: the typed root, or what lies in it under the path `under`.
-        under: such as `study`.
+    Args: under: path of `config` in the typed root, such as `study`.
 
-    Raises:
-        BadRequest: naming each such setting.
+    Raises `BadRequest`: naming each such setting.
     """
     from harness.config.hints import explain_setting
 
@@ -250,7 +226,7 @@ def check_kinds(config: Any, under: str = "") -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind, `dict[str, list[str]]` say, all the way down."""
+    """True if a value matches a type such as `dict[str, list[str]]` at every level."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
@@ -262,7 +238,6 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _anchor_paths(config: Config) -> None:
-    """Make paths absolute: a rank may start elsewhere, and the same words must not mean two files."""
     config.launch.root = _anchored(config.launch.root)
     if config.data.path is not None:
         config.data.path = _anchored(config.data.path)
@@ -275,7 +250,6 @@ def _anchored(path: str) -> str:
 
 
 def _count(config: Config) -> None:
-    """Count the weights of a model of the user's own, whatever a frozen cell says that this one starts from."""
     from harness.config import own
 
     found = own.described("model", config)

@@ -1,7 +1,7 @@
-"""What a data source holds, found out without reading it: sizes, counts, and a sample of token ids.
+"""Sizes, counts and a sample of token ids of a data source, without reading it.
 
-Used before any rank starts, so neither torch nor numpy is imported here. Every fault is a ValueError whose text names
-the value, the knob and the fix.
+Runs before any rank starts, without torch or numpy. Every fault is a ValueError that names the value, the setting and
+the fix.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from harness.config.schema import DataConfig, DataKind, TokenDtype
 from harness.store.screen import counted
 
 TOKEN_BYTES = {TokenDtype.uint16: 2, TokenDtype.uint32: 4}
-"""Bytes of one token in a token file."""
 
 LARGEST_BYTE = 255
-"""Largest token of byte-level sources."""
 
 NOT_EVERYWHERE = frozenset(
     """site-packages dist-packages lib-dynload __pycache__ test tests idle_test idlelib tkinter turtledemo turtle.py
     lib2to3 distutils ensurepip sitecustomize.py usercustomize.py""".split()  # noqa: SIM905 - reads better than 16 lines
 )
-"""Parts of the standard library that some distributions leave out, split off or patch in."""
 
 SAMPLE_WINDOWS = 16
 SAMPLE_TOKENS = 4096
@@ -35,13 +32,11 @@ SAMPLE_TOKENS = 4096
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """Size of a source as `seq_len` cuts it."""
-
     num_tokens: int
     num_sequences: int
     """Sequences of seq_len + 1 tokens; neighbours share one."""
     max_token: int | None
-    """Largest token id that can occur (bytes) or that a sample showed (token files); None: follows the vocabulary."""
+    """Largest token id: possible (bytes) or sampled (token files); None: follows the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +50,8 @@ class Piece:
 
 
 def inspect(data: DataConfig) -> SourceFacts:
-    """Facts of the configured source.
-
-    Raises:
-        ValueError: the source is missing, unreadable, empty, too short for one sequence, or not made of whole tokens.
-    """
+    """Raises `ValueError`: the source is missing, unreadable, empty, shorter than one sequence, or not of whole
+    tokens."""
     if data.kind is DataKind.synthetic:
         if data.num_sequences < 1:
             raise ValueError(f"data.num_sequences={data.num_sequences}: synthetic data needs at least 1 sequence")
@@ -77,17 +69,12 @@ def inspect(data: DataConfig) -> SourceFacts:
 
 
 def describe(data: DataConfig) -> str:
-    """The source in words, for messages."""
     of = f" data.target={data.target}" if data.kind is DataKind.ext else ""
     return f"data={data.kind.name}{of}" + (f" data.path={data.path}" if data.path else "")
 
 
 def pieces(data: DataConfig) -> list[Piece]:
-    """Files of a file-based source, in the order in which their tokens follow one another; empty files left out.
-
-    Raises:
-        ValueError: as `inspect`.
-    """
+    """Files of a source in the order of their tokens, without empty ones. Raises `ValueError`, as `inspect`."""
     if data.kind is DataKind.stdlib:
         found = list(_stdlib_pieces())
     else:
@@ -123,7 +110,6 @@ def _piece(path: Path, width: int, header: int) -> Piece:
 
 @cache
 def _stdlib_pieces() -> tuple[Piece, ...]:
-    """Listed once per process: Python's own library stays as it is, and a run opens its source several times."""
     return tuple(_piece(path, width=1, header=0) for path in _stdlib_files())
 
 
@@ -141,7 +127,6 @@ def _stdlib_files() -> list[Path]:
 
 
 def _chosen_files(data: DataConfig) -> list[Path]:
-    """The file at `data.path`, or every visible file below the folder (of token folders only *.bin), sorted by path."""
     if not data.path:
         raise ValueError(f"data={data.kind.name} needs data.path: a file or a folder")
     path = Path(data.path).expanduser()
@@ -162,7 +147,6 @@ def _chosen_files(data: DataConfig) -> list[Path]:
 
 
 def _sampled_max(found: list[Piece]) -> int:
-    """Largest token in a few windows spread over all files, their first and last tokens among them."""
     total = sum(piece.num_tokens for piece in found)
     last_start = max(0, total - SAMPLE_TOKENS)
     starts = {last_start * window // (SAMPLE_WINDOWS - 1) for window in range(SAMPLE_WINDOWS)}

@@ -29,8 +29,7 @@ def global_microbatches(cfg: Config) -> int:
 
 
 def data_ranks(cfg: Config) -> int:
-    """Ranks with data of their own, of both data-parallel axes: all but those that tensor parallelism adds. Exact only
-    where mesh.tp divides mesh.world_size; at least 1, for rules that look at requests which are refused."""
+    """Ranks with data of their own: world_size / tp, at least 1. Exact only where mesh.tp divides mesh.world_size."""
     return max(1, cfg.mesh.world_size // max(1, cfg.mesh.tp))
 
 
@@ -40,7 +39,6 @@ def microbatches_per_rank(cfg: Config) -> int:
 
 
 def tokens_per_step(cfg: Config) -> int:
-    """Tokens one optimizer step is trained on, over all ranks."""
     return cfg.train.global_batch_size * cfg.data.seq_len
 
 
@@ -50,39 +48,34 @@ def ranks_per_node(cfg: Config) -> int:
 
 
 CUDA_CPUS = 4
-"""Processors of a rank on CUDA unless it says: its own, autograd's, NCCL's and a writer's."""
 
 
 def cpus_per_rank(cluster: Mapping[str, Any]) -> int:
-    """Processors a scheduler is asked for per rank, from the plain values of `cluster`."""
     least = CUDA_CPUS if cluster["device"] == Device.cuda.name else 1
     return int(cluster["cpus_per_rank"] or max(least, cluster["threads_per_rank"]))
 
 
 def devices_per_node(cfg: Config) -> int:
-    """CUDA devices that the ranks of each machine need. Exact only where world_size is divisible by nodes."""
     return -(-ranks_per_node(cfg) // cfg.cluster.ranks_per_device)
 
 
 def gpus_of_gres(gres: str) -> int:
-    """GPUs that a --gres text asks for, such as gpu:h100:8; 0 where it names none."""
+    """GPUs of a --gres text, such as gpu:h100:8; 0 where it names none."""
     found = re.findall(r"(?:^|,)gpu((?::[^:,()]+)*)", gres)
     counts = [parts.rpartition(":")[2] for parts in found]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
 def accumulate_dtype(cfg: Config) -> Dtype:
-    """The dtype sums inside a reduction really have: `dtype.grad_accum`, or what its null stands for."""
     return cfg.dtype.grad_accum or own_sum(cfg.dtype.grad_comm, capabilities_of(cfg).sums_itself)
 
 
 def own_sum(wire: Dtype, sums_itself: bool) -> Dtype:
-    """What a null `dtype.grad_accum` stands for: the wire's dtype, and at least fp32 where an engine sums itself."""
+    """Default of `dtype.grad_accum`: the wire's dtype, and at least fp32 where an engine sums itself."""
     return Dtype.fp32 if sums_itself and wire.bytes < 4 else wire
 
 
 def against_forks(cfg: Config) -> list[str]:
-    """Settings with which a rank must not be a fork of a process that has imported everything."""
     against = {
         "cluster=slurm": cfg.cluster.backend is Backend.slurm,
         "cluster.device=cuda": cfg.cluster.device is Device.cuda,
@@ -93,7 +86,6 @@ def against_forks(cfg: Config) -> list[str]:
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:
-    """Every option of our engine that has a setting, by the engine's own name."""
     found = {name: _chosen(cfg, each.facts.setting) for name, each in options.OPTIONS.items() if each.facts.setting}
     if found["watchdog_timeout_s"] is None:  # sooner than the watch that ends a run without a step
         found["watchdog_timeout_s"] = 0.8 * cfg.launch.hang_timeout_s
@@ -101,7 +93,6 @@ def engine_options(cfg: Config) -> dict[str, Any]:
 
 
 def _chosen(cfg: Config, setting: str) -> Any:
-    """Value of a setting; of "not group.key", its opposite."""
     opposite, _, path = setting.rpartition(" ")
     group, name = path.split(".")
     value = getattr(getattr(cfg, group), name)
@@ -109,25 +100,18 @@ def _chosen(cfg: Config, setting: str) -> Any:
 
 
 def fixed_buffers(cfg: Config) -> bool:
-    """Whether gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by nccl_ub."""
     return options.fixed_buffers(engine_options(cfg))
 
 
 def wants_infiniband_sharp(cfg: Config) -> bool:
-    """Whether a communicator is to own InfiniBand SHARP."""
     return cfg.sharp.group.is_asked and cfg.sharp.infiniband
 
 
 LARGEST_LOSS_SCALE = 2.0**40
-"""Largest value of a fixed loss scale."""
 
 
 def loss_scale(cfg: Config) -> float | None:
-    """A fixed loss scale, 0 for a dynamic one, None for none.
-
-    Raises:
-        ValueError: the setting is none of these.
-    """
+    """A fixed loss scale, 0 for a dynamic one, None for none. Raises `ValueError`: another word."""
     text = cfg.dtype.loss_scale
     if text in ("none", "dynamic"):
         return None if text == "none" else 0.0
@@ -138,12 +122,11 @@ def loss_scale(cfg: Config) -> float | None:
 
 
 def parameter_count(cfg: Config) -> int:
-    """Weights of the model, tied ones once, frozen ones too."""
     return model_parameters(cfg.model)
 
 
 def model_parameters(m: ModelConfig) -> int:
-    """Weights of a model of these sizes; of one's own as counted before ranks start, 0 where it could not be."""
+    """Weights of a model of these sizes; of the user's own as counted before, 0 where that failed."""
     if m.family is ModelFamily.ext:
         return m.parameters or 0
     return _odd_parameters(m) if m.family is ModelFamily.odd else _decoder_parameters(m)
@@ -161,8 +144,8 @@ def _decoder_parameters(m: ModelConfig) -> int:
 
 
 ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
-"""Sizes of the odd family that no setting changes: positions a convolution sees, width of the low-rank path, positional
-cells, and weights of each mixture."""
+"""Fixed sizes of the odd family: positions of the convolution, width of the low-rank path, positional cells, and
+weights of each mixture."""
 
 ODD_SIDE_MODULUS = 3
 """Sequences whose first token is a multiple of it take the odd family's side branch."""
@@ -179,7 +162,7 @@ def _odd_parameters(m: ModelConfig) -> int:
 
 
 def may_leave_unused(cfg: Config) -> bool:
-    """Whether a microbatch may leave trained parameters without a gradient, not the same ones on every rank."""
+    """True if a microbatch may leave trained parameters without a gradient, differently on each rank."""
     m = cfg.model
     if m.family is ModelFamily.moe:
         return m.skip_idle and m.experts_per_token < m.num_experts
@@ -187,22 +170,22 @@ def may_leave_unused(cfg: Config) -> bool:
 
 
 def optimizer_states(cfg: Config) -> int:
-    """Main-weight-sized buffers the optimizer keeps: 2 for Adam, 1 for SGD with momentum, else 0."""
+    """Buffers of the optimizer, each the size of the main weights: 2 for Adam, 1 for SGD with momentum, else 0."""
     if cfg.optimizer.name is OptimizerName.sgd:
         return 1 if cfg.optimizer.momentum else 0
     return 2
 
 
 def state_bytes(cfg: Config) -> int:
-    """Bytes of main weights and optimizer state over all ranks together, one copy: what a checkpoint holds at least."""
+    """Bytes of main weights and optimizer state, one copy over all ranks: the least size of a checkpoint."""
     return parameter_count(cfg) * cfg.dtype.main_params.bytes * (1 + optimizer_states(cfg))
 
 
 def persistent_bytes_per_rank(cfg: Config) -> int:
-    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need.
+    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients.
 
-    Which part of each a rank keeps is read from the engine's table of placements. Of what tensor parallelism does not
-    cut (vectors) every rank keeps more.
+    Shares come from the engine's table of placements; vectors are replicated over tensor-parallel ranks and count too
+    low.
     """
     whole, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
     count = whole // max(1, cfg.mesh.tp)

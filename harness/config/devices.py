@@ -1,4 +1,4 @@
-"""Which CUDA devices a process on this machine may use, by files and the environment: torch is not loaded here."""
+"""CUDA devices of this machine, from files and the environment, without torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ DRIVER_FILES = Path("/dev")
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ, folder: Path = DRIVER_FILES) -> list[str]:
-    """Devices as CUDA_VISIBLE_DEVICES may name them: what it names already, or numbers from 0 on.
+    """Entries of CUDA_VISIBLE_DEVICES, or numbers from 0 on.
 
-    CUDA counts what it can open, from 0: a container that was given /dev/nvidia3 alone has device 0. So the driver's
-    files are counted, and their own numbers are nobody's names.
+    CUDA counts the devices it can open from 0 (a container with /dev/nvidia3 alone has device 0), so files are counted.
+    It stops reading the variable at the first invalid entry.
 
-    Args:
-        environment: whose CUDA_VISIBLE_DEVICES counts. CUDA stops reading at the first entry that names no device.
-        folder: where the driver's files are.
+    Args: folder: of the driver's device files.
     """
     chosen = environment.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:

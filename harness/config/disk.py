@@ -1,4 +1,4 @@
-"""What runs write, and what a disk has left for it: estimated from the configuration, before anything starts."""
+"""Disk space of runs and of the disk, estimated from the configuration before anything starts."""
 
 from __future__ import annotations
 
@@ -11,54 +11,43 @@ from harness.config.derived import state_bytes
 from harness.config.schema import CkptPolicy, Config
 
 PROBE_BYTES = 1 << 20
-"""Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
+"""Bytes written and synced to test a disk: about the logs of a short run."""
 
 
 class Kept(NamedTuple):
-    """Bytes that runs leave on disk at least; logs, the record and what vouches for it come on top."""
+    """Bytes that runs leave on disk at least, without logs, record and vouchers."""
 
     checkpoints: int
     captures: int
 
     @property
     def total(self) -> int:
-        """Checkpoints and captures together."""
         return self.checkpoints + self.captures
 
 
 def kept(cfg: Config) -> Kept:
-    """What lies there once a run of this configuration has ended."""
     every, steps = cfg.ckpt.every, cfg.train.steps
     saves = 0 if cfg.ckpt.policy is CkptPolicy.none else -(-steps // every) if every else 1
     return Kept(min(cfg.ckpt.keep, saves) * state_bytes(cfg), captured(cfg).num_bytes)
 
 
 def written(cfg: Config) -> int:
-    """Bytes a run needs at once at least: captures, the checkpoints it keeps beside the one it writes, and logs."""
+    """Bytes a run needs at once at least: captures, kept checkpoints and the one being written, and logs."""
     checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
     return captured(cfg).num_bytes + checkpoints + PROBE_BYTES
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the nearest of its parents that is there.
-
-    Raises:
-        OSError: the path cannot be one: a name is too long.
-    """
+    """Nearest existing folder. Raises `OSError`: a name is too long."""
     return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk says is left where `path` lies, or will lie; quotas and thin volumes may say more than they have.
-
-    Raises:
-        OSError: it cannot be asked.
-    """
+    """Free bytes where `path` lies, or will lie; too high under quotas and thin volumes. Raises `OSError`."""
     return shutil.disk_usage(nearest(path)).free
 
 
 def shown(count: int) -> str:
-    """A number of bytes for people, with three digits."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

@@ -1,4 +1,4 @@
-"""What every setting is: its path, type, range, default and sentence, read from the schema's own source.
+"""Path, type, range, default and sentence of every setting, read from the schema's own source.
 
 Error messages quote the sentences, and docs/configuration.md has them all (`benchmarks/pages/settings_page.py`).
 """
@@ -24,35 +24,28 @@ from harness.fsdp.options import Range
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the typed root."""
-
     path: str
-    """Dotted path, as typed on the command line."""
     type: Any
-    """Annotation, with an optional's `None` taken off."""
+    """Annotation, without an optional's `None`."""
     optional: bool
-    """Whether null is a value."""
     default: Any
     """Value in the schema; `conf/` may hold another."""
     sentence: str
-    """What the setting means."""
     range: Range | None = None
-    """Numbers it takes, with their unit; of a list's numbers, each. None for what is no number."""
+    """Range and unit of a number, or of each in a list; None of other types."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Names of the enum's members; empty for other types."""
         return tuple(self.type.__members__) if isinstance(self.type, type) and issubclass(self.type, Enum) else ()
 
     @property
     def expects(self) -> str:
-        """The kind of value it takes, in words."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.type]
         return words + (f", {self.valid}" if self.range else ", or null" if self.optional else "")
 
     @property
     def valid(self) -> str:
-        """The numbers it takes, in words: `1 to 64 ranks, or null`; "" for what is no number."""
+        """Range in words: `1 to 64 ranks, or null`; "" without one."""
         each = "each " if typing.get_origin(self.type) is list else ""
         return f"{each}{self.range}{', or null' if self.optional else ''}" if self.range else ""
 
@@ -73,13 +66,10 @@ _WORDS: dict[Any, str] = {
 
 @functools.cache
 def settings() -> dict[str, Setting]:
-    """Every setting of the typed root by its dotted path, in schema order."""
     return {setting.path: setting for setting in _walk(schema.Config, "")}
 
 
 def unknown_words(config: Mapping[str, Any]) -> list[str]:
-    """Settings, by dotted path, whose value is none of the words that they may have: other code than this froze them,
-    or somebody edited them."""
     return [
         f"{setting.path}={config[setting.path]}, which is none of {', '.join(setting.choices)}"
         for setting in settings().values()
@@ -88,7 +78,6 @@ def unknown_words(config: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_settings(config: Mapping[str, Any]) -> list[str]:
-    """Dotted paths, in order, that are no setting, nor an entry of one that takes pairs."""
     known = settings()
     tables = tuple(f"{path}." for path, setting in known.items() if typing.get_origin(setting.type) is dict)
     return [path for path in config if path not in known and not path.startswith(tables)]
@@ -96,7 +85,6 @@ def unknown_settings(config: Mapping[str, Any]) -> list[str]:
 
 @functools.cache
 def groups() -> dict[str, str]:
-    """Every group of the typed root with the sentence of its dataclass."""
     hints = typing.get_type_hints(schema.Config)
     return {name: inspect.getdoc(hint) or "" for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
@@ -126,7 +114,6 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 
 @functools.cache
 def _sentences() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string literal under the field."""
     found: dict[str, dict[str, str]] = {}
     for module in (schema, cluster_group, engine_group, model_group, network):
         found |= sentences_of(inspect.getsource(module))
@@ -135,7 +122,7 @@ def _sentences() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def sentences_of_options() -> dict[str, str]:
-    """Setting -> the sentence of the engine's option that it sets, with its None written as null."""
+    """Setting -> sentence of the engine's option, with None written as null."""
     declared = sentences_of(inspect.getsource(options))
     sentences = declared["EngineOptions"] | declared["Options"]
     return {
@@ -147,12 +134,10 @@ def sentences_of_options() -> dict[str, str]:
 
 @functools.cache
 def _ranges_of_options() -> dict[str, Range | None]:
-    """Setting -> the range of the engine's option that it sets."""
     return {each.facts.setting: each.facts.range for each in options.OPTIONS.values() if each.facts.setting}
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string literal under the field, of one module's source."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
@@ -167,7 +152,6 @@ def sentences_of(source: str) -> dict[str, dict[str, str]]:
 
 
 def as_typed(value: object) -> str:
-    """A plain value as the command line writes it."""
     if value is None:
         return "null"
     if isinstance(value, Enum):

@@ -1,4 +1,4 @@
-"""The group `engine`: which engine, and the options of our own, which `harness.fsdp.options` declares."""
+"""The group `engine`: its name, and the options of our own, which `harness.fsdp.options` declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def thawed(frozen: type[T]) -> type[T]:
-    """A dataclass with the same fields that can be set, its own before those it inherits.
+    """Mutable dataclass with the same fields, its own before inherited ones.
 
     OmegaConf makes frozen dataclasses read-only; the type checker still sees the frozen one.
     """

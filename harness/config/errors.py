@@ -1,4 +1,4 @@
-"""The one error a request can end with: everything that is wrong with it, each with its value, choices and fix."""
+"""The error of a refused request: every violation, each with its value, choices and fix."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 EXIT_BAD_REQUEST = 2
-"""Exit code of a request that cannot be carried out as asked; no rank was started."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that must change before a request can run.
+    """One obstacle of a request.
 
-    `subject` is the knob with the value it was given (`train.steps=0`), `problem` a clause that continues it ("must be
-    at least 1"), `choices` what is valid, `fix` what to type or do, `about` what the knob means.
+    `subject` is the setting with its value (`train.steps=0`), `problem` a clause that continues it ("must be at least
+    1"), `choices` the valid values, `fix` a remedy, `about` the setting's meaning.
     """
 
     subject: str
@@ -35,7 +34,7 @@ class Violation:
 
 
 class BadRequest(Exception):
-    """A request that is refused before any rank starts, with every violation found; exit code 2."""
+    """A request refused before any rank starts, with every violation; exit code 2."""
 
     exit_code = EXIT_BAD_REQUEST
 
@@ -49,5 +48,4 @@ class BadRequest(Exception):
 
 
 def refuse(subject: str, problem: str, *, choices: str = "", fix: str = "") -> BadRequest:
-    """Make a BadRequest of one violation, to be raised."""
     return BadRequest([Violation(subject, problem, choices, fix)])

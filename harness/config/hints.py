@@ -1,4 +1,4 @@
-"""Errors that teach: the nearest names for a word nobody knows, and what a setting takes."""
+"""Errors that teach: the nearest names for an unknown word, and the values of a setting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ OPTION_SYNONYMS = {
     "numerics": {"free": "fast", "bitwise": "ordered", "integer": "exact", "fixed_point": "exact"},
     "mesh": {"1": "one", "2": "two"},
 }
-"""What people call an option elsewhere -> its name here."""
 
 KEY_SYNONYMS = {
     "backend": "engine",
@@ -100,7 +99,6 @@ KEY_SYNONYMS = {
     "wd": "optimizer.weight_decay",
     "zero": "sharding",
 }
-"""What people call a group or setting elsewhere -> its name here."""
 
 REPLACED_KEYS = {
     "grad_reduce_in_fp32": "dtype.grad_comm is what a reduction sends and dtype.main_grads what is stored and"
@@ -108,11 +106,9 @@ REPLACED_KEYS = {
     "preserve_fp32_weights": "dtype.main_params=fp32 keeps fp32 main weights; dtype.main_params equal to dtype.compute"
     " keeps none",
 }
-"""Switches of older engines that one name cannot stand for -> what says it here."""
 
 
 def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
-    """Names that a mistyped word may mean, best first: same last part, then similar spelling, then same beginning."""
     names, lower = list(pool), word.lower()
     leaf = lower.rpartition(".")[2]
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -124,7 +120,6 @@ def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
 
 
 def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
-    """What to say of a key that is neither a group nor a setting."""
     catalog = catalog or load_catalog()
     group, _, rest = key.partition(".")
     if rest and group in catalog.groups:
@@ -152,7 +147,6 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
 
 
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
-    """What to say of an option that a group does not have."""
     options = (catalog or load_catalog()).options[group]
     word = str(option)
     meant = [OPTION_SYNONYMS.get(group, {}).get(word.lower(), "")]
@@ -164,7 +158,6 @@ def explain_option(group: str, option: object, catalog: Catalog | None = None) -
 
 
 def explain_value(error: Exception, subject: str | None = None) -> Violation:
-    """What to say of a value its setting cannot take, from OmegaConf's error."""
     path = str(getattr(error, "full_key", None) or "")
     setting = settings().get(path.partition("[")[0])
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -174,7 +167,6 @@ def explain_value(error: Exception, subject: str | None = None) -> Violation:
 
 
 def explain_unsaid(path: str, root: DictConfig) -> Violation:
-    """What to say of a setting that its group's file must name and does not."""
     setting, (group, _, key) = settings()[path], path.partition(".")
     return Violation(
         path,
@@ -186,7 +178,6 @@ def explain_unsaid(path: str, root: DictConfig) -> Violation:
 
 
 def explain_setting(path: str, value: Any) -> Violation:
-    """What to say of a value of the wrong type, where the value is known as typed."""
     setting = settings()[path]
     subject = f"{path}={as_typed(value)}"
     if setting.choices:
@@ -214,10 +205,10 @@ def _did_you_mean(names: list[str]) -> str:
 
 
 def explain(error: Exception) -> BadRequest:
-    """Turn what Hydra, OmegaConf or YAML raised while composing into one request error.
+    """Request error from an exception of Hydra, OmegaConf or YAML during composition.
 
-    Words typed on the command line were read before; what is left are mistakes in the files of `conf/` and `sweeps/`,
-    and combinations only Hydra sees.
+    Command-line words were checked before: the causes are files of `conf/` and `sweeps/`, and combinations only Hydra
+    sees.
     """
     if isinstance(error, YAMLError):
         return BadRequest([Violation("a file of conf/ or sweeps/", f"is not YAML: {' '.join(str(error).split())}")])
@@ -234,7 +225,6 @@ def explain(error: Exception) -> BadRequest:
 
 
 def _in_file(option: str, text: str) -> Violation:
-    """What to say of a mistake in the file behind an option, of which Hydra keeps only the text."""
     folder = "sweeps" if option.startswith("study/") else "conf"
     file = STUDY_FILES.get(option) or f"{folder}/{option.removeprefix('study/')}.yaml"
     named = re.search(r"full_key: (\S+)", text)

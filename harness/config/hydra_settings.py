@@ -1,5 +1,6 @@
-"""Hydra's own settings, which no request can choose: where they stand, typed or in option files, and what to type
-instead. Hydra would compose them, and launchers and sweepers named there would be silently ignored or fail inside.
+"""Refusal of Hydra's own settings, typed or in option files, with the alternative to type.
+
+Hydra would compose them, and launchers and sweepers named there would be silently ignored or fail.
 """
 
 from __future__ import annotations
@@ -23,35 +24,29 @@ INSTEAD = {
     "run": _RUNS,
     "sweep": _RUNS,
 }
-"""The settings here that say what a part of Hydra's own node says elsewhere."""
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 def is_hydra(key: str) -> bool:
-    """True for a key, group or package of Hydra's own node."""
     return re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"), maxsplit=1)[0] == "hydra"
 
 
 def refusal(subject: str, key: str) -> Violation:
-    """The violation of setting `key` (`hydra/launcher`, `hydra.run.dir`)."""
     part = re.split(r"[./]", key.lstrip("/"))[1:2]
     problem = "Hydra's own settings are fixed: the harness decides where and how cells run"
     return Violation(subject, problem, fix=INSTEAD.get(part[0] if part else "", "leave it out"))
 
 
 def in_option(group: str, name: str) -> Iterator[Violation]:
-    """Every Hydra setting in an option's file, and in the files that its `defaults` name."""
     yield from _in_file(_file(f"{group}/{name}"), group, set())
 
 
 def in_study_file(file: Path) -> Iterator[Violation]:
-    """As `in_option`, of a study that is named by its path."""
     yield from _in_file(file, catalog.STUDIES, set())
 
 
 def _file(path: str) -> Path | None:
-    """The option file that Hydra finds under a path below `conf/`; None of one that code declares."""
     group, _, name = path.rpartition("/")
     if group == catalog.STUDIES:
         return catalog.study_path(name) or catalog.ROOT / "sweeps" / f"{name}.yaml"
@@ -80,7 +75,8 @@ def _in_file(file: Path | None, group: str, seen: set[Path]) -> Iterator[Violati
 
 
 def _in_default(entry: object, file: Path, group: str, seen: set[Path]) -> Iterator[Violation]:
-    """One line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name, name]`."""
+    """Check a line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name,
+    name]`."""
     words, names = next(iter(entry.items())) if isinstance(entry, dict) and entry else (str(entry), None)
     path, _, package = str(words).rpartition(" ")[2].partition("@")
     if is_hydra(path) or is_hydra(package):

@@ -1,6 +1,6 @@
-"""Where the wandb mirror goes: what is asked, what the environment makes of it, and whether a server would know us.
+"""Mode, server and key of the wandb mirror, from the request and the environment.
 
-Nothing here imports wandb: a request is judged before that second is spent.
+Nothing here imports wandb, which takes a second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ WORDS = {
     "dryrun": WandbMode.offline,
     "disabled": WandbMode.disabled,
 }
-"""What wandb itself takes in `WANDB_MODE`, less `shared`, under which several processes would write one run."""
+"""Values of `WANDB_MODE`, except `shared`, under which several processes would write one run."""
 SERVER = "https://api.wandb.ai"
 
 
 def mirror_mode(asked: WandbMode, environment: Mapping[str, str]) -> WandbMode:
-    """The mode that holds: where a mirror is asked for, `WANDB_MODE` decides which; it never asks for one.
+    """Effective mode: `WANDB_MODE` chooses among mirrors, but never turns one on.
 
-    Raises:
-        ValueError: the variable holds none of `WORDS`; the message lists them.
+    Raises `ValueError`: the variable holds none of `WORDS`.
     """
     word = environment.get(VARIABLE, "").strip().lower()
     if asked is WandbMode.disabled or not word:
@@ -40,12 +39,11 @@ def mirror_mode(asked: WandbMode, environment: Mapping[str, str]) -> WandbMode:
 
 
 def server(environment: Mapping[str, str]) -> str:
-    """Address of the server: `WANDB_BASE_URL`, the user's settings file, or wandb's own."""
     return (environment.get("WANDB_BASE_URL") or _setting("base_url", environment) or SERVER).rstrip("/")
 
 
 def has_key(environment: Mapping[str, str]) -> bool:
-    """Whether wandb would find a key without asking a person: environment, netrc file, settings file."""
+    """True if wandb finds a key without a prompt: environment, netrc file, settings file."""
     named = any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
     return named or _in_netrc(environment) or bool(_setting("api_key", environment))
 
@@ -62,7 +60,6 @@ def _in_netrc(environment: Mapping[str, str]) -> bool:
 
 
 def _setting(name: str, environment: Mapping[str, str]) -> str:
-    """A value of the user's settings file; empty where there is none."""
     folder = os.path.expanduser(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb")
     parser = configparser.ConfigParser(interpolation=None)
     try:

@@ -1,4 +1,4 @@
-"""The group `model`: what is trained."""
+"""The group `model`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from harness.config.number import COUNT, number
 
 
 class ModelFamily(Enum):
-    """Which module is built: a Llama-style decoder, the same with routed experts, a collection of awkward cases, or a
-    class of one's own."""
-
     llama = "llama"
     moe = "moe"
     odd = "odd"
@@ -50,18 +47,17 @@ class ModelConfig:
     norm_eps: float = number(1.0e-5, 0, 1, above=True)
     """Epsilon inside RMSNorm."""
     tie_embeddings: bool = False
-    """Whether the output projection is the embedding matrix."""
+    """Tie the output projection to the embedding matrix."""
     activation_checkpointing: bool = False
-    """Whether each block recomputes its activations in the backward."""
+    """Recompute the activations of each block in the backward."""
     num_experts: int = number(4, 1, 2**16, "experts")
     """Number of experts (feed-forwards) in every block (moe)."""
     experts_per_token: int = number(2, 1, 2**16, "experts")
     """Number of experts to which each token is routed (moe)."""
     skip_idle: bool = True
-    """Whether a part that no token of a microbatch uses (an expert, a side branch) is skipped, so that its parameters
-    get no gradient there (moe, odd). false: it runs on zero tokens, and its gradients are zeros. For ext: whether parts
-    may be skipped."""
+    """Skip a part that no token of a microbatch uses (an expert, a side branch), so that its parameters get no gradient
+    there (moe, odd). false: it runs on zero tokens, and its gradients are zeros. For ext: parts may be skipped."""
     repeat_unit: bool = False
-    """Whether the first block runs a second time, after the last one (odd)."""
+    """Run the first block a second time, after the last one (odd)."""
     init_std: float = number(0.02, 0, 1_000)
     """Standard deviation of initial weights. For residual projections it is divided by sqrt(2 * num_layers)."""

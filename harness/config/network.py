@@ -1,7 +1,7 @@
-"""The groups `nccl_ub` and `sharp`: what a run asks of NCCL. Part of the typed schema.
+"""The groups `nccl_ub` and `sharp`: settings of NCCL.
 
-They are in the signature: who sums, and in what order, can change numbers. What the engine itself takes is declared in
-`harness.fsdp.options`; a field without a sentence here has its sentence there.
+They are in the signature: who sums, and in what order, can change numbers. `harness.fsdp.options` declares the engine's
+own options, with the sentences of fields that have none here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from harness.fsdp.vocabulary import CtaPolicy, Fallback, Registration, SharpAxis
 
 
 class NcclLog(Enum):
-    """What NCCL writes into the attempt's folder: nothing, how it was set up, or every collective's choice as well."""
-
     none = "none"
     setup = "setup"
     choices = "choices"
@@ -28,7 +26,7 @@ class NcclUbConfig:
 
     mode: Registration = Options.nccl_ub
     symmetric: bool = not Options.disable_symmetric_registration
-    """Whether buckets are registered as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
+    """Register buckets as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
     registered only for NVLink SHARP and zero copy."""
     fallback: Fallback = Options.registration_fallback
     cta_policy: CtaPolicy = CtaPolicy.default

@@ -1,4 +1,4 @@
-"""What NCCL, torch's face of it and the SHARP library are told through the environment: config -> variables."""
+"""Environment variables of NCCL, torch's NCCL backend and the SHARP library, from a configuration."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Numerics, Registration, SharpAxis
 
 NCCL_LOG = "nccl.%h.%p.log"
-"""Name of a rank's NCCL log in the attempt's folder; NCCL puts host and process in."""
 
 CTA_POLICIES = {CtaPolicy.default: "0", CtaPolicy.efficiency: "1", CtaPolicy.zero: "2"}
-"""By number: names are understood from NCCL 2.29 on."""
+"""Values as numbers, because names are understood from NCCL 2.29 on."""
 
 
 SHARED_DEVICE_CTAS = 2
-"""Most thread blocks of a collective where several ranks share a device, unless nccl_ub.max_ctas says it."""
+"""Most thread blocks of a collective with several ranks on a device; nccl_ub.max_ctas overrides it."""
 
 
 def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
-    """What NCCL, torch's face of it and the SHARP library are told; nothing on CPU, where gloo takes no such wish."""
+    """Variables of NCCL, torch and SHARP; empty on CPU."""
     if config.cluster.device is not Device.cuda:
         return {}
     parts = (_algorithms, _thread_blocks, _shared_devices, _sharp_library)
@@ -27,9 +26,10 @@ def network_environment(config: Config, attempt: Path | None = None) -> dict[str
 
 
 def _algorithms(config: Config) -> dict[str, str]:
-    """[Note: Left alone] `sharp=default` sets nothing, so that a run is what it would be without this harness: NCCL
-    takes NVLS where it finds it good, and the user's exports stand. But a promise about the order of arithmetic keeps
-    switches from adding, and ranks that share a device cannot have them.
+    """[Note: Left alone] `sharp=default` sets nothing, so that a run is as without this harness.
+
+    NCCL uses NVLS at will, and the user's exports stand. But a promised order of arithmetic excludes sums in switches,
+    and ranks that share a device cannot have them.
     """
     sharp = config.sharp
     nvlink = sharp.group.is_asked and sharp.nvlink
@@ -64,8 +64,9 @@ def _thread_blocks(config: Config) -> dict[str, str]:
 
 
 def _shared_devices(config: Config) -> dict[str, str]:
-    """Several ranks on a device, as NCCL 2.30 allows: no multicast among them, and few thread blocks each, because a
-    rank whose collective fills the device leaves no room for the one that it waits for.
+    """Several ranks on a device, as NCCL 2.30 allows: no multicast, and few thread blocks each.
+
+    A rank whose collective fills the device leaves no room for its peer.
     """
     if config.cluster.ranks_per_device == 1:
         return {}
@@ -85,7 +86,6 @@ def _sharp_library(config: Config) -> dict[str, str]:
 
 
 def _log(config: Config, attempt: Path | None) -> dict[str, str]:
-    """A log of NCCL's own, so that what it really did can be read back; the user's own settings stand without one."""
     if config.launch.nccl_log is NcclLog.none or attempt is None:
         return {}
     kinds = ["INIT", "ENV", "NET", "GRAPH", "NVLS", "REG"]

@@ -1,4 +1,4 @@
-"""What one option of a group says, and which groups it acts on, read from its file, or from code, without Hydra."""
+"""Values of an option, and the groups it acts on, from its file or from code, without Hydra."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ EVERYTHING = frozenset(Config.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class Option:
-    """`GROUP=NAME`."""
-
     group: str
     values: Mapping[str, Any]
-    """Settings by dotted path; of the option's own group, where `reaches` is empty."""
     reaches: frozenset[str]
-    """Groups it acts on by more than `values` of its own: those it sets or chooses beside, and its own where it builds
-    on another option."""
 
 
 def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
-    """Options of a request, `GROUP=NAME` each, which act on their own group alone and which no other acts on.
+    """Options `GROUP=NAME` that act on their own group alone, and on which no other acts.
 
-    What is no option's plain name, or a group's second, acts on everything: Hydra has an answer to it.
+    Words other than an option's plain name, and a group's second, act on everything.
     """
     options = {text: read_option(*text.split("=", 1)) for text in chosen}
     groups = [option.group for option in options.values()]
@@ -45,7 +40,6 @@ def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
 
 
 def read_option(group: str, name: str) -> Option:
-    """One option; the file is read once a process."""
     if (group, name) == ("study", STUDY_FILE):
         return Option(group, {}, frozenset((group,)))
     if name not in load_catalog().options.get(group, ()):
@@ -65,7 +59,6 @@ def _read(group: str, file: Path) -> Option:
 
 
 def _chosen_beside(group: str, defaults: Iterable[object]) -> frozenset[str]:
-    """Groups whose options a file chooses (`override /sharding@_global_.sharding: no_shard`), and what those reach."""
     reached: set[str] = set()
     for each in defaults:
         words, name = next(iter(each.items())) if isinstance(each, dict) else (str(each), None)
@@ -76,7 +69,6 @@ def _chosen_beside(group: str, defaults: Iterable[object]) -> frozenset[str]:
 
 
 def _set_beside(text: str, values: Mapping[str, Any]) -> frozenset[str]:
-    """Groups in which a file with a package of its own sets something."""
     packages = [line.split()[-1] for line in text.splitlines() if line.startswith("# @package")]
     if not packages:
         return frozenset()

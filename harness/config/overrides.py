@@ -1,7 +1,7 @@
-"""Reads the words of a request before Hydra does: every typo, wrong type and forbidden sign at once.
+"""Check of override words before Hydra: every typo, wrong type and forbidden sign at once.
 
-Hydra stops at the first mistake, takes `+new=1` silently and advises to append a misspelt key with `+`. Here each
-override is parsed with Hydra's own grammar and held against the typed root and the files of `conf/`.
+Hydra stops at the first mistake, takes `+new=1` silently and advises to append a misspelt key with `+`. Each override
+is parsed with Hydra's own grammar and checked against the typed root and `conf/`.
 """
 
 from __future__ import annotations
@@ -37,38 +37,28 @@ from harness.store.screen import shorten
 from harness.store.shapes import Maybe
 
 SHOWN = 60
-"""Characters of a word that is far too long."""
 
 MAX_SWEEP = 100_000
-"""Most values one axis may have; beyond it a range was mistyped."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """One override, understood."""
-
     text: str
     key: str
     values: tuple[str, ...]
-    """Values as Hydra parses them again: one as it was typed, or each value of an axis."""
     is_group: bool
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """One `key=value` for each value."""
         return tuple(f"{self.key}={value}" for value in self.values)
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None) -> list[Word]:
-    """Understand every override.
+    """Parse and check every override.
 
-    Args:
-        overrides: `key=value` as typed.
-        multirun: whether comma lists and ranges make axes.
-        catalog: what can be chosen; the checkout's own by default.
+    Args: multirun: comma lists and ranges make axes. catalog: the checkout's own by default.
 
-    Raises:
-        BadRequest: with every violation found.
+    Raises `BadRequest` with every violation.
     """
     catalog = catalog or load_catalog()
     words: list[Word] = []
@@ -98,7 +88,6 @@ def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]
 
 
 def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
-    """Forms of Hydra's grammar that mean nothing here."""
     key = str(override.key_or_group)
     if text.startswith(("+", "~")):
         return [appending(text)]
@@ -117,7 +106,6 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
 
 
 def _endless(text: str, swept: Any) -> Violation | None:
-    """A range that comes to no end, or to one so far away that it was mistyped."""
     fix = f"{text.partition('=')[0]}=range(START,STOP,STEP)"
     ends = (swept.start, swept.stop, swept.step)
     if not swept.step or any(isinstance(end, float) and not math.isfinite(end) for end in ends):
@@ -170,7 +158,6 @@ def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violat
 
 
 def _own_fault(group: str, option: str) -> Violation | None:
-    """What keeps a file of the user's own from being an option: Hydra falls over text that is no table."""
     own = own_folder()
     if own is None or group == "study" or own not in (file := file_of(group, option)).parents:
         return None
@@ -201,7 +188,6 @@ class _Value:
 
 
 def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
-    """Each value of an override, parsed and as text that parses to the same."""
     if not override.is_sweep_override():
         yield _Value(override.value(), str(override.input_line).partition("=")[2])
         return
@@ -237,15 +223,14 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
 
 
 def _is_other_kind(wanted: Any, value: Any) -> bool:
-    """Whether a number stands where true or false belongs, or one of these for a number: OmegaConf takes both."""
     if wanted is bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return wanted in (int, float) and isinstance(value, bool)
 
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
-    """What Hydra is told of a request: it refuses `GROUP=null`, which is what a group without an option is anyway, and
-    knows a study that was named by its path under a name of its own (`study.file.register`)."""
+    """Overrides for Hydra, which refuses `GROUP=null`, and knows a study's file by another name
+    (`study.file.register`)."""
     kept = [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
     return [f"study={STUDY_FILE}" if _names_study_file(text) else text for text in kept]
 
@@ -260,7 +245,6 @@ def _is_null_option(key: str, value: str) -> bool:
 
 
 def typed_value(overrides: Sequence[str], key: str, default: Any) -> Any:
-    """What a setting is typed to be, for what must be known before composing; the default where it is not typed."""
     values = [text for text in overrides if text.startswith(f"{key}=")]
     return OverridesParser.create().parse_override(values[-1]).value() if values else default
 
@@ -299,12 +283,10 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
 
 
 def no_flag(text: str) -> Violation:
-    """What to say of a setting written as a flag, by who comes from argparse."""
     return Violation(text, "is no flag; settings have no dashes", fix=shlex.quote(text.lstrip("-")))
 
 
 def _can_be_key(key: str) -> bool:
-    """Whether Hydra's grammar has it left of a `=`: a number, which YAML may make of a study's axis, it has not."""
     try:
         OverridesParser.create().parse_override(f"{key}=1")
     except HydraException:
@@ -313,18 +295,13 @@ def _can_be_key(key: str) -> bool:
 
 
 def forbid_appending(overrides: Sequence[str]) -> None:
-    """Refuse `+key`, `++key` and `~key`: the set of settings is fixed, and Hydra would accept them silently.
-
-    Raises:
-        BadRequest: one violation for each.
-    """
+    """Raises `BadRequest` for `+key`, `++key` and `~key`: the set of settings is fixed, and Hydra would accept them."""
     found = [appending(o) for o in overrides if o.startswith(("+", "~"))]
     if found:
         raise BadRequest(found)
 
 
 def appending(override: str) -> Violation:
-    """What to say of an override with a sign."""
     bare = override.lstrip("+~")
     if override.startswith("~"):
         key = bare.split("=", 1)[0]

@@ -1,7 +1,6 @@
-"""What of a cell is the user's own, and what each such class or function is, learnt without loading torch here.
+"""The user's own classes in a cell, described without torch.
 
-A child process (`harness.worker.describe`) imports it, tries it on something small, and tells what it found. An
-engine of one's own has rules of its own besides (`harness.config.adapter`).
+A child process (`harness.worker.describe`) imports and tries each. Engines have `harness.config.adapter`.
 """
 
 from __future__ import annotations
@@ -25,44 +24,34 @@ from harness.config.schema import Config, DataKind, EngineName, ModelFamily, Opt
 from harness.store.provenance import files_digest
 
 SHAPING = ("model", "data", "optimizer")
-"""Groups of the configuration that a class of one's own is made from."""
 
 GUIDE = "docs/own.md shows a whole one"
 
 
 class Target(NamedTuple):
-    """One class of the user's that a cell names, or the function that is a fault."""
-
     kind: str
-    """model, data, optimizer, callback or fault."""
     setting: str
-    """The setting that names it."""
     name: str
     """`package.module:Class`, or `package.module:function`."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """One class of the user's, as it was found."""
-
     kind: str
     name: str
     told: Mapping[str, Any]
-    """What its trial found: a model's `parameters`, data's `num_sequences` and `max_token`, whether an optimizer is
-    `elementwise`."""
+    """Result of its trial: `parameters` (model), `num_sequences` and `max_token` (data), `elementwise` (optimizer)."""
     root: str
-    """Folder its module is imported from."""
     files: tuple[str, ...]
-    """Sources it loads from there, relative to `root`: what an edit of makes its runs stale."""
+    """Sources it loads, relative to `root`; an edit of them makes its runs stale."""
 
     def facts(self) -> dict[str, Any]:
-        """What `provenance.json` records: kind, name, folder, sources and their digest."""
+        """Kind, name, folder, sources and digest, as in `provenance.json`."""
         digest = files_digest(Path(self.root), self.files)
         return {"kind": self.kind, "name": self.name, "root": self.root, "files": list(self.files), "digest": digest}
 
 
 def targets(config: Config) -> Iterator[Target]:
-    """Everything of the user's that a cell trains with, its engine apart."""
     chosen = (
         ("model", config.model.family is ModelFamily.ext, config.model.target),
         ("data", config.data.kind is DataKind.ext, config.data.target),
@@ -75,19 +64,16 @@ def targets(config: Config) -> Iterator[Target]:
 
 
 def describe(target: Target, config: Config) -> Own | Violation:
-    """What a class is, or why it cannot be used. Asked once in a process: an edit needs a new request."""
     shaping = {group: _plain(asdict(getattr(config, group))) for group in SHAPING}
     return _described(tuple(targets(config)), json.dumps(shaping, sort_keys=True), os.getcwd())[target]
 
 
 def described(kind: str, config: Config) -> Own | None:
-    """What is told of one's own model, data or optimizer; None where there is none, or it cannot be used."""
     found = [describe(target, config) for target in targets(config) if target.kind == kind]
     return found[0] if found and isinstance(found[0], Own) else None
 
 
 def facts(config: Config) -> list[dict[str, Any]]:
-    """Everything of the user's own that a cell trains with, as `provenance.json` records it."""
     found: list[Any] = [describe(target, config) for target in targets(config)]
     if config.engine.name is EngineName.ext and config.engine.adapter is not None:
         found.append(adapter.describe(config.engine.adapter))
@@ -100,7 +86,6 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _described(asked: tuple[Target, ...], shaping: str, folder: str) -> dict[Target, Own | Violation]:
-    """All of a cell's classes in one child process, which answers a line each."""
     found: dict[Target, Own | Violation] = {each: wrong for each in asked if (wrong := _misnamed(each))}
     sound = [each for each in asked if each not in found]
     if not sound:
@@ -114,7 +99,6 @@ def _described(asked: tuple[Target, ...], shaping: str, folder: str) -> dict[Tar
 
 
 def _ask(question: str, folder: str) -> tuple[list[str], str]:
-    """The child's lines, and why there are not more."""
     command, environment = [sys.executable, "-m", "harness.worker.describe"], adapter.environment()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
@@ -153,5 +137,4 @@ def _answer(target: Target, told: Mapping[str, Any]) -> Own | Violation:
 
 
 def subject(target: Target) -> str:
-    """The setting with its value, for messages."""
     return f"{target.setting}={as_typed(target.name)}"

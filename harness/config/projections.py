@@ -1,8 +1,8 @@
-"""Which weights of a model are multiplied in 8 bits under `dtype.fp8`, and how large they are.
+"""Weights of a model that are multiplied in 8 bits under `dtype.fp8`, and their sizes.
 
-The projections of attention and feed-forward, an expert's too: usual practice (TransformerEngine's layers, torchtitan's
-filter), because they are where the products are. Embedding, head, norms and routers stay in the compute dtype: a
-lookup multiplies nothing, logits and routes are what errors of a twentieth would show in, and vectors are small.
+The projections of attention and feed-forward, an expert's too, as in TransformerEngine and torchtitan. Embedding, head,
+norms and routers stay in the compute dtype: a lookup has no product, logits and routes are sensitive, and vectors are
+small.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import NamedTuple
 from harness.config.schema import Config, Fp8, ModelConfig, ModelFamily
 
 NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-"""Last parts of the names of modules that are such projections."""
 
 FAMILIES = (ModelFamily.llama, ModelFamily.moe)
-"""Families that have them."""
 
 
 class Projection(NamedTuple):
-    """Weights of one kind: so many in the model, each [rows, columns]; settings that these sizes follow from."""
+    """`count` weights of one kind, each [rows, columns], and the settings that determine these sizes."""
 
     name: str
     rows: int
@@ -29,7 +27,6 @@ class Projection(NamedTuple):
 
 
 def projections(m: ModelConfig) -> list[Projection]:
-    """Every kind of projection of a model; none in families without."""
     if m.family not in FAMILIES:
         return []
     kv_dim = m.dim // max(1, m.num_heads) * m.num_kv_heads
@@ -49,19 +46,20 @@ def projections(m: ModelConfig) -> list[Projection]:
 
 
 def portion(of: Projection, tp: int) -> tuple[int, int]:
-    """Rows and columns that each of `tp` tensor-parallel ranks multiplies: matrices into heads and hidden units are cut
-    by rows, matrices out of them by columns; see `harness.models.llama_plan`."""
+    """Rows and columns on each of `tp` ranks.
+
+    Matrices into heads and hidden units are cut by rows, matrices out of them by columns; see
+    `harness.models.llama_plan`.
+    """
     return (of.rows, of.columns // tp) if of.name in ("wo", "w_down") else (of.rows // tp, of.columns)
 
 
 def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
-    """Recipes that every portion of a model's projections has sizes for; none where it has no projection."""
     sizes = [size for each in projections(m) for size in portion(each, tp)]
     return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]
 
 
 def held_in_8_bits(cfg: Config) -> int:
-    """Weights that our engine keeps and gathers in 8 bits."""
     if cfg.dtype.fp8 is None:
         return 0
     return sum(each.rows * each.columns * each.how_many for each in projections(cfg.model))

@@ -1,4 +1,4 @@
-"""The typed root as OmegaConf holds it: which keys are fixed, and which the user names."""
+"""The typed root as OmegaConf holds it, with fixed and open keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ OPEN_DICTS = (
     "study.zip",
     "study.margins",
 )
-"""Settings whose keys the user names; every other key is fixed by the schema."""
 
 SAID = ("model.family",)
-"""Settings every option of their group must say: a model file that leaves its family out would train another module."""
 
 
 def typed_root() -> DictConfig:
-    """Make the empty typed root; its user-named dictionaries accept new keys, nothing else does; `SAID` is missing."""
     root = OmegaConf.structured(Config)
     for path in OPEN_DICTS:
         OmegaConf.set_struct(OmegaConf.select(root, path), False)

@@ -1,5 +1,7 @@
-"""What one rounding does, for those who bound it and for those who imitate it. The unit roundoff u of a dtype is half
-the gap between 1 and the next number; rounding to nearest errs by at most u."""
+"""Unit roundoffs, to bound or to imitate rounding.
+
+The unit roundoff u of a dtype is half the gap between 1 and the next number; rounding to nearest errs by at most u.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,33 @@ UNIT = {dtype.name: 2.0**-dtype.precision for dtype in Dtype}
 """Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
 
 RMS = math.sqrt(0.375 / math.log(2) / 3)
-"""0.425: root-mean-square relative error of one rounding over u. Uniform within a gap (1/3), over a mantissa m whose
-density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
+"""0.425: root-mean-square relative error of one rounding over u.
+
+Uniform within a gap (1/3), over a mantissa m whose density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2).
+"""
 
 SIXTEEN_BITS = tuple(dtype.name for dtype in Dtype if dtype.bytes == 2)
 
 
 FP8_UNIT = {recipe.name: (2.0**-4, 2.0**-recipe.gradient_precision) for recipe in Fp8}
-"""Unit roundoffs of 8-bit operands by recipe: of activations and weights, which are e4m3 in all, and of gradients."""
+"""Unit roundoffs of FP8 operands by recipe: of activations and weights, always e4m3, and of gradients."""
 
 
 def lost_in_integers(bits: int, terms: int, numel: int) -> float:
-    """Norm, in the root mean square, of what `numerics=exact` rounds off the mean of so many gradients of `numel`
-    elements: each is rounded to a multiple of 2^-bits, uniformly within a gap (1/12), and the sum of them is exact."""
+    """RMS norm of the rounding in `numerics=exact`, for the mean of `terms` gradients of `numel` elements.
+
+    Each is rounded to a multiple of 2^-bits, uniformly within a gap (1/12); their sum is exact.
+    """
     return 2.0**-bits * math.sqrt(numel / (12 * terms))
 
 
 FINEST = RMS * UNIT["fp32"]
-"""Relative error that a reduction in integers is held to: where a gradient is so small that their resolution is more of
-it, its distance is told relative to the norm of which it would be this much."""
+"""Relative error promised by an integer reduction.
+
+For gradients below its resolution, distances refer to the norm of which the resolution is this share.
+"""
 
 
 def reach_name(compute: str, fp8: str | None) -> str:
-    """What a run's arithmetic is called where a perturbed reference tells how far its roundings reach: "bf16", or
-    "bf16 fp8 current" where projections multiply in 8 bits."""
+    """Name of a run's arithmetic in a perturbed reference: "bf16", or "bf16 fp8 current" for FP8 projections."""
     return f"{compute} fp8 {fp8}" if fp8 else compute

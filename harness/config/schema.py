@@ -1,8 +1,8 @@
 """The typed root of a cell: one dataclass a group, one sentence a field.
 
-YAML under `conf/` holds values, this module holds types, defaults, ranges and units, `harness.config.rules` holds what
-must hold between fields. A group, its package and its dataclass field share one name. The sentence under a field is
-read by `harness.config.doc` for the generated guide and for error hints. Torch is never imported here.
+YAML under `conf/` holds values, this module types, defaults, ranges and units, `harness.config.rules` conditions
+between fields. A group, its package and its dataclass field share one name. `harness.config.doc` reads the sentence
+under a field for the generated guide and for error hints. Torch is never imported here.
 """
 
 from __future__ import annotations
@@ -34,16 +34,12 @@ from harness.fsdp.vocabulary import Strategy as Strategy
 
 
 class FaultStrength(Enum):
-    """How much of a fault is put in."""
-
     full = "full"
     middle = "middle"
     weak = "weak"
 
 
 class DataKind(Enum):
-    """Where tokens come from."""
-
     stdlib = "stdlib"
     text = "text"
     tokens = "tokens"
@@ -52,15 +48,11 @@ class DataKind(Enum):
 
 
 class TokenDtype(Enum):
-    """Width of one token in a memory-mapped token file."""
-
     uint16 = "uint16"
     uint32 = "uint32"
 
 
 class OptimizerName(Enum):
-    """Update rule."""
-
     sgd = "sgd"
     adam = "adam"
     adamw = "adamw"
@@ -68,38 +60,28 @@ class OptimizerName(Enum):
 
 
 class Schedule(Enum):
-    """Shape of the learning rate after warm-up."""
-
     constant = "constant"
     cosine = "cosine"
     linear = "linear"
 
 
 class CkptPolicy(Enum):
-    """Which checkpoints are kept."""
-
     none = "none"
     last = "last"
 
 
 class MeasureMode(Enum):
-    """What a run is for: its record, or its cost."""
-
     record = "record"
     bench = "bench"
 
 
 class Rerun(Enum):
-    """Which finished cells are run again when asked for: none, those whose sources changed since, or every one."""
-
     never = "never"
     stale = "stale"
     always = "always"
 
 
 class WandbMode(Enum):
-    """Where the mirror goes."""
-
     disabled = "disabled"
     offline = "offline"
     online = "online"
@@ -177,12 +159,12 @@ class TrainConfig:
 
 @dataclass
 class ShardingConfig:
-    """What is sharded over the data-parallel ranks."""
+    """Sharding over the data-parallel ranks."""
 
     strategy: Strategy = Strategy.optim_grads_params
-    """ZeRO stage by name: what is sharded over the inner axis."""
+    """ZeRO stage by name: state sharded over the inner axis."""
     outer: OuterStrategy = OuterStrategy.no_shard
-    """What is also sharded over the outer axis, if mesh.dp_outer > 1."""
+    """State also sharded over the outer axis, if mesh.dp_outer > 1."""
 
 
 @dataclass
@@ -215,7 +197,7 @@ class DtypeConfig:
 
 
 DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("Dtype", "Dtype | None"))
-"""Settings of `dtype` that are a format: what a number is for between a forward and an update."""
+"""Settings of `dtype` that are a format: the role of a number between a forward and an update."""
 
 
 @dataclass
@@ -238,11 +220,11 @@ class MeshConfig:
     """Size of the tensor-parallel axis. Neighbouring ranks work on the same microbatch, each with a part of the
     matrices."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks split the positions of a sequence between matrices, for example in norms."""
+    """Split the positions of a sequence over tensor-parallel ranks between matrices, for example in norms."""
 
 
 NO_FAULT = "none"
-"""The option of the group `fault` that is a normal run."""
+"""Option of the group `fault` for a normal run."""
 
 
 @dataclass
@@ -260,7 +242,7 @@ class FaultConfig:
 
 @dataclass
 class CkptConfig:
-    """What is saved for resuming."""
+    """Checkpoints for resuming."""
 
     policy: CkptPolicy = CkptPolicy.last
     """none: no checkpoints. last: the newest ones are kept."""
@@ -282,7 +264,7 @@ class CkptConfig:
 
 @dataclass
 class MeasureConfig:
-    """What is recorded in addition to the loss."""
+    """Records in addition to the loss."""
 
     mode: MeasureMode = MeasureMode.record
     """record: all steps are recorded alike. bench: warm-up steps, then timed steps, alone on the machine."""
@@ -299,7 +281,7 @@ class MeasureConfig:
     operation. Verdicts against this run then use the measured effect of rounding on each gradient. 0: bounds are
     computed by counting roundings."""
     rounding_fp8: bool = False
-    """Whether the reference does the same for every FP8 recipe that fits the model's sizes."""
+    """Repeat that for every FP8 recipe that fits the model's sizes."""
     capture_limit_mib: int = number(1024, 0, 2**30, "MiB")
     """If one step of gradients would take more, none are captured. If capture_steps is null, everything captured in
     addition to the gradients of step 1 must fit into it together."""
@@ -336,7 +318,7 @@ class LaunchConfig:
     """Fork ranks from a process that has already imported torch, which saves each rank the time of its imports. null:
     do so where possible, that is, for untimed runs on CPUs of this machine under Linux."""
     nccl_log: NcclLog = NcclLog.setup
-    """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
+    """Log of NCCL in the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""
     preempt_at: int = number(0, 0, COUNT)
     """After this step, save and end as preempted, once, to rehearse an interruption. 0: never."""
@@ -361,7 +343,7 @@ class StudyConfig:
     name: str = "adhoc"
     """Name of the study, and of the folder of its runs."""
     question: str = ""
-    """What the study asks, in a sentence."""
+    """Question of the study, in a sentence."""
     control: dict[str, str] = field(default_factory=dict)
     """Overrides that select the arm with which all others are compared."""
     base: dict[str, str] = field(default_factory=dict)

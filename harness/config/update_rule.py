@@ -24,21 +24,18 @@ from harness.config.roundoff import UNIT
 from harness.config.schema import OptimizerConfig
 
 KNOWN = ("sgd", "adam", "adamw")
-"""Optimizers, by `optimizer.name`, whose rules are worked out here."""
 
 COEFFICIENT = 8 * UNIT["fp32"]
-"""Relative error of the factor that clips: of a norm that was summed in fp32 or wider, and of a quotient."""
+"""Relative error of the clipping factor: of a norm summed in fp32 or wider, and of a quotient."""
 
 TINY = 1e-300
-"""Keeps a quotient of noughts a number."""
+"""Keeps 0 / 0 a number."""
 
 OWN = 2.0**-50
-"""Relative error of the fp64 in which a rule is worked out again."""
+"""Relative error of the rule's evaluation in fp64."""
 
 
 class Units(NamedTuple):
-    """Unit roundoffs in which an optimizer keeps what it works on."""
-
     weights: float
     gradients: float
     moments: float
@@ -46,17 +43,12 @@ class Units(NamedTuple):
 
 @dataclass
 class UpdateState:
-    """One tensor's weights and moments before a step."""
-
     weights: Any
     first: Any = 0.0
-    """Momentum, or Adam's first moment."""
     second: Any = 0.0
 
 
 class Update(NamedTuple):
-    """What a step should make of some elements, and the most that roundings can move each of the three."""
-
     weights: Any
     first: Any
     second: Any
@@ -67,8 +59,10 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled decay (Kingma & Ba 2015, Loshchilov
-    & Hutter 2019, as torch states them), with its constants."""
+    """SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled decay, with its constants.
+
+    Kingma & Ba 2015, Loshchilov & Hutter 2019, as torch states them.
+    """
 
     name: str
     betas: tuple[float, float]
@@ -78,7 +72,6 @@ class Rule:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rule:
-        """Read it from a frozen configuration (flat, dotted keys)."""
         beta1, beta2 = (float(beta) for beta in config["optimizer.betas"])
         return cls(
             str(config["optimizer.name"]),
@@ -90,19 +83,16 @@ class Rule:
 
     @classmethod
     def of_config(cls, given: OptimizerConfig) -> Rule:
-        """Read it from a configuration before it is frozen."""
         return cls(given.name.name, (given.betas[0], given.betas[1]), given.eps, given.momentum, given.weight_decay)
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """Entries of torch's optimizers that it speaks of, in its order; none of an optimizer that is not known."""
         if self.name == "sgd":
             return ("momentum_buffer",) if self.momentum else ()
         return ("exp_avg", "exp_avg_sq") if self.name in KNOWN else ()
 
     def update(self, state: UpdateState, gradient: Any, step: int, lr: float, *, decays: bool) -> Any:
-        """What the step adds to the weights, which decay or do not; moves the state's moments on. `gradient` is
-        clipped."""
+        """Update of weights by a clipped gradient; advances the moments of `state`. `decays`: weight decay applies."""
         decay = self.decay if decays else 0.0
         return self._update(state, gradient, step, lr, decay)
 
@@ -120,7 +110,7 @@ class Rule:
         return change - lr * decay * state.weights if self.name == "adamw" else change
 
     def gradient_taken(self, state: UpdateState, first: Any, decay: Any) -> Any:
-        """The clipped gradient that moved the first moment from the state's to `first`; None without a moment."""
+        """Clipped gradient that took the first moment from the state's to `first`; None without a moment."""
         if not self.entries:
             return None
         kept, share = (self.momentum, 1.0) if self.name == "sgd" else (self.betas[0], 1 - self.betas[0])
@@ -128,15 +118,10 @@ class Rule:
         return taken if self.name == "adamw" else taken - decay * state.weights
 
     def bounded(self, state: UpdateState, gradient: Any, step: int, lr: float, decay: Any, units: Units) -> Update:
-        """What a step makes of single elements, and the most that roundings can move them: see [Note: Single updates].
+        """Update of single elements, and bounds of its rounding: see [Note: Single updates].
 
-        Args:
-            state: before the step.
-            gradient: averaged and clipped.
-            step: counted from 1.
-            lr: of the step.
-            decay: of each element, or of all.
-            units: of the dtypes that the engine keeps them in.
+        Args: state: before the step. gradient: averaged and clipped. step: counted from 1. decay: of each element, or
+        of all. units: of the dtypes in the engine.
         """
         after = UpdateState(state.weights, state.first, state.second)
         weights = state.weights + self._update(after, gradient, step, lr, decay)
@@ -155,15 +140,14 @@ class Rule:
         return Update(weights, after.first, after.second, weights_error, first_error, second_error)
 
     def _gradient_error(self, state: UpdateState, gradient: Any, decay: Any, units: Units) -> Any:
-        """The most that roundings move each element of the gradient that the rule is given, its decay included."""
         off = abs(gradient) * (4 * units.gradients + COEFFICIENT)
         return off if self.name == "adamw" else off + 4 * units.weights * decay * abs(state.weights)
 
     def cancelling(self, state: UpdateState, gradient: Any, step: int, lr: float, units: Units, *, decays: bool) -> Any:
-        """How far roundings of the gradient alone may move each element of the change; 0 where no decay is in it.
+        """Bound on each element's change from rounding of the gradient alone; 0 without decay.
 
-        A gradient and its decay may cancel, and Adam divides by what is left of them: a first change turns its sign
-        where that is less than what they were rounded by. `state` is that before the step, and stays as it is.
+        A gradient and its decay may cancel, and Adam divides by the rest: a first change may then flip its sign.
+        `state` is not changed.
         """
         decay = self.decay if decays else 0.0
         if self.name != "adam" or not decay:
@@ -178,7 +162,6 @@ class Rule:
     def _adams(
         self, state: UpdateState, after: UpdateState, given: Any, off: Any, step: int, lr: float, unit: float
     ) -> tuple[Any, Any, Any]:
-        """Errors of both moments, and of the change that they make."""
         beta1, beta2 = self.betas
         first_error = 4 * unit * (beta1 * abs(state.first) + (1 - beta1) * given) + (1 - beta1) * off
         second_error = 4 * unit * (beta2 * state.second + (1 - beta2) * given**2) + (1 - beta2) * 2 * given * off
@@ -196,5 +179,4 @@ class Rule:
         return first_error, second_error, moved
 
     def corrected(self, step: int) -> float:
-        """What Adam's bias corrections multiply an update with at a step."""
         return math.sqrt(1.0 - self.betas[1] ** step) / (1.0 - self.betas[0] ** step)

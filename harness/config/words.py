@@ -1,4 +1,4 @@
-"""Words of a command line that we print: quoted so that a shell, and Hydra's grammar after it, read what was meant."""
+"""Words of a printed command line, quoted for a shell and for Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -11,21 +11,17 @@ from harness.store import commands
 from harness.store.study import asked
 
 _PLAIN = re.compile(r"[A-Za-z_/][\w./-]*|\.{1,2}(/[\w./-]*)?", re.ASCII)
-"""Texts that Hydra's grammar takes without quotes; what begins as a number does may be read as one."""
 
 SPECIAL = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf")
-"""Words that Hydra or YAML may read as something else than text."""
 
 
 def quote(value: str) -> str:
-    """A text as Hydra's grammar reads it back unchanged, whatever it holds."""
     escaped = re.sub(r"(\\*)'", r"\1\1\'", value)  # backslashes count only before a quote, the closing one too
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"
 
 
 def as_word(value: object) -> str:
-    """A plain value as Hydra's grammar reads it back: quoted only where that is needed."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_word, value))}]"
     if isinstance(value, dict):
@@ -36,27 +32,21 @@ def as_word(value: object) -> str:
 
 
 def setting(key: str, value: object) -> str:
-    """`key=value`, ready for a shell."""
     return shlex.quote(f"{key}={as_word(value)}")
 
 
 def in_store(root: Path | str, folder: str = "") -> tuple[str, ...]:
-    """The word by which a request typed in `folder`, by default here, goes to a store; none where it is the usual."""
     there = Path(root).absolute()
     usual = there == Path(folder).absolute() / commands.USUAL
     return () if usual else (setting("launch.root", str(there if folder else root)),)
 
 
 def ask_again(root: Path | str, study: str, *more: str) -> str:
-    """The command that asks for a study again, with every word it was asked with, in the store in which it lies.
+    """Command that repeats a study's request in its store.
 
-    Args:
-        root: the store.
-        study: its name.
-        more: further words, ready for a shell.
+    Args: more: further words, ready for a shell.
 
-    Raises:
-        StoreError: the study's record is damaged.
+    Raises `StoreError`: the study's record is damaged.
     """
     words, folder = asked(Path(root), study)
     elsewhere = folder if os.path.isdir(folder) and not os.path.samefile(folder, os.curdir) else ""

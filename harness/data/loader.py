@@ -2,8 +2,8 @@
 
 The global batch of step s (counted from 1) is positions [(s - 1) * G, s * G) of the global order, G =
 train.global_batch_size, cut into M microbatches of b. Rank r of the N with data of their own takes global microbatches
-[r * k, (r + 1) * k), k = M / N: the batch is the same set of sequences in the same order for any N and k, and no rank
-sees another's, but for those that tensor parallelism lets share them.
+[r * k, (r + 1) * k), k = M / N. So the batch is the same set of sequences in the same order for any N and k; only
+tensor-parallel ranks share sequences.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ from harness.data.sources import Tokens, open_source
 
 
 class Microbatch(NamedTuple):
-    """Tokens and targets of one microbatch, both int64 of shape [microbatch_size, seq_len]; targets are the tokens one
-    position later."""
+    """Tokens and targets, both int64 of shape [microbatch_size, seq_len]; targets are the tokens one position later."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
 
 
 class Loader:
-    """Reads any step's batch at random: the step is the only state."""
-
     def __init__(self, config: Config, rank: int) -> None:
-        """Open the source. rank: this one's place among those with data of their own (`Ranks.data_rank`).
+        """rank: index among ranks with data of their own (`Ranks.data_rank`).
 
-        Raises:
-            ValueError: the source is missing, empty or malformed.
+        Raises `ValueError`: the source is missing, empty or malformed.
         """
         self.config = config
         self.rank = rank
@@ -44,11 +40,7 @@ class Loader:
         self.source = open_source(config)
 
     def batch(self, step: int) -> list[Microbatch]:
-        """This rank's microbatches of step `step` >= 1.
-
-        Raises:
-            ValueError: a token does not fit model.vocab_size.
-        """
+        """This rank's microbatches of step `step` >= 1. Raises `ValueError`: a token exceeds model.vocab_size."""
         sequences = [self._sequence(position) for position in positions(self.config, self.rank, step)]
         stacked = np.stack(sequences).reshape(self.num_microbatches, self.config.train.microbatch_size, -1)
         return [Microbatch(rows[:, :-1], rows[:, 1:]) for rows in stacked]
@@ -66,7 +58,6 @@ class Loader:
 
 
 def positions(config: Config, data_rank: int, step: int) -> range:
-    """Places in the global order of the sequences that one rank is fed in a step."""
     own = microbatches_per_rank(config) * config.train.microbatch_size
     first = (step - 1) * config.train.global_batch_size + data_rank * own
     return range(first, first + own)
@@ -80,5 +71,5 @@ def sequence_digest(position: int, tokens: Tokens) -> int:
 
 
 def global_digest(parts: list[int]) -> str:
-    """All ranks' digests of one step as one, in hex: the same for any number of ranks and microbatches."""
+    """Combined digest of all ranks in one step, in hex, independent of the number of ranks and microbatches."""
     return f"{sum(parts) & MASK64:016x}"

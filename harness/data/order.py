@@ -1,8 +1,7 @@
-"""The global order of sequences: a pure function of position, so that the position is the only state there is.
+"""The global order of sequences: a pure function of position, the only state.
 
-Each epoch is a permutation of all sequences: a Feistel network over the smallest square power of two that holds
-them, walked until it lands inside. Nothing is stored, however many sequences there are, and nothing depends on the
-version of a random number library.
+Each epoch is a permutation of all sequences: a Feistel network over the smallest square power of two that holds them,
+repeated until it lands inside. It takes no storage, and does not depend on a random number library.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NUM_ROUNDS = 4
 
 @lru_cache(maxsize=65536)
 def sequence_at(position: int, num_sequences: int, seed: int) -> int:
-    """Which sequence is fed at this position of the endless global stream (0, 1, 2, ...).
+    """Index of the sequence at a position of the endless global stream (0, 1, 2, ...).
 
     Epoch e is positions [e * num_sequences, (e + 1) * num_sequences): every sequence once, in an order of its own.
     """
@@ -34,7 +33,7 @@ def sequence_at(position: int, num_sequences: int, seed: int) -> int:
 
 
 def mix64(value: int) -> int:
-    """A well-mixed 64-bit function of a 64-bit number (the finaliser of splitmix64)."""
+    """Finaliser of splitmix64: a well-mixed 64-bit function of a 64-bit number."""
     value = (value + 0x9E3779B97F4A7C15) & MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64

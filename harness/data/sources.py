@@ -20,6 +20,7 @@ SMALL_FILE_BYTES = 1 << 20
 MAX_SMALL_FILES = 1024
 
 MAX_MAPPED_FILES = 64
+"""Larger files kept mapped at a time; each costs a file descriptor."""
 
 
 class Source(Protocol):
@@ -30,9 +31,10 @@ class Source(Protocol):
 
 
 class FileSource:
-    """Files read as one stream of tokens; sequence i is tokens [i * seq_len, (i + 1) * seq_len], its last one shared.
+    """Files read as one stream of tokens; sequence i is tokens [i * seq_len, (i + 1) * seq_len], sharing its last
+    token.
 
-    Large files are memory-mapped when first touched, so that a token file of any size costs what is read of it.
+    Large files are memory-mapped at first use.
     """
 
     def __init__(self, found: list[Piece], seq_len: int) -> None:
@@ -89,7 +91,7 @@ class SyntheticSource:
 
 
 def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`order.mix64` on an array (at least one-dimensional: scalars would warn where the product wraps)."""
+    """`order.mix64` on an array of at least one dimension: scalars would warn on overflow."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -97,11 +99,7 @@ def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def own_source(data: DataConfig) -> Source:
-    """The source that `data.target` names.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Raises `ValueError`: `data.target` names no source."""
     if data.target is None:
         raise ValueError("data=ext needs data.target=package.module:Class")
     module, _, name = data.target.partition(":")
@@ -110,11 +108,7 @@ def own_source(data: DataConfig) -> Source:
 
 
 def open_source(config: Config) -> Source:
-    """The configured source.
-
-    Raises:
-        ValueError: as `inspect.inspect`.
-    """
+    """Raises `ValueError`, as `data_source.inspect`."""
     data = config.data
     if data.kind is DataKind.ext:
         return own_source(data)

@@ -1,6 +1,6 @@
-"""`python -m harness.engines.describe package.module:Class`: what an adapter declares, as JSON; or why it is no engine.
+"""`python -m harness.engines.describe package.module:Class`: an adapter's declarations as JSON, or its faults.
 
-Run by the desk (`harness.config.adapter`), which never loads torch itself. The exit code is 0 for a usable adapter.
+Run by the desk (`harness.config.adapter`), which never loads torch itself. Exit code 0 for a usable adapter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.store.provenance import PACKAGE
 
 
 class Unusable(Exception):
-    """Why a class cannot be an engine: a clause about it, what would be valid, and what to do."""
+    """Fault of an engine class: a clause about it, valid alternatives, and a remedy."""
 
     def __init__(self, problem: str, *, choices: str = "", fix: str = "") -> None:
         super().__init__(problem)
@@ -30,7 +30,6 @@ class Unusable(Exception):
 
 
 def main(adapter: str) -> int:
-    """Print one JSON object; whatever the module prints goes to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             told = described(adapter)
@@ -42,10 +41,9 @@ def main(adapter: str) -> int:
 
 
 def described(adapter: str) -> dict[str, Any]:
-    """Capabilities, the folder the module is imported from, and the sources it loads from there.
+    """Capabilities, import folder, and sources of an adapter.
 
-    Raises:
-        Unusable: the module or class is not there, or is not a complete engine.
+    Raises `Unusable`: the module or class is missing, or is not a complete engine.
     """
     name, _, attribute = adapter.partition(":")
     module = imported(name)
@@ -70,11 +68,7 @@ def described(adapter: str) -> dict[str, Any]:
 
 
 def imported(name: str) -> Any:
-    """The module of this name.
-
-    Raises:
-        Unusable: it is not there, or its import fails.
-    """
+    """Raises `Unusable`: no module of this name, or its import fails."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -87,7 +81,6 @@ def imported(name: str) -> Any:
 
 
 def where(error: BaseException) -> str:
-    """The error in one line, with the last line of code that was not Python's own import machinery."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames and frames[-1].filename != __file__ else ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -102,14 +95,13 @@ def _engines(module: Any) -> str:
 
 
 def nearest(module: Any, attribute: str, setting: str = "engine.adapter") -> str:
-    """Suggestion for a name that a module does not have, if it has one like it."""
     names = [n for n in vars(module) if not n.startswith("_") and n != attribute]
     near = difflib.get_close_matches(attribute, names, n=1)
     return f"{setting}={module.__name__}:{near[0]}" if near else ""
 
 
 def sources(module: Any) -> tuple[Path, list[str]]:
-    """The import root, and the loaded sources of the adapter's package (of its folder, where it is in no package)."""
+    """Import root, and loaded sources of the adapter's package (or folder, without a package)."""
     depth = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
     root = Path(module.__file__).resolve().parents[depth]
     folder = root / module.__name__.partition(".")[0] if depth else root

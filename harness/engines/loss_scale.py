@@ -1,7 +1,7 @@
-"""A factor on the loss, so that gradients of fp16 weights and activations do not vanish: torch's `GradScaler`.
+"""Factor on the loss, so that gradients of fp16 weights and activations do not vanish: torch's `GradScaler`.
 
-Factors are powers of two and gradients are stored in fp32 or wider, so scaling back is exact (but for numbers below
-2^-126 then). It comes before the norm and clipping, which see the true gradients.
+Factors are powers of two and gradients are fp32 or wider, so unscaling is exact above 2^-126. It precedes norm and
+clipping, which see the true gradients.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ import torch
 from torch import Tensor
 
 GROWING_FROM, LARGEST = 2.0**16, 2.0**40
-"""Far beyond what fp16 can use; a bound, so that training in wider formats does not drive the factor to infinity."""
+"""Bounds far beyond fp16's use, so that wider formats do not drive the factor to infinity."""
 SCALE_KEY, GOOD_STEPS_KEY = "scale", "good_steps"
 
 
 class Gradients(Protocol):
-    """A sharded model's, as they are once a step's reductions are finished."""
-
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply them. *Collective.*"""
+        """Multiply in place. Collective over all ranks."""
 
     def grad_norm(self) -> float:
-        """Euclidean, over all ranks. *Collective.*"""
+        """Euclidean norm over all ranks. Collective over them."""
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip them; returns the norm before. *Collective.*"""
+        """Clip; returns the norm before. Collective over all ranks."""
 
 
 class Outcome(NamedTuple):
-    """Norm of the unscaled gradient before clipping (NaN if skipped), the factor that was used, and whether the update
-    was skipped."""
+    """Norm of the unscaled gradient before clipping (NaN if skipped), the factor, and whether the update was
+    skipped."""
 
     norm: float
     scale: float
@@ -43,9 +41,8 @@ class Outcome(NamedTuple):
 class LossScale:
     """A loss scale for one model and its optimizer.
 
-    Args:
-        fixed: the factor, a power of two; 0: one that halves at an overflow, whose update is left out on all ranks, and
-            doubles after `growth_interval` steps without one.
+    Args: fixed: a power of two; 0: dynamic, halved at an overflow (whose update all ranks skip), doubled after
+    `growth_interval` steps without one.
     """
 
     def __init__(self, model: Gradients, optimizer: torch.optim.Optimizer, fixed: float, growth_interval: int) -> None:
@@ -61,11 +58,11 @@ class LossScale:
         return float(self.scaler.get_scale())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the factor, in fp32 or wider, so that the factor itself does not overflow."""
+        """Loss times the factor, in fp32 or wider, so that the factor itself does not overflow."""
         return self.scaler.scale(loss.to(torch.promote_types(loss.dtype, torch.float32)))
 
     def unscale_(self) -> None:
-        """Divide the step's gradients by the factor, once. *Collective.*"""
+        """Divide the step's gradients by the factor, once. Collective over all ranks."""
         if self._is_unscaled:
             return
         self._is_unscaled = True
@@ -75,10 +72,9 @@ class LossScale:
             self.scaler.unscale_(self.optimizer)
 
     def step(self, max_norm: float | None) -> Outcome:
-        """Clip and update, unless gradients overflowed; then adapt the factor. *Collective.*
+        """Clip and update, unless gradients overflowed; then adapt the factor. Collective over all ranks.
 
-        Raises:
-            FloatingPointError: gradients are not finite at a factor of 1; no weight was changed.
+        Raises `FloatingPointError`: gradients are not finite at a factor of 1; no weight was changed.
         """
         self.unscale_()
         self._is_unscaled = False
@@ -101,7 +97,7 @@ class LossScale:
         return Outcome(math.nan if skipped else norm, scale, skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The factor (fp64) and the steps since it changed (int64), both of shape []."""
+        """Factor (fp64) and steps since it changed (int64), both of shape []."""
         held = self.scaler.state_dict()
         return {
             SCALE_KEY: torch.tensor(held["scale"], dtype=torch.float64),
@@ -109,7 +105,7 @@ class LossScale:
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a key is missing or unexpected, or the factor is not a power of two from 1 to 2^40."""
+        """Raises `ValueError`: a key is missing or unexpected, or the factor is no power of two from 1 to 2^40."""
         if set(state) != {SCALE_KEY, GOOD_STEPS_KEY}:
             raise ValueError(f"a loss scale's state has {SCALE_KEY} and {GOOD_STEPS_KEY}; this has {sorted(state)}")
         value = float(state[SCALE_KEY])
@@ -117,11 +113,7 @@ class LossScale:
             raise ValueError(f"loss scale {value} is no power of two from 1 to 2^40")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state_dict`.
-
-        Raises:
-            ValueError: see `check_state`; nothing was loaded.
-        """
+        """Raises `ValueError` as `check_state`; nothing was loaded."""
         self.check_state(state)
         saved = {"scale": float(state[SCALE_KEY]), "_growth_tracker": int(state[GOOD_STEPS_KEY])}
         self.scaler.load_state_dict(self.scaler.state_dict() | saved)

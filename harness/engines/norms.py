@@ -1,13 +1,12 @@
-"""The norm and the scaling of many tensors, as a peer's user has them: a few kernels for all, not some for each.
+"""Norm and scaling of many tensors in a few multi-tensor kernels.
 
-[Note: What a timed step pays] torch's own `clip_grad_norm_` takes one multi-tensor norm over all gradients and one
-multi-tensor product. A loop over hundreds of tensors with sums in fp64 would charge a peer thousands of launches that
-its users never see. So on CUDA the norms of all tensors come from one `_foreach_norm`, added up in fp32 in blocks as
-torch does, and only those few numbers are squared and added in fp64. On CPU, where launches are cheap and memory is
-not, it is `sum_of_squares`, our engine's own.
+[Note: Cost of a timed step] torch's `clip_grad_norm_` takes one multi-tensor norm and one product, while sums in fp64
+tensor by tensor would charge a peer thousands of launches. So on CUDA one `_foreach_norm` gives all norms, summed in
+fp32 in blocks as in torch, and only those few numbers are squared and added in fp64. On CPU, where launches are cheap
+and memory is not, it is `sum_of_squares`, our engine's own.
 
-[Note: Numbers beyond fp32] Squares overflow in fp32 from 1.8e19 and vanish below 1e-19. Where the total shows that this
-may have happened, it is taken again in fp64; every rank sees the same total, so all of them do.
+[Note: Numbers beyond fp32] Squares overflow in fp32 from 1.8e19 and vanish below 1e-19. Totals outside the safe range
+are computed again in fp64; every rank sees the same total, so all of them do.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from harness.fsdp import sum_of_squares
 
 SAFE = (1e-24, 1e30)
-"""Totals of squares of which nothing that matters has vanished or overflowed in fp32."""
+"""Range of totals without relevant overflow or underflow in fp32."""
 
 
 @torch.no_grad()
@@ -30,11 +29,8 @@ def euclidean_norm(
 ) -> float:
     """Euclidean norm over all elements of all tensors; inf or nan where an element is.
 
-    Args:
-        tensors: plain ones, all on `device`, of any floating dtypes.
-        device: where they lie.
-        total: adds squares (fp64, shape [1]) over the ranks that hold the rest, and returns the sum. *Collective*, and
-            called a second time by all ranks or by none; without it these tensors are everything.
+    Args: tensors: plain, on `device`, of any floating dtypes. total: sums squares (fp64, shape [1]) over the ranks with
+    the rest. Collective over them, called twice by all ranks or by none.
     """
     held = [tensor.detach() for tensor in tensors]
     if device.type != "cuda":
@@ -46,9 +42,9 @@ def euclidean_norm(
 
 
 def grouped_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares, fp64 and of shape [1], in one multi-tensor operation for each dtype there is.
+    """Sum of squares, fp64 and of shape [1], in one multi-tensor operation a dtype.
 
-    fp64 is added up in fp64, everything else in fp32; tensors without elements count for nothing.
+    fp64 is summed in fp64, everything else in fp32; empty tensors count for nothing.
     """
     squares = torch.zeros(1, dtype=torch.float64, device=device)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -62,9 +58,9 @@ def grouped_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def scale(tensors: Sequence[Tensor], coefficient: float) -> None:
-    """Multiply every tensor by `coefficient` in place, in a multi-tensor operation for each dtype; 1 changes nothing.
+    """Multiply tensors in place, in a multi-tensor operation a dtype; 1 is a no-op.
 
-    16-bit tensors are multiplied one by one: the multi-tensor product rounds the coefficient to their dtype first.
+    16-bit tensors are multiplied one by one: the multi-tensor product would round the coefficient to their dtype.
     """
     if coefficient == 1.0:
         return

@@ -1,4 +1,4 @@
-"""What every engine's update shares: how an optimizer is made, the clipping rule, and its state as named tensors."""
+"""Optimizer, clipping rule and optimizer state, shared by every engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from harness.fsdp import create_state, sum_of_squares
 
 
 class Group(NamedTuple):
-    """Tensors that share a weight decay: `weight_decay` of the configuration if `decays`, else none."""
-
     params: Sequence[Tensor]
     decays: bool
 
@@ -24,9 +22,9 @@ class Group(NamedTuple):
 def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: bool = False) -> torch.optim.Optimizer:
     """SGD (with momentum), Adam (decay in the gradient) or AdamW (decoupled) over two parameter groups.
 
-    Or the user's own class, called with the groups, the learning rate and `config.options`. The learning rate starts
-    at `config.lr`; `set_lr` changes it each step. `fused` takes torch's one-kernel step, whose
-    last bits depend on where tensors are cut; without it every tensor is stepped by plain tensor arithmetic.
+    Or the user's own class, called with the groups, the learning rate and `config.options`. `set_lr` changes the rate
+    each step. `fused` takes torch's one-kernel step, whose last bits depend on where tensors are cut; else steps are
+    plain tensor arithmetic.
     """
     tables: list[dict[str, Any]] = [
         {"params": list(group.params), "weight_decay": config.weight_decay if group.decays else 0.0}
@@ -44,11 +42,7 @@ def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: b
 
 
 def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
-    """The class that `optimizer.target` names.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Raises `ValueError`: `optimizer.target` names no class."""
     if config.target is None:
         raise ValueError("optimizer=ext needs optimizer.target=package.module:Class")
     module, _, name = config.target.partition(":")
@@ -69,7 +63,7 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def clip_coefficient(norm: float, clip_norm: float | None) -> float:
-    """Factor of gradients: min(1, clip_norm / (norm + 1e-6)) as in torch; nan where the norm is nan."""
+    """min(1, clip_norm / (norm + 1e-6)) as in torch; nan where the norm is nan."""
     if clip_norm is None:
         return 1.0
     coefficient = clip_norm / (norm + 1e-6)
@@ -78,25 +72,21 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The state itself, not copied, as `<parameter>/<entry>` -> tensor."""
+    """State itself, not copied, as `<parameter>/<entry>` -> tensor."""
     held = create_state(optimizer)
     return {f"{names[param]}/{entry}": value for param, own in held.items() for entry, value in own.items()}
 
 
 @torch.no_grad()
 def load_state(held: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy a state into the tensors of another. Raises `ValueError` as `check_state`, before anything is changed."""
+    """Copy in place. Raises `ValueError` as `check_state`, before anything is changed."""
     check_state(held, given)
     for key, tensor in held.items():
         tensor.copy_(given[key])
 
 
 def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Compare keys, shapes and dtypes.
-
-    Raises:
-        ValueError: naming the first few keys that are missing, unexpected, or of another shape or dtype.
-    """
+    """Raises `ValueError`: naming a few keys that are missing, unexpected, or of another shape or dtype."""
     faults = [f"missing {key}" for key in expected if key not in given]
     faults += [f"unexpected {key}" for key in given if key not in expected]
     for key in expected.keys() & given.keys():

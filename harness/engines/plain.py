@@ -1,4 +1,4 @@
-"""The model as plain torch has it, apart from any engine's storage: what a rank computes with when it checks itself."""
+"""Unsharded model in plain torch, for self-checks of a rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from harness.engines.torch_dtypes import TORCH_DTYPES
 
 @contextmanager
 def plain_model(workload: Workload, config: Config, device: torch.device) -> Iterator[nn.Module]:
-    """The whole model, its parameters uninitialised and in the main weights' dtype; forwards compute in the compute
-    dtype, with copies of the weights that are cast before each. Its memory is free at once when nobody holds it."""
+    """Unsharded model with uninitialised parameters in the main dtype, cast to the compute dtype before each forward.
+
+    Its memory is freed with the last reference.
+    """
     compute, main = TORCH_DTYPES[config.dtype.compute], TORCH_DTYPES[config.dtype.main_params]
     model = workload.build(device, main)
     workload.quantize(model, device)

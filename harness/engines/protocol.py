@@ -37,6 +37,7 @@ class Ranks:
     sharp: SharpOwnership | None = None
     """Gives InfiniBand SHARP to one communicator; engines that create the one of sharp.group use it first."""
     tp: int = 1
+    """Neighbouring ranks that share every microbatch: the tensor-parallel axis."""
 
     @property
     def data_rank(self) -> int:
@@ -52,6 +53,7 @@ class Seen(NamedTuple):
     divisor: int
     """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
     compute: torch.dtype
+    """Dtype of the weights in the forward."""
 
 
 class Scaled(NamedTuple):
@@ -59,6 +61,7 @@ class Scaled(NamedTuple):
 
     scale: float
     skipped: bool
+    """True if gradients overflowed and the update was skipped, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class State:
     adopt: Callable[[], None]
     """Use what was written into the tensors from the next forward on. *Collective.*"""
     portable: bool = True
+    """True if any layout of any engine can load it; otherwise only this layout of this engine can."""
 
 
 class Workload(Protocol):
-    """Trained model: everything that an engine may know about the model."""
+    """Workload of an engine: everything that it may know about the model."""
 
     unit_classes: tuple[type[nn.Module], ...]
+    """Modules whose parameters are gathered and released together."""
 
     may_leave_unused: bool
     """True if a microbatch may leave trained parameters without a gradient, possibly different ones on each rank."""

@@ -1,4 +1,4 @@
-"""Engines by name; a class is imported only when it is asked for."""
+"""Engines by name; classes are imported at first use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ ENGINES: dict[EngineName, str] = {name: can.adapter for name, can in capabilitie
 
 
 def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:
-    """The class behind an engine's name; of `ext`, the one that `adapter` names as `package.module:Class`.
-
-    Raises:
-        ValueError: engine=ext without an adapter.
-    """
+    """Raises `ValueError`: engine=ext without an adapter."""
     if name is EngineName.ext and adapter is None:
         raise ValueError("engine=ext needs engine.adapter=package.module:Class")
     module, _, attribute = (adapter if name is EngineName.ext and adapter else ENGINES[name]).partition(":")

@@ -7,4 +7,3 @@ import torch
 from harness.config.schema import Dtype
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {each: getattr(torch, each.torch_name) for each in Dtype}
-"""Torch's name of each configured dtype."""

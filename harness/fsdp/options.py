@@ -152,7 +152,7 @@ class EngineOptions:
     offload_optimizer: bool = option(False)
     """Keep main weights, main gradients and optimizer state in host memory, and run the update on the CPU."""
     separate_gather_group: bool | None = option(None, same_bits=True)
-    """Whether gathers have a communicator of their own. None: on CUDA they do."""
+    """Give gathers a communicator of their own. None: on CUDA they have one."""
     eager_limit_bytes: int | None = option(0, range=Range(0, 1 << 40, "bytes"), same_bits=True)
     """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory where ranks
     share a host. None: data is always sent."""
@@ -192,7 +192,7 @@ class Options(EngineOptions):
     disable_symmetric_registration: bool = option(False, setting="not nccl_ub.symmetric")
     """Register user buffers only for zero copy, not as symmetric windows."""
     registration_fallback: Fallback = option(Fallback.error, setting="nccl_ub.fallback")
-    """What happens on all ranks if a registration fails."""
+    """Outcome on all ranks if a registration fails."""
 
     def __post_init__(self) -> None:
         for each in OPTIONS.values():

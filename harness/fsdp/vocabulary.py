@@ -77,7 +77,7 @@ class Fp8(Choice):
     """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen."""
 
     multiple: int
-    """Both sizes of a weight are multiples of it."""
+    """Divides both sizes of a weight."""
     gradient_precision: int
     """Significant bits of quantized gradients, the hidden one included: 3 of e5m2, 4 of e4m3, which all else has."""
     payloads: int
@@ -122,7 +122,7 @@ class Strategy(Numbered):
 
 
 class OuterStrategy(Numbered):
-    """What the outer data-parallel axis splits."""
+    """Splits of the outer data-parallel axis."""
 
     hybrid: str
     """The name of ZeRO-3 inside with this outside."""
@@ -137,7 +137,7 @@ class OuterStrategy(Numbered):
 
 
 HYBRIDS = {outer: outer.hybrid for outer in OuterStrategy}
-"""What ZeRO-3 inside is called, by what the outer axis splits."""
+"""Name of ZeRO-3 inside, by the outer strategy."""
 
 
 class GradBuffer(Choice):
@@ -191,7 +191,7 @@ class Registration(Choice):
 
 
 class Fallback(Choice):
-    """What happens on all ranks if a registration with NCCL fails."""
+    """Outcome on all ranks if a registration with NCCL fails."""
 
     error = "error", "A RuntimeError with the reason."
     record = "record", "The run goes on without user buffers, and its record gives the reason."

@@ -1,4 +1,4 @@
-"""Changing what goes on: ending runs, and asking again for those that did not make it."""
+"""Ending runs, and retrying failed ones."""
 
 from __future__ import annotations
 
@@ -27,22 +27,15 @@ CANCEL_TIMEOUT_S = 30.0
 
 
 def runs_of(store: Store, ref: str) -> list[RunDir]:
-    """The runs `ref` names: all of a study of that name, else the one run.
-
-    Raises:
-        StoreError: there is neither.
-    """
+    """Runs of a study of that name, else the one run. Raises `StoreError`: there is neither."""
     return store.runs(ref) if ref in store.studies() else [store.find(ref)]
 
 
 def retry(store: Store, ref: str) -> int:
-    """Start a new attempt of every run that failed, was lost, preempted or cancelled; returns the exit code.
+    """Start a new attempt of every failed, lost, preempted or cancelled run; returns the exit code.
 
-    A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
-
-    Raises:
-        BadRequest: the disk has no room for what they will keep, or one is not where an attempt of it would be made;
-            nothing was started.
+    Raises `BadRequest`: the disk has no room, or a run is a copy whose attempt would lie elsewhere; nothing was
+    started.
     """
     cells = in_blocks([frozen(run) for run in runs_of(store, ref)])
     root = cells[0].config["launch"]["root"]
@@ -52,11 +45,9 @@ def retry(store: Store, ref: str) -> int:
 
 
 def frozen(run: RunDir) -> Cell:
-    """The cell of a run, to be run in the store in which it lies now; what is done is never run again.
+    """Cell of a run in its present store; done runs are never repeated.
 
-    Raises:
-        BadRequest: it is a copy under another study or name, and an attempt would be made elsewhere.
-        StoreError: its configuration lacks what makes its name.
+    Raises `BadRequest`: it is a copy under another study or name. `StoreError`: its configuration is incomplete.
     """
     config = run.config()
     store = Store(run.path.parent.parent)
@@ -74,10 +65,9 @@ def frozen(run: RunDir) -> Cell:
 
 
 def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
-    """End every living run that `ref` names; 0 when all of them have ended or none lived, 1 when one has not.
+    """End every living run of `ref`; 0 when all have ended, 1 when one has not.
 
-    Raises:
-        StoreError: there is no such run, or SLURM refused.
+    Raises `StoreError`: there is no such run, or SLURM refused.
     """
     terminal = terminal or Terminal()
     scheduler = probe()

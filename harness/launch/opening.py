@@ -1,4 +1,4 @@
-"""Opening an attempt: look, decide and take the run, with no gap in which another request could do the same."""
+"""Opening an attempt: look, decide and lock the run atomically."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ from harness.store.status import JobProbe, Keeper, State, Status
 
 @dataclass(frozen=True)
 class Sources:
-    """Facts about the code; gathered once a request."""
-
     facts: dict[str, object]
     diff: str
 
     @classmethod
     def gather(cls) -> Sources:
-        """Ask git and hash the sources."""
         return cls(provenance.desk_facts(capabilities.PACKAGES), provenance.git_diff())
 
     @property
     def digest(self) -> str:
-        """Digest of the sources that can change a number."""
         return str(self.facts["sources_digest"])
 
 
@@ -42,7 +38,7 @@ class Opened:
     run: RunDir
     attempt: int
     over: str = ""
-    """Why it begins at step 0 although an earlier attempt got further; empty where it does not."""
+    """Why it begins at step 0 despite an earlier attempt's progress; else empty."""
 
 
 def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
@@ -77,15 +73,10 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
 def open_attempt(
     store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status, same: SameFiles | None = None
 ) -> Opened:
-    """Make the next attempt of a run and write its first status. The study's lock is held by the caller.
+    """Make the next attempt of a run and write its first status. The caller holds the study's lock.
 
-    Args:
-        store: where.
-        cell: what.
-        decision: one that starts.
-        sources: the desk's code.
-        first: the status to begin with; its attempt number is filled in.
-        same: of cells that are opened together.
+    Args: decision: one that starts. first: initial status, without attempt number. same: group of cells opened
+    together.
     """
     run = store.create(cell)
     attempt = run.new_attempt()
@@ -101,10 +92,9 @@ def open_attempt(
 
 
 def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> tuple[Opened, Lock] | Decision:
-    """Open an attempt this very process runs; the lock returned keeps every other request away from the run.
+    """Open an attempt that this process runs, with the run's lock.
 
-    Raises:
-        StoreError: somebody took the run between our look and our lock.
+    Raises `StoreError`: somebody took the run between look and lock.
     """
     with store.study_lock(cell.study):
         decision = look(store, cell, sources, jobs)

@@ -1,8 +1,7 @@
-"""In which order cells are started: timed ones in blocks, so that whatever drifts, drifts for every arm alike.
+"""Order of starts: timed cells in blocks, so that drift affects every arm alike.
 
-A block is one repetition of everything: each arm once, in an order drawn for that block alone. Arms that train the same
-thing stand together within it, since these are compared. The place of a cell follows from its own configuration and the
-seed, so that a study asked for again goes on in the order it began with, whatever is done already.
+A block is one repetition of each arm, in a random order of its own; arms of one workload are adjacent, because they are
+compared. A cell's place follows from its configuration and the seed, so that a resumed study keeps its order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ ENGINE_GROUPS = ("engine", "sharding")
 
 
 def in_blocks(cells: Sequence[Cell]) -> tuple[Cell, ...]:
-    """Cells that are not timed, as they stand; then the timed ones, block after block."""
     others = [cell for cell in cells if not is_timed(cell)]
     return (*others, *sorted((cell for cell in cells if is_timed(cell)), key=_place))
 
@@ -30,7 +28,6 @@ def is_timed(cell: Cell) -> bool:
 
 
 def _place(cell: Cell) -> tuple[int, str, str]:
-    """Block, workload and arm, the last two in the order this block's draw gives them."""
     config, block = deepcopy(cell.config), int(cell.config["train"]["replicate"])
     config["train"]["replicate"] = 0
     workload = {key: value for key, value in config.items() if key not in ENGINE_GROUPS}

@@ -1,4 +1,4 @@
-"""What a request means for one cell, given what is already on disk: a decision table, and nothing else."""
+"""Decision table: a request and the state on disk -> an action."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from harness.store.status import State, Status
 
 class Action(Enum):
     skip = "skip"
+    """The cell is done: start nothing."""
     leave = "leave"
+    """Somebody runs it already, or will."""
     start = "start"
+    """A new attempt, from the newest checkpoint if there is one."""
     start_over = "start over"
     """A new attempt from step 0; the earlier record is moved aside."""
 
@@ -31,14 +34,8 @@ ALIVE = frozenset({State.queued, State.running})
 
 
 def decide(status: Status | None, *, stale: bool, obstacle: str, rerun: Rerun) -> Decision:
-    """Choose for one cell.
-
-    Args:
-        status: its effective state (`status.effective`); None if it was never started.
-        stale: whether the sources that can change its numbers changed since it was made.
-        obstacle: why the steps of an earlier attempt cannot be gone on with; empty where they can, or there are none.
-        rerun: which finished cells the request wants again.
-    """
+    """Args: status: effective state (`status.effective`); None if never started. stale: sources that can change numbers
+    have changed. obstacle: why an earlier attempt cannot be continued, or empty."""
     if status is None:
         return Decision(Action.start, "new")
     if status.state in ALIVE or (status.state is State.preempted and status.job):

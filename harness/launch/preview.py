@@ -1,4 +1,4 @@
-"""What a request would do, in words: launch.dry_run=true. Starts nothing, and writes nothing but batch scripts."""
+"""Preview of a request (launch.dry_run=true). Starts nothing, and writes only batch scripts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ from harness.store.rundir import Store
 
 
 def preview(cells: Sequence[Cell]) -> str:
-    """Every cell with its directory and what would become of it, then the environment, then the batch scripts.
+    """Cells with directories and decisions, then the environment, then the batch scripts.
 
-    These are also written, where `Batch.dry_file` says, to be read, compared or handed to sbatch by hand.
-
-    Raises:
-        BadRequest: SLURM's cluster never has what is asked for.
-        OSError: a script cannot be written.
+    Scripts are also written to `Batch.dry_file`. Raises `BadRequest`: beyond SLURM's cluster. `OSError`: a script
+    cannot be written.
     """
     store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()

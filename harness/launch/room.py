@@ -1,4 +1,4 @@
-"""Room on disk for all cells of a request together: each alone fits (`config.rules.environment`), a study may not."""
+"""Disk space for all cells of a request together: each alone may fit (`config.rules.environment`), a study may not."""
 
 from __future__ import annotations
 
@@ -20,23 +20,15 @@ FIX = "launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limi
 
 
 class NoRoom(BadRequest):
-    """Request that keeps more than the disk has left."""
+    """Requested runs exceed the free disk space."""
 
 
 def check_room(cells: Sequence[Cell], *, further: int = 0, subject: str = "", fix: str = FIX) -> None:
-    """Refuse cells whose checkpoints and captures together are more than the disk of their store has left.
+    """Raises `NoRoom`: checkpoints and captures of these cells exceed the free disk space; nothing was started.
 
-    Cells that are done, or in somebody's hands, are not counted, nor is what earlier attempts have left of the others.
-    They are told apart only where all cells together would not fit: most requests ask the store for nothing.
+    Done and running cells, and files of earlier attempts, are deducted, but read only if the total would not fit.
 
-    Args:
-        cells: of one store.
-        further: about how many more, like the first, will follow where any of these starts.
-        subject: what names the store; launch.root of a request.
-        fix: what to type, or to do.
-
-    Raises:
-        NoRoom: they do not fit; nothing was started.
+    Args: further: number of later cells like the first. subject: setting of the store. fix: remedy.
     """
     store = Store(cells[0].config["launch"]["root"])
     more = [cells[0]] * further
@@ -58,17 +50,9 @@ def check_room(cells: Sequence[Cell], *, further: int = 0, subject: str = "", fi
 
 
 def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there: int = 0) -> None:
-    """Refuse what keeps more than a disk has left.
+    """Raises `NoRoom`: `need` bytes exceed the free space.
 
-    Args:
-        root: where it will lie; need not exist.
-        need: how much of it there will be.
-        what: a name for it.
-        subject, fix: of the refusal.
-        there: bytes of it that lie there already.
-
-    Raises:
-        NoRoom: with both numbers.
+    Args: root: need not exist. what: name for messages. there: bytes already present.
     """
     free = free_bytes(root)
     if need.total - there > free:
@@ -78,20 +62,17 @@ def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there:
 
 
 def say_room(store: Store, starting: Sequence[Cell]) -> str:
-    """How much cells will keep, and how much there is: a line for people."""
     need = kept_by(starting)
     keep = f"{counted(len(starting), 'run')} keep{'s' * (len(starting) == 1)}"
     return f"{keep} at least {shown(need.total)}: {_told(need)}; {store.root} has {shown(free_bytes(store.root))} free"
 
 
 def kept_by(cells: Iterable[Cell]) -> Kept:
-    """Bytes that the runs of cells leave on disk at least, all together."""
     each = [kept(cell.typed) for cell in cells]
     return Kept(sum(one.checkpoints for one in each), sum(one.captures for one in each))
 
 
 def held(folder: Path) -> int:
-    """Bytes of the files in a folder and below; links are not followed, and what vanishes meanwhile counts nothing."""
     found = 0
     for where, _, names in os.walk(folder):
         for name in names:

@@ -1,8 +1,7 @@
-"""The code as it was when a job was submitted: jobs run from a copy, so that edits while they wait change nothing.
+"""Copy of the code at submission, so that later edits do not affect waiting jobs.
 
-`<root>/.snapshots/<digest>/` holds what is shipped, named by what is in it: a thousand cells submitted from the same
-sources share one copy, and a requeued job starts from the very files it started from before. What is the user's
-own (an engine, a model) is copied likewise. `harness gc` removes a copy when no submission names it any more.
+`<root>/.snapshots/<digest>/` holds the shipped files by content: cells of the same sources share a copy, and a requeued
+job uses it again. The user's own classes are copied likewise. `harness gc` removes unused copies.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ SHIPPED = ("harness", "hydra_plugins/harness_hydra", "conf", "sweeps", "run.py")
 
 
 class Snapshot:
-    """The code of this process's own package, to be copied under a store's root."""
-
     def __init__(self, root: Path, origin: Path = PACKAGE.parent) -> None:
-        """
-        Args:
-            root: the store's root.
-            origin: the folder that holds the package.
-        """
         self._root, self._origin = root, origin
 
     @cached_property
@@ -42,25 +34,23 @@ class Snapshot:
         return sorted(name for shipped in SHIPPED for name in _files(self._origin, shipped))
 
     def take(self) -> Path:
-        """Make the copy, unless it is there, and return its folder.
+        """Make the copy, unless present, and return its folder.
 
-        Raises:
-            StoreError: a file changed while it was copied.
-            OSError: the root is not writable, or the disk is full.
+        Raises `StoreError`: a file changed meanwhile. `OSError`: the root is not writable, or the disk is full.
         """
         return copied(self._origin, self._names, self.path)
 
 
 def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """The record of something of the user's own for `provenance.json`, with the folder of its copy as `copy`."""
+    """Record of a user's own class for `provenance.json`, with the folder of its copy as `copy`."""
     target = root / CODE / f"own-{facts['digest'][:16]}"
     return {**facts, "copy": str(copied(Path(facts["root"]), facts["files"], target))}
 
 
 def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
-    """Copy files to a folder whose name ends in their digest; a crash at any moment leaves the whole folder or none.
+    """Atomically copy files to a folder whose name ends in their digest.
 
-    A copy that is there is looked through once a process: a machine that went down may have left empty files in it.
+    An existing copy is checked once a process, because a machine crash may leave empty files.
     """
     names = list(names)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
@@ -93,7 +83,6 @@ def _fits(name: str, folder: Path, names: Iterable[str]) -> bool:
 
 
 def _files(origin: Path, name: str) -> Iterable[str]:
-    """Regular files of a folder or the file itself, relative; what Python compiled and what is hidden is left out."""
     if (origin / name).is_file():
         yield name
     for folder, folders, files in os.walk(origin / name):

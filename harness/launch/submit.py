@@ -1,4 +1,4 @@
-"""Carrying out a request: every cell to the place its own cluster names, and a last word on what to do next."""
+"""Carrying out a request: every cell on its own cluster, then the next commands."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from harness.store.study import judging_verb
 def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
     """Run, submit, or preview cells; returns the exit code of the request.
 
-    Local cells run in the foreground, side by side while slots are free. SLURM cells are submitted in arrays and left
-    alone, unless launch.wait. A cell that is done, or in somebody's hands, is not started again.
+    Local cells run in the foreground, side by side within the slots. SLURM cells are submitted in arrays, without
+    waiting unless launch.wait. Done and running cells are not started.
 
-    Raises:
-        StoreError: a run is in use or its directory is not what it should be; nothing of this cell was started.
-        OSError: the store cannot be written.
+    Raises `StoreError`: a run is in use or damaged; nothing of this cell was started. `OSError`: the store cannot be
+    written.
     """
     if any(cell.config["launch"]["dry_run"] for cell in cells):
         print(preview.preview(cells))
@@ -119,7 +118,6 @@ class _Request:
         self._terminal.settle(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
 
     def _on_start(self, opened: Opened) -> Callable[[dict[str, Any]], None]:
-        """Begin to show a cell. Each cell of a set has one line of a terminal, which moves, and stays as its end."""
         world_size = opened.cell.typed.mesh.world_size
         if opened.over:
             self._terminal.settle(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")
@@ -142,7 +140,6 @@ class _Request:
             self._terminal.line(told)
 
     def _place(self, cell: Cell) -> str:
-        """`cell 3 of 12`, in the order asked for; nothing of a single one."""
         if not self._several:
             return ""
         return f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "
@@ -169,7 +166,6 @@ class _Request:
 
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:
-    """Each cell's name without what all of them have, by signature, in their order."""
     names = {cell.signature: directory_name(cell.config) for cell in cells}
     short = screen.labels(set(names.values()))
     return {signature: short[name] for signature, name in names.items()}

@@ -1,4 +1,4 @@
-"""Progress and ends, as a person reads them: one line that moves on a terminal, a few plain lines elsewhere."""
+"""Progress and ends for people: a moving line on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import IO, Any
 from harness.store import screen
 
 PLAIN_LINES = 10
-"""About how many lines of progress a run prints where nothing can be overwritten, however long it is."""
 PLAIN_PAUSE_S = 15.0
-"""Seconds after which a plain line is printed at any rate."""
 RECENT_STEPS = 20
 
 
@@ -35,7 +33,6 @@ def quantity(value: float) -> str:
 
 
 def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
-    """Step, loss, time, speed, memory and what is left, from one step's message and the recent median step time."""
     left = (message["steps"] - message["step"]) * recent_s
     speed = message["tokens"] / recent_s if recent_s else 0.0
     return (
@@ -46,8 +43,6 @@ def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
 
 
 class RunDisplay:
-    """Shows one run. Told every message of its ranks; speaks of rank 0's steps and of warnings."""
-
     def __init__(self, terminal: Terminal, label: str) -> None:
         self._terminal = terminal
         self._label = label
@@ -82,26 +77,23 @@ class Terminal:
         self._open = False
 
     def line(self, text: str) -> None:
-        """Print a line that stays, below the moving one if there is one."""
         self._finish_moving()
         self._write(screen.painted(screen.visible(text), self._out) + "\n")
 
     def settle(self, text: str) -> None:
-        """Print a line that stays, in the place of the moving one."""
         if self._open:
             self._write("\r\x1b[K")
             self._open = False
         self.line(text)
 
     def page(self, text: str) -> None:
-        """Print a text of several lines, instead of the last one where the terminal can move."""
         if self.moving:
             self._write(f"\x1b[H\x1b[J{screen.painted(screen.visible(text), self._out)}\n")
         else:
             self.line(text)
 
     def update(self, text: str) -> None:
-        """Replace the moving line; what does not fit is left out, as a line that wraps could not be replaced."""
+        """Replace the moving line, truncated to the width, because a wrapped line could not be replaced."""
         self._write(f"\r\x1b[K{screen.cut(screen.visible(text), screen.width())}")
         self._open = True
 

@@ -15,15 +15,14 @@ from harness.store.status import JobProbe, State
 
 POLL_S = 5.0
 CODES = {State.done: 0, State.cancelled: 130}
-"""Exit codes of ends; every other end is 1."""
 
 WAITING = frozenset({State.queued, State.running, State.preempted})
 
 
 def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL_S) -> list[int]:
-    """Wait until every run has ended, and say when something changes; returns their exit codes.
+    """Wait until every run has ended, with messages on changes; returns their exit codes.
 
-    A Ctrl-C ends the waiting, not the jobs.
+    Ctrl-C ends the waiting, not the jobs.
     """
     shown = ""
     while True:
@@ -40,7 +39,6 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL
 
 
 def _state(run: RunDir, jobs: JobProbe | None) -> State:
-    """State of a run that was submitted; one whose folder is gone, or cannot be read, hides no other."""
     try:
         found = status.effective(run.path, jobs)
     except StoreError:

@@ -1,4 +1,4 @@
-"""How the runs of a study fare, as a table; what failed, grouped by why."""
+"""States of a study's runs as a table, with failures grouped by reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Row:
     study: str
     state: str
     stale: bool
-    """True if other sources made it than today's."""
     step: int
     steps: int
     loss: float | None
@@ -43,7 +42,7 @@ class Row:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to its end at the pace of its median step; None unless it runs."""
+        """Seconds to its end by the median step; None unless it runs."""
         if self.state != State.running.value or self.step_time_s is None:
             return None
         return (self.steps - self.step) * self.step_time_s
@@ -61,7 +60,6 @@ class Row:
 
 
 def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
-    """Look at one run. A damaged one is a row too, so that it does not hide the others."""
     try:
         found = status.effective(run.path, jobs)
         steps = (found.steps if found else 0) or run.setting("train.steps")
@@ -83,11 +81,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
 
 
 def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
-    """All runs of a study, or of all.
-
-    Raises:
-        StoreError: there is no such study.
-    """
+    """Rows of a study, or of all. Raises `StoreError`: there is no such study."""
     runs = store.runs(study)
     if not runs:
         known = ", ".join(store.studies()) or "none yet"
@@ -97,7 +91,6 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int) -> str:
-    """The table, what failed grouped by its first line, and the count of states, in lines of `width` columns."""
     lines = _table(found, width)
     lines += [line for each in _groups(found) for line in screen.fold(each, width, " " * 6)]
     counts = Counter(one.state for one in found)
@@ -106,8 +99,6 @@ def render(found: Sequence[Row], width: int) -> str:
 
 
 def _table(found: Sequence[Row], width: int) -> list[str]:
-    """A row a run. Where there is no room for everything, first the reason is shortened, then it has a line of its own,
-    then all but the name goes on in another line: what tells a name from the others stays."""
     texts = [HEADER, *(one.cells() for one in found)]
     widths = [max(len(text[place]) for text in texts) for place in range(len(HEADER))]
     told = any(text[REASON] for text in texts[1:])
@@ -138,7 +129,6 @@ def _fit(texts: Sequence[str], room: int) -> bool:
 
 
 def _groups(found: Iterable[Row]) -> list[str]:
-    """`3 x ValueError: ...`: the same failure on other ranks, steps or addresses is the same failure."""
     bad = [one for one in found if one.bad]
     groups: dict[str, list[str]] = {}
     for one in bad:
@@ -151,7 +141,6 @@ def _groups(found: Iterable[Row]) -> list[str]:
 def watch(
     store: Store, study: str | None = None, *, follow: bool = True, terminal: Terminal | None = None
 ) -> list[Row]:
-    """Show the table, again whenever it changes while anything moves and the output is a terminal; returns the last."""
     terminal = terminal or Terminal()
     shown = ""
     while True:

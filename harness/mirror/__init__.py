@@ -1,4 +1,4 @@
-"""Weights & Biases as a mirror of the store: one run there for one signature here, however many attempts it took.
+"""Weights & Biases as a mirror of the store: one run there for one signature here, over all attempts.
 
     python -m harness.mirror RUN    follow a run while it trains; rank 0 starts it (`harness.train.mirror`)
     sync(runs, mode)                what is stored, whole, with each arm's distance to its control

@@ -1,6 +1,6 @@
 """`python -m harness.mirror RUN MODE`: mirror a run until standard input is closed, by its rank 0 or by its death.
 
-Exit code 0 says that everything was sent; else the last line of standard error says why not.
+Exit code 0: everything was sent; else the last line of standard error says why not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.config.schema import WandbMode
 from harness.mirror.follow import follow, run_of
 
 LAST_S = 120
-"""Seconds until this process ends itself where rank 0, which waits for less, is no longer there to do so."""
+"""Seconds until this process ends itself if rank 0, whose limit is shorter, has not."""
 
 
 def main(path: str, mode: str) -> int:

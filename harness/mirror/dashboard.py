@@ -1,7 +1,7 @@
-"""The dashboard of a parity study, as code: what W&B shows of its runs, made anew by every push.
+"""Dashboard of a parity study as code: its charts on W&B, made anew by every push.
 
-One section says whether the arms are still the control's run, one what they cost. Each arm keeps one colour in all
-charts; what rounding allows is drawn in it, dashed, around the signed difference that it bounds.
+One section shows parity of the arms, one their cost. Each arm keeps one colour in all charts; its bound of rounding is
+dashed around the signed difference.
 """
 
 from __future__ import annotations
@@ -45,13 +45,9 @@ COLUMNS = ("parity/verdict", "parity/tier", "parity/margin", "result/state", "re
 
 
 def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | None]) -> Workspace:
-    """Build a study's dashboard; nothing is sent.
+    """Workspace of a study; nothing is sent.
 
-    Args:
-        entity: whose project; may be empty where nothing will be sent.
-        project: in which the study's runs are.
-        study: its name, the group of its runs.
-        arms: W&B's id of every run -> that of its control; None for a control.
+    Args: entity: owner; may be empty offline. arms: W&B's id of every run -> that of its control; None for a control.
     """
     import wandb_workspaces.workspaces as ws
 
@@ -111,6 +107,5 @@ def _curve(chart: tuple[str, Sequence[str], str], band: Mapping[str, str]) -> An
 
 
 def as_json(board: Workspace) -> str:
-    """JSON sent to a server, as the library serialises it."""
     text: str = board._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1)
     return text

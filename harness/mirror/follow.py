@@ -14,11 +14,10 @@ from harness.store.rundir import RunDir
 POLL_S = 0.5
 
 Ended = Callable[[float], bool]
-"""Waits up to so many seconds; whether no more lines will be written."""
+"""Waits up to a number of seconds; True if no more lines will be written."""
 
 
 def follow(run: RunDir, mode: WandbMode, ended: Ended) -> None:
-    """Send every line of a run's record, from its first, until `ended` says so; then its results."""
     mirror = MirrorRun(run, mode, live=True)
     with run.metrics.open(encoding="utf-8") as file:
         over = False
@@ -31,7 +30,6 @@ def follow(run: RunDir, mode: WandbMode, ended: Ended) -> None:
 
 
 def _new_lines(file: IO[str]) -> Iterator[dict[str, Any]]:
-    """Whole lines behind the place the file was read to; a line that is being written is left for the next call."""
     while True:
         place = file.tell()
         line = file.readline()
@@ -42,11 +40,7 @@ def _new_lines(file: IO[str]) -> Iterator[dict[str, Any]]:
 
 
 def run_of(path: str) -> RunDir:
-    """The run in a folder.
-
-    Raises:
-        StoreError: there is none.
-    """
+    """Raises `StoreError`: the folder holds no run."""
     run = RunDir(Path(path).absolute())
     run.config()
     return run

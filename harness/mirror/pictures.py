@@ -10,16 +10,6 @@ DPI = 150
 
 
 def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:
-    """Draw what a report of the study shows.
-
-    Args:
-        root: the store.
-        found: the study's verdict.
-        folder: where the files go, each named by its title.
-
-    Returns:
-        the files; none where matplotlib or pandas is not installed.
-    """
     try:
         from matplotlib import pyplot as plt
 

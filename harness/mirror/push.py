@@ -1,6 +1,6 @@
-"""A study's verdicts as one run of wandb: tables, evidence and pictures, with an artifact that holds them as files.
+"""Verdicts of a study as one run of wandb: tables, evidence and pictures, with an artifact of files.
 
-Pushing again replaces what was pushed before: the run's id is a function of the study's name.
+A repeated push replaces the earlier one: the run's id is a function of the study's name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from harness.store.study import read_study
 
 EVIDENCE = "evidence"
 FILES = "verdicts"
-"""Folder of what goes into the artifact, beside wandb's own files of the study: each push writes it anew."""
 DASHBOARD, VIEW = "dashboard.json", "view.json"
-"""The dashboard as it is sent, in `FILES`; and, beside them, which one an earlier push made on a server."""
 MEASURES = ("result/step_time_s", "result/sent_bytes", "result/peak_bytes", "result/final_loss")
 
 if TYPE_CHECKING:
@@ -53,15 +51,8 @@ class Pushed:
 def push(root: Path, study: str, mode: WandbMode) -> Pushed:
     """Send a study's verdicts, or offline write them under the study's folder.
 
-    Args:
-        root: the store.
-        study: name of a study that was run.
-        mode: offline or online.
-
-    Raises:
-        BadRequest: there is nothing to judge; see `harness.parity.verdict`.
-        StoreError: the control's configuration cannot be read, or wandb's files have no place.
-        MirrorFailed: wandb did not open the run.
+    Raises `BadRequest`: nothing to judge; see `harness.parity.verdict`. `StoreError`: the control's configuration or
+    wandb's folder is unusable. `MirrorFailed`: wandb did not open the run.
     """
     found = verdict(root, study)
     if not found.arms:
@@ -102,7 +93,6 @@ def _fill(run: Any, root: Path, found: StudyVerdict, asked: Row) -> tuple[Worksp
 
 
 def summary_id(study: str) -> str:
-    """The id of a study's own run; two names that begin alike differ in the digest."""
     return mirror_id(study, f"verdict-{hashlib.sha256(study.encode()).hexdigest()[:8]}")
 
 
@@ -125,7 +115,6 @@ def _open(root: Path, found: StudyVerdict, asked: Mapping[str, Any], mode: Wandb
 
 
 def _arms(found: StudyVerdict) -> dict[str, str | None]:
-    """W&B's ids: of every control with None, then of every arm with its control's."""
     ids = {path: _id(found.study, path) for arm in found.arms for path in (arm.control, arm.arm)}
     controls: dict[str, str | None] = {ids[arm.control]: None for arm in found.arms}
     return controls | {ids[arm.arm]: ids[arm.control] for arm in found.arms}
@@ -159,7 +148,6 @@ def _table(rows: Sequence[Row]) -> Any:
 
 
 def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
-    """A row an arm: who, the answer, how near to its bound, and what the run cost."""
     names = _names(found)
     for arm in found.arms:
         results = _results(arm.arm)
@@ -183,7 +171,6 @@ def _results(path: str) -> Row:
 
 
 def evidence_rows(found: StudyVerdict) -> Iterator[Row]:
-    """A row a kind of check of every arm: its worst. Facts are texts, so that measured values are texts here too."""
     names = _names(found)
     for arm in found.arms:
         for each in arm.evidence:

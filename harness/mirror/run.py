@@ -54,18 +54,14 @@ class MirrorFailed(Exception):
 
 
 class MirrorRun:
-    """An open run of wandb. Offline, a new file takes the place of those that earlier attempts wrote."""
+    """An open run of wandb. Offline, a new file replaces those of earlier attempts."""
 
     def __init__(self, run: RunDir, mode: WandbMode, *, live: bool) -> None:
-        """Open, or online take up, the run with this signature's id.
+        """Open, or online resume, the run with this signature's id.
 
-        Args:
-            run: whose mirror it is.
-            mode: offline or online.
-            live: whether the run trains now, so that the machine's load says something about it.
+        Args: live: the run trains now, so that the machine's load is relevant.
 
-        Raises:
-            MirrorFailed: wandb did not open it.
+        Raises `MirrorFailed`: wandb did not open it.
         """
         self._run_dir, self._mode = run, mode
         config = checked(run.config(), SENT, str(run.path / CONFIG))
@@ -89,7 +85,6 @@ class MirrorRun:
         self._run.log({**values, **(more or {})}, step=record["step"])
 
     def finish(self, more: Mapping[str, Any] | None = None) -> None:
-        """Send the results, and end as the run did: finished, preempted or failed."""
         results = outcome(self._run_dir)
         self._run.summary.update({**results, **(more or {})})
         if results["result/state"] == "preempted":
@@ -100,7 +95,6 @@ class MirrorRun:
             drop_others(self._run_dir.path / "wandb", own)
 
     def abandon(self) -> None:
-        """End without the results. Offline, what earlier mirrors wrote stays, and this half goes."""
         own = Path(self._run.dir).parent
         self._run.finish(exit_code=1)
         if self._mode is WandbMode.offline:
@@ -109,11 +103,7 @@ class MirrorRun:
 
 
 def opened(**arguments: Any) -> Any:
-    """An open run of wandb.
-
-    Raises:
-        MirrorFailed: wandb raised, whatever it was: no network, a key that the server refuses, a name it does not take.
-    """
+    """Raises `MirrorFailed` in place of any error of wandb: no network, a refused key, an invalid name."""
     import wandb
 
     asked = os.environ.pop(VARIABLE, None)  # `mode` has been made of it; wandb would read it again, and refuse OFFLINE
@@ -127,7 +117,7 @@ def opened(**arguments: Any) -> Any:
 
 
 def check_place(folder: Path) -> None:
-    """Raises `StoreError`: wandb would write elsewhere without a word, and what is printed next would not find it."""
+    """Raises `StoreError`: wandb would silently write elsewhere."""
     if not os.access(folder, os.W_OK):
         raise StoreError(f"{folder} is not writable, and what wandb keeps offline lies there; copy the store")
     if (folder / "wandb").exists() and not (folder / "wandb").is_dir():
@@ -135,14 +125,13 @@ def check_place(folder: Path) -> None:
 
 
 def settle() -> None:
-    """Wait until wandb's service has written and sent everything: `finish` returns before the file offline is whole."""
+    """Wait until wandb's service has written and sent everything: `finish` returns earlier."""
     import wandb
 
     wandb.teardown()
 
 
 def quiet_settings(*, stats: bool) -> Any:
-    """Settings that print nothing, look at no code, and wait a bounded time for the server."""
     import wandb
 
     return wandb.Settings(
@@ -156,14 +145,12 @@ def quiet_settings(*, stats: bool) -> Any:
 
 
 def drop_others(folder: Path, own: Path) -> None:
-    """`wandb sync` of the folder must find one file: this one, which holds the whole record."""
     for other in folder.glob("offline-run-*"):
         if other.resolve() != own.resolve():
             shutil.rmtree(other, ignore_errors=True)
 
 
 def identity(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Names a run has on the server: id, name, group, job type, tags, notes, config."""
     study = config["study"]
     return {
         "id": mirror_id(study["name"], run.signature()),
@@ -191,7 +178,6 @@ def job_type(run: RunDir) -> str:
 
 
 def tags(config: Mapping[str, Any]) -> list[str]:
-    """Tags to filter by: engine, strategy, dtype policy, and switches that are not at rest."""
     found = [config["engine"]["name"], config["sharding"]["strategy"], config["dtype"]["name"]]
     if config["mesh"]["dp_outer"] > 1:
         found.append(OuterStrategy[config["sharding"]["outer"]].hybrid)
@@ -212,12 +198,11 @@ def _origin(run: RunDir) -> dict[str, Any]:
 
 
 def outcome(run: RunDir) -> dict[str, Any]:
-    """Summary of a run that has ended: state, loss, memory, bytes, time.
+    """Results of an ended run: state, loss, memory, bytes, time.
 
-    Returns:
-        `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.
-        `result/peak_bytes` is tensor storage, as in `harness.analysis.load.runs`; the process's memory, which holds
-        Python and libraries too, is `result/rss_bytes`. What was not recorded is left out.
+    `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.
+    `result/peak_bytes` is tensor storage, as in `harness.analysis.load.runs`; `result/rss_bytes` the process's memory.
+    Unrecorded values are left out.
     """
     last: dict[str, Any] = {}
     most = dict.fromkeys(("peak_tensor_bytes", "allocated", "rss"), 0)

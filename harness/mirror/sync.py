@@ -1,4 +1,4 @@
-"""Stored runs sent to wandb whole, each into exactly one run, with what only a reader of two runs knows."""
+"""Stored runs sent to wandb, each into exactly one run, with the distance to its control."""
 
 from __future__ import annotations
 
@@ -24,29 +24,21 @@ DONE = {WandbMode.online: "sent", WandbMode.offline: "written"}
 
 @dataclass(frozen=True)
 class Distance:
-    """An arm against its control: series by step, and the verdict on the pair."""
-
     series: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """`parity/loss_difference` (signed, relative to the control), `parity/loss_allowed` and `parity/loss_allowed_below`
-    (what rounding explains), `parity/grad_norm_ratio`."""
+    (bounds of rounding), `parity/grad_norm_ratio`."""
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: Callable[[str], None]) -> int:
-    """Send runs one after the other; a run that trains now is its own mirror's, and one without a step has nothing.
+    """Send runs in sequence; returns their number. Running ones have their own mirror, and runs without a step nothing
+    to send.
 
-    Args:
-        runs: which.
-        mode: offline writes files beside the runs; online sends them.
-        jobs: asks the scheduler whether a submitted run still moves.
-        tell: is given a line a run.
+    Args: mode: offline writes files beside the runs. jobs: scheduler's view of submitted runs. tell: called with a line
+    a run.
 
-    Returns:
-        How many were sent.
-
-    Raises:
-        StoreError: some cannot be read, held against their control, or written to offline; all others were sent.
-        MirrorFailed: wandb did not open a run; online those before it were sent, offline all others were written.
+    Raises `StoreError`: some are unreadable or not comparable; all others were sent. `MirrorFailed`: wandb did not open
+    a run; online earlier ones were sent, offline all others.
     """
     sent, verdicts = 0, _Verdicts()
     left_out: dict[str, None] = {}  # a control that every arm's distance asks for is named once
@@ -78,7 +70,6 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
 
 
 def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
-    """Distance of a run from its control; where another run's file keeps it from being known, in words too."""
     try:
         return verdicts.of(run), ""
     except StoreError as error:
@@ -87,14 +78,10 @@ def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tupl
 
 
 def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:
-    """Send one run from its first step to its last.
+    """Send one run from its first step to its last, after checking that it is complete.
 
-    What cannot be read to its end is not begun: half of a run would take the place of the whole that an earlier mirror
-    made of it.
-
-    Raises:
-        StoreError: a file cannot be read, or a step is missing or told twice.
-        MirrorFailed: wandb did not open the run.
+    A partial run would replace the complete one of an earlier mirror. Raises `StoreError`: a file is unreadable, or a
+    step is missing or duplicate. `MirrorFailed`: wandb did not open the run.
     """
     outcome(run)
     mirror = MirrorRun(run, mode, live=False)
@@ -119,10 +106,9 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
 
 
 def _last_step(run: RunDir) -> int:
-    """The last step of a record that tells every step once; 0 of one that tells none.
+    """Last step of a record; 0 for an empty one.
 
-    Raises:
-        StoreError: it does not: wandb drops a step that is not above the one before, with a warning and no more.
+    Raises `StoreError`: a step is missing or duplicate, which wandb would drop with a warning.
     """
     last = 0
     for number, record in enumerate(iter_metrics(run.metrics), start=1):
@@ -139,7 +125,7 @@ def _last_step(run: RunDir) -> int:
 
 
 def _check_end(run: RunDir, last: int, found: Status | None) -> None:
-    """Raises `StoreError`: the run is done, and its record was cut off since."""
+    """Raises `StoreError`: the record of a done run was truncated."""
     ended = (read_summary(run) or {}).get("step")
     if found is not None and found.state is State.done and isinstance(ended, int) and last < ended:
         raise StoreError(
@@ -153,10 +139,9 @@ class _Verdicts:
         self._studies: dict[Path, dict[Path, Verdict]] = {}
 
     def of(self, run: RunDir) -> Distance:
-        """Distance of a run from its control; nothing for a control, or where its study is not judged.
+        """Distance of a run; empty for a control, or an unjudged study.
 
-        Raises:
-            StoreError: a file that the verdict, or the distance, needs cannot be read; of a study, once.
+        Raises `StoreError`: a file that the verdict, or the distance, needs cannot be read; of a study, once.
         """
         folder = run.path.parent
         if folder not in self._studies:
@@ -168,7 +153,6 @@ class _Verdicts:
 
 
 def judged(root: Path, study: str) -> StudyVerdict | None:
-    """The study's verdict; None where there is nothing to judge yet."""
     try:
         return verdict(root, study)
     except BadRequest:
@@ -176,11 +160,7 @@ def judged(root: Path, study: str) -> StudyVerdict | None:
 
 
 def distance(found: Verdict) -> Distance:
-    """Distance by a verdict and the two records, step by step and in all.
-
-    Raises:
-        StoreError: one of the records cannot be read.
-    """
+    """Raises `StoreError`: one of the records cannot be read."""
     allowed = {each.step: each.allowed for each in loss_bounds(Path(found.arm), Path(found.control))}
     control = {record["step"]: record for record in iter_metrics(RunDir(Path(found.control)).metrics)}
     series = {
@@ -212,5 +192,5 @@ def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | 
 
 
 def margin(found: Verdict) -> float | None:
-    """How much of what is allowed the worst check used up: 1 is the bound; None where nothing was measured."""
+    """Worst check's share of its bound (1 is the bound); None without measurements."""
     return max((row.ratio for row in found.evidence if not isinstance(row.observed, str)), default=None)

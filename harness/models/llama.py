@@ -27,7 +27,7 @@ from harness.config.schema import ModelConfig
 def rotary_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, each [max_seq_len, E / 2], in `dtype`.
 
-    Angles are computed in fp64 on the CPU, so that they are the same on every device.
+    Angles are computed in fp64 on the CPU, equal on every device.
     """
     head_dim = config.dim // config.num_heads
     inverse_E = config.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
@@ -95,6 +95,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """SwiGLU: w_down(silu(w_gate x) * w_up x)."""
+
     def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.w_gate = Linear(config.dim, config.ffn_dim, device, dtype)
@@ -110,8 +112,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer layer.
 
-    Recomputation wraps the body *inside* `forward`, so that an engine's hooks on the block run outside it: weights are
-    gathered once for the backward, before anything is recomputed.
+    Recomputation wraps the body *inside* `forward`, so that an engine's hooks run outside: weights are gathered once
+    for the backward, before recomputation.
     """
 
     feed_forward_class: ClassVar[type[nn.Module]] = FeedForward
@@ -140,7 +142,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """The token embedding [V, D], left uninitialised; a class of its own, so that it can be a unit."""
+    """Token embedding [V, D], left uninitialised; a class of its own, to be a unit."""
 
     def reset_parameters(self) -> None:
         """Nothing: weights are filled by name from outside."""
@@ -161,8 +163,6 @@ class Head(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """Logits of the normed stream by the embedding's matrix, which stays the embedding's."""
-
     def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
         return F.linear(x_BSD, weight_VD)
 
@@ -170,8 +170,8 @@ class TiedOutput(nn.Module):
 class Llama(nn.Module):
     """Tokens to logits.
 
-    With tied embeddings there is one parameter, `embedding.weight`, and both its uses lie in this module's `forward`:
-    nothing is aliased that a later `to_empty` or wrapping could untie.
+    With tied embeddings there is one parameter, `embedding.weight`, with both uses in this `forward`: no alias that
+    `to_empty` or wrapping could untie.
     """
 
     block_class: ClassVar[type[Block]] = Block
@@ -194,8 +194,7 @@ class Llama(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64).
 
-        Raises:
-            ValueError: the sequence is longer than the rotary tables.
+        Raises `ValueError`: the sequence is longer than the rotary tables.
         """
         seq_len, longest = tokens_BS.shape[1], self.config.max_seq_len
         if seq_len > longest:

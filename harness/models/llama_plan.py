@@ -1,9 +1,9 @@
-"""How tensor parallelism cuts the decoder of `harness.models.llama`: torch's own styles, by the names of its modules.
+"""Tensor-parallel plan of `harness.models.llama`, in torch's own styles.
 
-Heads and hidden units are divided: matrices into them are cut by rows, matrices out of them by columns, whose products
-are then summed over the ranks. Embedding and output projection are cut by tokens. Norms, which are whole on every rank,
-see all positions; or, with sequence parallelism, each rank's share of them, which makes of each sum over ranks a
-reduce-scatter and, before the next matrices, an all-gather: as many bytes, and less memory between.
+Matrices into heads and hidden units are cut by rows, matrices out of them by columns, with products summed over ranks.
+Embedding and output projection are cut by tokens. Norms are replicated and see all positions; with sequence parallelism
+each rank's share, so that an all-reduce becomes a reduce-scatter and an all-gather: as many bytes, and less memory
+between.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ Plan = dict[str, ParallelStyle]
 
 
 def cut(model: Llama, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cut a decoder in place over the ranks of an axis. *Collective.*
+    """Cut a decoder in place over the ranks of a one-dimensional mesh. Collective over it.
 
-    Args:
-        axis: one dimension. sequence_parallel: whether activations between matrices are cut by positions.
+    Args: sequence_parallel: cut activations between matrices by positions.
     """
     between = Shard(1) if sequence_parallel else Replicate()
     for block in model.blocks:

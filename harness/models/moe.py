@@ -1,17 +1,15 @@
 """A mixture of experts: the decoder with routed feed-forwards in place of dense ones.
 
 A router scores every expert for every token; the token goes to the `experts_per_token` best, whose outputs are added,
-each times its probability. Probabilities are a softmax over all experts and are not made to add up to one again over
-the chosen (as in OLMoE), so that the router learns with one expert a token too. There is no load-balancing loss and no
-capacity limit: every token is computed by all experts it chose, so the function of a sequence does not depend on what
-else lies in its microbatch, and `loss` keeps meaning nats a token.
+each times its probability: a softmax over all experts, not renormalised over the chosen (as in OLMoE), so that the
+router learns with one expert a token too. There is no load-balancing loss and no capacity limit: a sequence's output
+does not depend on its microbatch, and `loss` stays nats a token.
 
-An expert that no token of a microbatch chose is skipped and its parameters get no gradient there; with
-`model.skip_idle=false` it is called on zero tokens and they get zeros, the same in value.
+An expert without tokens is skipped and its parameters get no gradient; with `model.skip_idle=false` it runs on zero
+tokens and they get zeros, the same in value.
 
-[Note: Routes flip] Choosing is discontinuous: two runs that round differently send a token whose last chosen and first
-rejected expert score almost alike to different experts. How often does not depend on the router's scale, which moves
-scores and their errors alike. docs/verdicts.md measures it and says what a verdict makes of it.
+[Note: Routes flip] Choosing is discontinuous: runs that round differently send a token with almost equal scores to
+different experts, at any scale of the router. docs/verdicts.md measures it.
 
 Shapes are suffixes as in `llama`; T tokens of the microbatch, N experts, K experts a token, R tokens of one expert.
 """
@@ -68,6 +66,4 @@ class Moe(llama.Llama):
 
 
 class MoeWorkload(LlamaWorkload):
-    """The routed decoder: units, initial weights and loss as the dense one's."""
-
     decoder = Moe

@@ -36,7 +36,7 @@ from harness.models.llama import RMSNorm
 from harness.models.workload import TokenWorkload
 
 CELLS = (1, 3, 5)
-"""Leading sizes of the positional cells: one is looked up by position modulo 3 and modulo 5."""
+"""Leading sizes of the positional cells, indexed by position modulo 3 and modulo 5."""
 
 Device = torch.device | str
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A unit without a trained parameter, whose weights the backward needs all the same."""
+    """A unit without trained parameters, whose weights the backward still needs."""
 
     def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -147,8 +147,7 @@ class Odd(nn.Module):
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64).
 
-        Raises:
-            ValueError: the sequence is longer than the table of positions.
+        Raises `ValueError`: the sequence is longer than the table of positions.
         """
         takes_side_B = tokens_BS[:, 0] % ODD_SIDE_MODULUS == 0
         x_BSD = self._embed(tokens_BS)
@@ -178,33 +177,31 @@ class Embedding(nn.Embedding):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of buffers in a model that computes in `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def shift(config: ModelConfig, dtype: torch.dtype, device: Device) -> Tensor:
-    """A constant vector [D] of both signs, the same on every device."""
+    """Constant vector [D] of both signs, equal on every device."""
     return torch.linspace(-0.1, 0.1, config.dim, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 def positions(config: ModelConfig, dtype: torch.dtype, device: Device) -> Tensor:
-    """Sines of every position at D frequencies, [max_seq_len, D], small beside the embedding's scale times ten."""
+    """Sines of every position at D frequencies, [max_seq_len, D], small beside ten times the embedding's scale."""
     rate_D = 2 * math.pi / torch.arange(2, config.dim + 2, dtype=torch.float64, device="cpu")
     angle_SD = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float64, device="cpu"), rate_D)
     return (config.init_std * angle_SD.sin()).to(device, dtype)
 
 
 class OddWorkload(TokenWorkload):
-    """Units are the blocks and the frozen module; all else, the tied matrix among it, stays with the root."""
+    """Units are the blocks and the frozen module; the root owns the rest, with the tied matrix."""
 
     unit_classes = (Block, Frozen)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The module with uninitialised parameters of `dtype`, the frozen ones marked so."""
         return Odd(self.model_config, device, dtype)
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Compute the positions and each block's constant, in the dtype they were declared with."""
+        """Compute the positions and each block's constant, in their declared dtype."""
         assert isinstance(model, Odd)
         model.positions_SD = positions(self.model_config, model.positions_SD.dtype, device)
         for block in model.blocks:
@@ -214,9 +211,8 @@ class OddWorkload(TokenWorkload):
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         """Gains and norms start from one, mixtures from distinct values near it, all else from a normal draw.
 
-        Matrices of the blocks are drawn with 1 / sqrt(row length), so that no branch is lost beside the residual
-        stream, where rounding would hide what an engine does to it. Frozen values are multiples of 1/128, exact in
-        every format: some engines keep no wider copy of a weight that never changes.
+        Matrices of blocks are drawn with 1 / sqrt(row length), so that no branch vanishes beside the residual stream.
+        Frozen values are multiples of 1/128, exact in every format: some engines keep no wider copy of them.
         """
         value = self._initial(name, shape)
         return (value * 128).round() / 128 if name.endswith("fixed_QD") or name.startswith("frozen.") else value

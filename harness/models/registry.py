@@ -1,4 +1,4 @@
-"""Which workload trains which family: the one place that knows."""
+"""Workload of each model family."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ WORKLOADS = {
 
 
 def workload_for(config: Config) -> TokenWorkload:
-    """The workload that `model.family` names, of one's own `model.target`, with the sizes and the seed of this
-    configuration.
-
-    Raises:
-        ValueError: model.family=ext without a target.
-    """
+    """Raises `ValueError`: model.family=ext without a target."""
     own = config.model.family is ModelFamily.ext
     if own and config.model.target is None:
         raise ValueError("model=ext needs model.target=package.module:Class")

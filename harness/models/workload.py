@@ -1,4 +1,4 @@
-"""What every model here looks like to an engine: how it is built, what its weights start from, what its loss is."""
+"""Interface of every model here to an engine: construction, initial weights, loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from harness.fsdp import Fp8Linear
 from harness.models import llama, llama_plan
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
-"""Suffixes of the matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
+"""Suffixes of matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
 
 
 class TokenWorkload(ABC):
-    """Predicts the next token. Implements `harness.engines.protocol.Workload`; a family says how it is built."""
-
     unit_classes: tuple[type[nn.Module], ...]
 
     def __init__(self, config: Config) -> None:
@@ -34,22 +32,19 @@ class TokenWorkload(ABC):
 
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The module with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+        """Module with uninitialised parameters of `dtype`; "meta" allocates nothing."""
 
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Cut a built module in place over the ranks of a tensor-parallel axis. *Collective.*
+        """Cut a built module in place over a tensor-parallel axis. Collective over it.
 
-        Raises:
-            NotImplementedError: the family declares no plan; a rule refuses mesh.tp for it.
+        Raises `NotImplementedError`: the family declares no plan; a rule refuses mesh.tp for it.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no plan of tensor parallelism")
 
     def quantize(self, model: nn.Module, device: torch.device) -> None:
-        """Have the projections of a built module multiply 8-bit numbers, in place, where dtype.fp8 asks for it; what
-        they know of past steps lies on a device.
+        """Make projections multiply in 8 bits, in place, under dtype.fp8, with scaling state on `device`.
 
-        Raises:
-            ValueError: there are none, or one has sizes that the recipe cannot tile; rules refuse both before.
+        Raises `ValueError`: no projections, or sizes that the recipe cannot tile; rules refuse both before.
         """
         if self.recipe is not None:
             chosen = lambda name, _: name.rpartition(".")[2] in projections.NAMES  # noqa: E731 - a name for it says more
@@ -57,10 +52,10 @@ class TokenWorkload(ABC):
 
     @abstractmethod
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Compute the buffers of a module built on meta, in the dtype they were declared with."""
+        """Compute the buffers of a module built on meta, in their declared dtype."""
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
-        """Full initial value of one parameter: fp32, CPU, a function of its name, its shape and `train.seed`."""
+        """Full initial value of one parameter: fp32, CPU, a function of name, shape and `train.seed`."""
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
         std = self.model_config.init_std
@@ -71,7 +66,7 @@ class TokenWorkload(ABC):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross entropy, in nats a token, of (tokens, targets), both [B, S] int64; fp32, or fp64 in an fp64 model.
 
-        The batch is taken as a pair, which a `Microbatch` is: models and engines do not import each other.
+        The batch is a plain pair: models and engines do not import each other.
         """
         tokens_BS, targets_BS = batch
         logits_BSV = model(tokens_BS)
@@ -90,8 +85,8 @@ class TokenWorkload(ABC):
 class LlamaWorkload(TokenWorkload):
     """The decoder.
 
-    Units are the embedding, every block, and the head, so that the root owns no parameter. With tied embeddings the
-    matrix is used at both ends of the forward and therefore stays with the root.
+    Units are the embedding, every block, and the head, so that the root owns no parameter. A tied embedding is used at
+    both ends of the forward and stays with the root.
     """
 
     decoder: type[llama.Llama] = llama.Llama
@@ -103,7 +98,6 @@ class LlamaWorkload(TokenWorkload):
             self.unit_classes = (self.decoder.block_class, llama.Head)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""
         return self.decoder(self.model_config, device, dtype)
 
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -113,7 +107,6 @@ class LlamaWorkload(TokenWorkload):
         llama_plan.cut(model, axis, sequence_parallel=sequence_parallel)
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Compute the rotary tables of a decoder built on meta, in the dtype they were declared with."""
         assert isinstance(model, llama.Llama)
         model.cos_SE, model.sin_SE = llama.rotary_tables(self.model_config, model.cos_SE.dtype, device)
 

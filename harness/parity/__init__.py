@@ -1,4 +1,4 @@
-"""Is it still the same training run? Verdicts on finished runs, from what they left on disk and nothing else.
+"""Verdicts on finished runs: is it still the same training run? They read the runs' records on disk and nothing else.
 
     compare(RUN, RUN)      the verdict on two runs
     verdict(ROOT, STUDY)   every arm of a study against its control

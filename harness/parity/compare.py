@@ -1,4 +1,4 @@
-"""The verdict on two runs, and on every arm of a study.
+"""Verdict on two runs, and on every arm of a study.
 
 whole and comparable? (T0)  no -> NOT_COMPARABLE
 a number that is none?      in one run -> DIFFERENT; in both -> UNDECIDED, unless they differ before it
@@ -22,21 +22,14 @@ from harness.parity.tiers.admissible import Admission
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"
-"""Accept only runs made by this checkout's sources: any other is stale."""
 
 
 def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verdict:
-    """Is `arm` still the same training run as `control`?
+    """Verdict on `arm` against `control` (run directories).
 
-    Args:
-        arm: a run directory.
-        control: the run directory it is held against.
-        sources: digest of the sources both must have been made by; `CHECKOUT` for the present ones; None lets them be
-            any, the same in both (for a store that was made elsewhere).
+    Args: sources: digest that both must have; `CHECKOUT` for the present sources; None for any equal ones.
 
-    Raises:
-        BadRequest: both are one directory.
-        StoreError: one of them is no run.
+    Raises `BadRequest`: both are one directory. `StoreError`: one is no run.
     """
     if Path(arm).resolve() == Path(control).resolve():
         fix = "name two runs; a repetition for an A/A pair is made by train.replicate=1"
@@ -46,11 +39,8 @@ def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verd
 
 
 def loss_bounds(arm: Path, control: Path) -> list[Finding]:
-    """Every step's loss against what rounding explains, for a picture; empty where the two cannot be compared.
-
-    Raises:
-        StoreError: one of them is no run.
-    """
+    """Losses of every step with their bounds, for a picture; empty where not comparable. Raises `StoreError`: one is no
+    run."""
     left, right = load(Path(arm)), load(Path(control))
     facts = comparable.check(left, right)
     if any(fact.grade is not Grade.ok for fact in facts):
@@ -61,7 +51,6 @@ def loss_bounds(arm: Path, control: Path) -> list[Finding]:
 def judge(
     arm: Record, control: Record, *, facts: list[Finding] | None = None, admission: Admission | None = None
 ) -> Verdict:
-    """The verdict on two runs that were read; `facts` and `admission` where other rules decide on T0 and T1."""
     facts = comparable.check(arm, control) if facts is None else facts
     differing = [fact for fact in facts if fact.grade is not Grade.ok]
     if differing:

@@ -1,10 +1,9 @@
-"""Two comparable runs, and what is measured between them, each thing once; and what it all comes to.
+"""Two comparable runs, each measurement made once, and their verdict.
 
-The order of answers stands in `harness.parity.compare`. [Note: Certainty] A run of which every step up to some step was
-looked at, in all that `vouched.REQUIRED` names, and found right, is right so far, whatever it is held against. Where
-both are, differences after step 1 are what rounding grew to: bounds on growth are not asked, and only a jump
-(`parting`) raises a doubt. Where they are not, growth is bounded by what is expected and what was seen of it, while the
-control is stable; after that nothing is refuted.
+[Note: Certainty] A run is right up to a step if every step until then was checked in all that `vouched.REQUIRED` names.
+Where both runs are, later differences are growth of rounding: no bound on growth applies, and only a jump (`parting`)
+raises a doubt. Elsewhere growth is bounded by expectation and observation while the control is stable; after that
+nothing is refuted. The order of outcomes is that of `harness.parity.compare`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from harness.parity.tiers.trajectory import Kick, Span
 
 @lru_cache(maxsize=64)
 def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
-    """Checks of one run alone; kept, because a study holds many arms against one control."""
+    """Findings of one run alone; cached, because a study holds many arms against one control."""
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     return (
         *fed.check(run),
@@ -49,8 +48,6 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
 
 @dataclass(frozen=True)
 class Judgement:
-    """Two comparable runs, and what is measured between them, each thing once."""
-
     arm: Record
     control: Record
     facts: list[Finding]
@@ -69,7 +66,6 @@ class Judgement:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps that both runs captured, and whose gradients are numbers by right."""
         left_out = self.arm.skipped | self.control.skipped
         return sorted((self.arm.captures.keys() & self.control.captures.keys()) - left_out)
 
@@ -95,7 +91,6 @@ class Judgement:
 
     @cached_property
     def testimony(self) -> list[list[Finding]]:
-        """Findings of each run's own checks, a list a kind."""
         factors = tuple(numeric.suspects(self.envelope))
         kinds: dict[str, list[Finding]] = {}
         for run, arithmetic in ((self.arm, self.envelope.arm), (self.control, self.envelope.control)):
@@ -104,7 +99,6 @@ class Judgement:
         return list(kinds.values())
 
     def _locally_equal(self, step: int, push: Kick) -> bool:
-        """True if the witnesses of both runs saw the same gradients at a step: what differs then came after them."""
         left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
         if left is None or right is None:
             return False
@@ -122,13 +116,12 @@ class Judgement:
 
     @cached_property
     def certain(self) -> int:
-        """The last step up to which both runs were found right, in all that `vouched.REQUIRED` names; 0 where one was
-        not looked at."""
+        """Last step up to which both runs are right in all of `vouched.REQUIRED`; 0 if either was not checked."""
         left = vouched.vouched_until(self.arm, self.envelope.arm)
         return min(left, vouched.vouched_until(self.control, self.envelope.control))
 
     def _looked_at(self) -> Mapping[str, Sequence[int]]:
-        """Steps in which both runs were looked at beside their engines, by what was (`vouched.looked_at`)."""
+        """Steps in which both runs were observed, by column (`vouched.looked_at`)."""
         left, right = (vouched.looked_at(run) for run in (self.arm, self.control))
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
 
@@ -138,7 +131,6 @@ class Judgement:
 
     @cached_property
     def last(self) -> int:
-        """The last step before the first value that is not finite."""
         broken_at = finite.first_step(self.broken)
         return self.control.length if broken_at is None else broken_at - 1
 
@@ -149,7 +141,6 @@ class Judgement:
 
     @cached_property
     def parting(self) -> Parting | None:
-        """Parting of the two runs by their streams; None if unknown."""
         captured = 1 in self.steps and not self.mismatches[1]
         return Parting.of(self.arm, self.control, self.envelope, self.push, self.steady, first_captured=captured)
 
@@ -159,7 +150,7 @@ class Judgement:
 
     @cached_property
     def numbers(self) -> list[list[Finding]]:
-        """T2, a list a kind; of the steps before the first value that is not finite. Nothing without bounds."""
+        """T2, a list a kind, before the first non-finite value; empty without bounds."""
         if not self.envelope.is_bounded:
             return []
         usable = [step for step in self.steps if step <= self.last]
@@ -186,7 +177,6 @@ class Judgement:
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
-        """Every step's loss against what rounding explains of it, one a step."""
         span = Span(self.last, min(self.last, self.steady))
         parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, span)
         return [finding for part in parts for finding in part.every()]
@@ -195,7 +185,6 @@ class Judgement:
         return step is not None and 1 < step <= self.certain + 1
 
     def _captured(self, usable: Sequence[int]) -> list[list[Finding]]:
-        """Gradients and updates that were captured after step 1, where no witness speaks for them."""
         kinds = []
         bounds = self._grown({step: self.pairs[step] for step in usable})
         for step in usable:
@@ -211,7 +200,6 @@ class Judgement:
         return kinds
 
     def _grown(self, pairs: Mapping[int, Sequence[TensorPair]]) -> dict[int, float]:
-        """Bound by growth at each of these steps, by what was seen of it before; infinite where unbounded."""
         import numpy as np
 
         steps = np.array(sorted(pairs), dtype=np.int64)
@@ -221,8 +209,10 @@ class Judgement:
         return {step: math.inf if step > self.steady else bound for step, bound in found}
 
     def _placed(self, kinds: list[list[Finding]]) -> list[list[Finding]]:
-        """Differences where they arose: at captured steps in the reduction where the local gradients agree, and in
-        what follows where the gradients do and only their norm does not; elsewhere as near as is known."""
+        """Findings placed at their stage, as near as is known.
+
+        At captured steps: the reduction where local gradients agree, and later stages where only the norm differs.
+        """
         wrong = [f for kind in kinds for f in kind if f.stage is Stage.gradient and f.grade is not Grade.ok]
         summed = {f.step for f in wrong if f.check != trajectory.NORM and f.since is None} & self.pairs.keys()
         places = {step: self._place(step) for step in summed if step is not None}
@@ -246,8 +236,10 @@ class Judgement:
         return Stage.reduction if self._locally_equal(step, self.push) else Stage.gradient
 
     def _arisen(self, finding: Finding, stage: Stage) -> Finding:
-        """A captured step's finding, in this stage; or in any of the step before, where that was not captured and the
-        gradients themselves differ: by then the weights may. Those of step 1 may differ for the sake of its forward."""
+        """Finding in `stage`, or since any stage of an uncaptured step before, if the gradients themselves differ.
+
+        Those of step 1 may differ by its forward.
+        """
         step = finding.step or 1
         if stage is Stage.gradient and step == 1 and forward.parts(self.arm, self.control):
             return replace(finding, stage=stage, since=Stage.forward)
@@ -267,7 +259,6 @@ class Judgement:
 
     @cached_property
     def blindness(self) -> list[Finding]:
-        """Why a T2 pass would prove too little."""
         if 1 not in self.steps and self.certain and self.parting is not None and self.parting.sees_gradients:
             return []
         if 1 not in self.steps:
@@ -281,7 +272,6 @@ class Judgement:
 
     @cached_property
     def one_sided(self) -> list[Finding]:
-        """Gradients that both were asked to capture and only one has: equal bits elsewhere do not speak for them."""
         asked = [set(run.config["measure.capture_steps"]) for run in (self.arm, self.control)]
         missing = (self.arm.captures.keys() ^ self.control.captures.keys()) & asked[0] & asked[1]
         held = {True: "captured", False: "absent"}
@@ -300,7 +290,6 @@ class Judgement:
         ]
 
     def verdict(self) -> Verdict:
-        """By the order in the module's docstring."""
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
         own = [finding for kind in self.testimony for finding in kind if finding.grade is not Grade.ok]
         failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
@@ -318,7 +307,6 @@ class Judgement:
         )
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
-        """Findings from unequal bits: a fault where bits are owed, and all that T2 found."""
         numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
         return [*(bits if self.admission.tier == "T1" else []), *numbers, *self.blindness]
 
@@ -341,6 +329,5 @@ class Judgement:
 
 
 def _order(finding: Finding) -> tuple[int, int, int, float]:
-    """First cause first: the earliest step, the gravest grade, the stage within the step, the farthest out."""
     grades, stages = [Grade.bad, Grade.doubt, Grade.ok], list(Stage)
     return (finding.step or 0, grades.index(finding.grade), stages.index(finding.stage), -finding.ratio)

@@ -1,4 +1,4 @@
-"""What a comparison says: outcomes, findings, verdicts. Plain values, no I/O."""
+"""Outcomes, findings and verdicts. Plain values, no I/O."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 
 class Outcome(Enum):
-    """The five answers to "is it still the same training run?"."""
-
     EQUAL = "EQUAL"
     EQUIVALENT = "EQUIVALENT"
     DIFFERENT = "DIFFERENT"
@@ -33,10 +31,11 @@ EXIT_CODES = {
 }
 
 SEVERITY = (Outcome.DIFFERENT, Outcome.NOT_COMPARABLE, Outcome.UNDECIDED, Outcome.EQUIVALENT, Outcome.EQUAL)
+"""Outcome of a study: the first of these that any arm got."""
 
 
 class Grade(Enum):
-    """Result of one check: `ok` within what is allowed, `doubt` beyond it, `bad` beyond explanation."""
+    """`ok` within the allowed bound, `doubt` beyond it, `bad` beyond explanation."""
 
     ok = "ok"
     doubt = "doubt"
@@ -44,8 +43,6 @@ class Grade(Enum):
 
 
 class Stage(Enum):
-    """The part of a training step a check looks at, in the order of the step."""
-
     record = "record"
     data = "data"
     checkpoint = "checkpoint"
@@ -73,8 +70,7 @@ class Finding:
     count: int = 1
     note: str = ""
     since: Stage | None = None
-    """Where the step was not captured: the first stage at which the difference may have arisen; `stage` is the last.
-    None where it is known to be `stage`."""
+    """First possible stage of a difference at an uncaptured step; `stage` is the last. None if known to be `stage`."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -84,14 +80,13 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The stage in words: `reduction`, or `between weights and optimizer`."""
         if self.since is None or self.since is self.stage:
             return self.stage.value
         return f"between {self.since.value} and {self.stage.value}"
 
     @property
     def ratio(self) -> float:
-        """Observed over allowed: how far out it is; infinite for facts that differ and values that are not finite."""
+        """Observed over allowed; infinite for facts and non-finite values."""
         if isinstance(self.observed, str) or isinstance(self.allowed, str):
             return 0.0 if self.grade is Grade.ok else math.inf
         if not math.isfinite(self.observed):
@@ -116,29 +111,26 @@ def percent(value: float | None) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> Finding | None:
-    """The finding to show for a kind: the gravest grade first, then the farthest out."""
     order = [Grade.ok, Grade.doubt, Grade.bad]
     return max(findings, key=lambda found: (order.index(found.grade), found.ratio), default=None)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one arm against one control, with all it stands on."""
-
     outcome: Outcome
     sentence: str
     arm: str
     control: str
     tier: str
-    """The strongest tier that decided: T0, T1 or T2."""
     admissible: str
     evidence: tuple[Finding, ...] = ()
     findings: tuple[Finding, ...] = ()
     resolution: float | None = None
     """Smallest relative error in the scale of all gradients that this pair would have shown as DIFFERENT."""
     commands: tuple[str, ...] = ()
+    """Next commands: the first shows the first bad tensor, or judges again."""
     script: str = ""
-    """The command that makes the first bad finding again, alone (`script.write_script`); empty where there is none."""
+    """Command that reproduces the first bad finding alone (`script.write_script`); may be empty."""
 
     @property
     def exit_code(self) -> int:
@@ -152,14 +144,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SeedVerdict:
-    """The answer of T3 for one arm over several seeds."""
-
     outcome: Outcome
     sentence: str
     arms: tuple[str, ...]
     seeds: int
     seeds_needed: int | None
-    """Number of seeds that would decide; None where it is decided, or where no number can be named."""
     p_equivalent: float
     p_different: float
     tests: tuple[Mapping[str, Any], ...]
@@ -171,11 +160,9 @@ class StudyVerdict:
     question: str
     arms: tuple[Verdict, ...] = field(default=())
     seeds: tuple[SeedVerdict, ...] = field(default=())
-    """T3, for arms that were run with several seeds, where the study fixes a margin."""
 
     @property
     def outcome(self) -> Outcome:
-        """The gravest answer; what pairs leave undecided, their seeds together decide. NOT_COMPARABLE of none."""
         together = {path for each in self.seeds for path in each.arms}
         found = {arm.outcome for arm in self.arms if arm.outcome is not Outcome.UNDECIDED or arm.arm not in together}
         found |= {each.outcome for each in self.seeds}

@@ -1,4 +1,4 @@
-"""Processes that judge, and end with the one that started them."""
+"""Judging processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def judging_processes(max_workers: int | None = None) -> ProcessPoolExecutor:
-    """A pool of so many processes, or as many as there are cores. A parent that is killed closes no pool, so each
-    process waits for the parent's end itself."""
+    """Pool of `max_workers` processes, one a core by default.
+
+    Each watches its parent, because a killed parent closes no pool.
+    """
     return ProcessPoolExecutor(max_workers, initializer=_end_with_parent)
 
 

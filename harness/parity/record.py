@@ -1,4 +1,4 @@
-"""What a run left behind, read once and checked: the only place of this package that opens a run's files."""
+"""Record of a run, read once and checked: the only module of this package that opens a run's files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
-"""Fields of a step that must be numbers; `param_norm` may be null."""
 
 FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "fed_digest", "skipped")
 
@@ -33,11 +32,11 @@ OF_ITSELF = ("restored", "structure", "other_replicas")
 STRANGE = "was it edited, or made by another version of the code?"
 
 NOT_STARTED, NOT_DONE, IS_STALE = "was never started", ", not done", "it is stale"
-"""Texts of a run's problems where a request would start it, or start it again with `launch.rerun=stale`."""
+"""Problems of a run that a request would start, or restart with `launch.rerun=stale`."""
 
 
 class Settings(dict[str, Any]):
-    """A frozen configuration, one level of dotted keys; who asks for one that a damaged file lost hears of the file."""
+    """Frozen configuration with dotted keys; a missing key raises an error with the damaged file."""
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -50,50 +49,55 @@ class Settings(dict[str, Any]):
 @dataclass(frozen=True)
 class Testimony:
     capture: Capture
-    """The sum of all local gradients, averaged, by parameter; fp64."""
+    """Sum of all local gradients, averaged, by parameter; fp64."""
     terms: Mapping[str, float]
+    """Root of the sum of the squared norms of the terms, averaged alike."""
     kept: Mapping[str, int]
     """Checksum of each main weight before the step, in the compute dtype."""
     wrong_weights: tuple[Mapping[str, Any], ...]
-    """Parameters that a rank's forward did not see as rank 0 keeps them: rank, tensor, what."""
+    """Weights of a rank's forward that differ from rank 0's main weights: rank, tensor, what."""
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One run as a verdict sees it. Immutable; captures are opened, not read. Equal to itself alone."""
+    """One immutable run; captures are opened lazily. Compared by identity."""
 
     path: Path
     name: str
+    """`<study>/<run>`."""
     config: Mapping[str, Any]
     provenance: Mapping[str, Any]
     summary: Mapping[str, Any]
     columns: Mapping[str, Sequence[Any]]
-    """The fields of `metrics.jsonl` that a verdict reads (`FIELDS`), each a list over the steps; None where a step has
-    none."""
+    """Fields of `metrics.jsonl` for a verdict (`FIELDS`), each a list over the steps with None for gaps."""
     captures: Mapping[int, Capture]
     updates: Mapping[int, Capture]
     weights: Mapping[int, Capture]
-    """Main weights before captured updates, by step: those that do not follow from the update before."""
+    """Main weights before captured updates, by step, unless they follow from the update before."""
     moments: Mapping[int, Capture]
-    """The optimizer's moments there, as `<parameter>/<entry>`; not before step 1, where they are nought."""
+    """Moments of the optimizer there, as `<parameter>/<entry>`; not before step 1, where they are zero."""
     witnesses: Mapping[int, Testimony]
+    """Observations beside the engine by captured step; empty where an engine exposes nothing."""
     moves: Mapping[str, Mapping[str, Mapping[str, float]]]
-    """How far roundings move this run's gradients of step 1, by compute dtype and parameter ("" for all together), each
-    `distance`, `scale` and, of all, `loss`; nothing where it was not asked to find out."""
+    """Effect of rounding on gradients of step 1, by compute dtype and parameter ("" for all), each `distance`, `scale`
+    and, of all, `loss`.
+
+    Empty without measure.rounding_draws.
+    """
     draws: int
+    """Draws that `moves` is the mean square of."""
     final: Capture | None
-    """Main weights after the last step; None where they were not captured."""
     attempts: int
     forward: Forward | None
-    """Sketched outputs of the modules of step 1; None where nobody looked."""
+    """Sketches of the modules' outputs at step 1, if observed."""
     stream: Stream | None
-    """The run's own word on every step, read where it is asked for; None where there is none."""
+    """Observations of every step, read lazily; None where there is none."""
     problems: tuple[str, ...]
+    """Why no verdict can use this run; empty for a complete one."""
     files: str = "not known"
-    """Which files are as the run left them: `whole`, `all but ...`, or `not known` of a run that listed none."""
+    """Unmodified files: `whole`, `all but ...`, or `not known` of a run that listed none."""
 
     def unwitnessed(self) -> Record:
-        """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
         return replace(self, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
 
@@ -107,29 +111,25 @@ class Record:
 
     @property
     def gathers_twice(self) -> bool:
-        """True if a backward's weights are gathered for it alone: no look of a stream sees these."""
+        """True if the backward gathers weights again, which no stream observes."""
         return self.config.get("sharding.strategy") == "optim_grads_params"
 
     @cached_property
     def skipped(self) -> frozenset[int]:
-        """Steps whose update a dynamic loss scale left out: their gradients overflowed, and are no numbers by right."""
+        """Steps whose update a dynamic loss scale skipped; their gradients overflowed."""
         return frozenset(step for step, left_out in enumerate(self.columns["skipped"], start=1) if left_out)
 
     def updates_until(self, step: int) -> int:
-        """How many updates were made up to and with a step: what an optimizer has counted."""
         return step - sum(each <= step for each in self.skipped)
 
 
 def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] | None = None) -> Record:
-    """Read a run.
+    """Record of a run directory.
 
-    Args:
-        path: the run directory.
-        sources: digest of the sources a run must have been made by; None accepts any.
-        assumed: values of settings that the version which made the run did not know, by dotted key.
+    Args: sources: required digest; None accepts any. assumed: values of settings unknown to the run's version, by
+    dotted key.
 
-    Raises:
-        StoreError: there is no run there, or its configuration cannot be read; anything less is one of `problems`.
+    Raises `StoreError`: no run, or an unreadable configuration; anything less is one of `problems`.
     """
     run = RunDir(Path(path))
     damaged = _read(lambda: checksums.damage(run.path), None, [])  # `_state_problems` tells of a damaged status
@@ -249,7 +249,6 @@ def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None) -> list[st
 
 
 def _plan(run: RunDir, config: Mapping[str, Any], problems: list[str]) -> Captured:
-    """The captured steps: those that were listed, or what the run wrote down where it was left to choose."""
     if (listed := config["measure.capture_steps"]) is not None:
         return Captured(tuple(listed), tuple(config["measure.update_steps"] or ()))
     path = run.capture / "captured.json"
@@ -278,7 +277,6 @@ def _final(run: RunDir, plan: Captured, problems: list[str]) -> Capture | None:
 
 
 def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]) -> dict[int, Capture]:
-    """Captures by step. None at all is no damage (a model can be above the limit); some, or half of one, is."""
     captures: dict[int, Capture] = {}
     paths = {int(step): run.capture / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
     for step, path in paths.items() if any(path.exists() for path in paths.values()) else ():

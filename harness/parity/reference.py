@@ -1,8 +1,8 @@
-"""Bounds for a model of the user's own: from a perturbed reference among the runs beside, or none.
+"""Bounds for a model of the user's own, from a perturbed reference among neighbouring runs, or none.
 
-Nobody counted the roundings of a model that is not of this package, so what rounding may do to it has to be observed:
-by a run of `experiment=oracle`, one process in double precision that repeats its first step with an error behind every
-operation (`harness.probe.rounding`). One such run serves every pair with the same weights and the same first batch.
+Roundings of a foreign model are not counted, so their effect must be observed: by a run of `experiment=oracle`, one
+fp64 process that repeats its first step with an error after every operation (`harness.probe.rounding`). One run serves
+every pair with the same weights and first batch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ BOUNDS = "verdict bounds"
 
 
 def with_reach(arm: Record, control: Record) -> Record:
-    """The control, with what a perturbed reference beside it or beside the arm says; as it is where it needs none, or
-    there is none."""
     if control.config.get("model.family") != ModelFamily.ext.name or arm.moves or control.moves:
         return control
     folders = dict.fromkeys((control.path.parent, arm.path.parent))

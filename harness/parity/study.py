@@ -1,4 +1,4 @@
-"""A study's verdict: every arm against its own control, as the study was last asked for."""
+"""Verdict of a study: every arm of its last request against its own control."""
 
 from __future__ import annotations
 
@@ -29,18 +29,12 @@ MANY = 64
 
 
 def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> StudyVerdict:
-    """Judge the cells of a study's last request, recorded in its `study.json`; older runs in its folder are no arms.
+    """Verdict on the cells of a study's last request (`study.json`); older runs in its folder are no arms.
 
-    Each arm is held against the control that was composed for it. A repetition of a control is held against the first
-    of its kind: an A/A pair that shows the noise.
+    Each arm has the control composed for it; a repetition of a control is compared with the first, an A/A pair. Args:
+    root: `launch.root`. sources: as in `compare`.
 
-    Args:
-        root: the store, `launch.root`.
-        study: name of the study.
-        sources: as in `compare`.
-
-    Raises:
-        BadRequest: there is no such study, it names no control, or some of its cells were never started.
+    Raises `BadRequest`: no such study, no control, or cells never started.
     """
     record = _record(Path(root), study)
     absent = _absent(Store(root).root / study, record)
@@ -51,10 +45,9 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
 
 
 def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> tuple[StudyVerdict, list[str]]:
-    """As `verdict`, of a study that may be unfinished: on the arms there are, and the names of cells never started.
+    """`verdict` of an unfinished study: on the existing arms, with the names of cells never started.
 
-    Raises:
-        BadRequest: there is no such study, or it names no control.
+    Raises `BadRequest`: there is no such study, or it names no control.
     """
     record = _record(Path(root), study)
     folder = Store(root).root / study
@@ -65,7 +58,6 @@ def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> t
 
 
 def absence(absent: Sequence[str], count: int) -> str:
-    """Which of a study's cells are not in the store, in a sentence."""
     was = "was" if len(absent) == 1 else "were"
     return f"{len(absent)} of {counted(count, 'cell')} {was} never started, or {was} removed: {', '.join(absent[:4])}"
 
@@ -102,7 +94,6 @@ def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyV
 
 
 def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[Verdict, ...]:
-    """The verdict on every pair, in order; many of them on all cores."""
     if len(pairs) < MANY:
         return tuple(_chunk(digest, pairs))
     size = max(MANY // 4, -(-len(pairs) // (4 * (os.cpu_count() or 1))))  # few: each reads its controls again
@@ -112,22 +103,14 @@ def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[V
 
 
 def _chunk(digest: str | None, pairs: Sequence[tuple[Path, Path]]) -> list[Verdict]:
-    """Some pairs; a control is read once, because many arms are held against it."""
     controls = {path: load(path, digest) for path in dict.fromkeys(control for _, control in pairs)}
     return [judge(load(arm, digest), controls[control]) for arm, control in pairs]
 
 
 def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKOUT) -> StudyVerdict:
-    """Judge runs that no study put together, each against one control.
+    """Verdict on runs without a study, each against one control, which is left out of `arms`.
 
-    Args:
-        arms: run directories; one that is the control itself is left out.
-        control: the run directory they are held against.
-        sources: as in `compare`.
-
-    Raises:
-        BadRequest: no run is left.
-        StoreError: one of them is no run.
+    Raises `BadRequest`: no run is left. `StoreError`: one is no run.
     """
     chosen = [path for path in dict.fromkeys(Path(each).resolve() for each in arms) if path != Path(control).resolve()]
     if not chosen:
@@ -137,7 +120,6 @@ def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKO
 
 
 def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
-    """Controls that differ from an earlier one in nothing but the number of the repetition, with that one."""
     first: dict[Any, Path] = {}
     pairs = []
     for control in controls:
@@ -149,7 +131,6 @@ def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
 
 
 def unknown(subject: str, root: Path, study: str) -> BadRequest:
-    """The refusal of a study that has no record: it was never run, or its runs were asked for one by one."""
     known, store = ", ".join(asked_for(root)) or "none yet", Store(root)
     if not (runs := store.runs(study)):
         text = f"no study of this name was run under {root}"

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""safetensors' dtype names to numpy's; bf16 as its bits."""
+"""Numpy's dtypes by safetensors' names; bf16 as its bits."""
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class Unreadable(ValueError):
-    """A capture that cannot be read; the message names the file and what is wrong with it."""
+    """A capture cannot be read; the message names file and reason."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,13 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
+    """Offset of its first byte in the file."""
     size: int
 
 
 class Capture:
-    """One capture file. Nothing but the header is read until a tensor is asked for."""
-
     def __init__(self, path: Path) -> None:
-        """
-        Args:
-            path: the safetensors file.
-
-        Raises:
-            Unreadable: it is missing, truncated, or not in the format.
-        """
+        """Raises `Unreadable`: the file is missing, truncated, or not in the format."""
         self.path = path
         self.tensors: Mapping[str, Tensor] = _header(path)
 
@@ -64,7 +57,7 @@ class Capture:
         return np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)  # a subclass costs at every slice
 
     def raw(self, name: str) -> NDArray[np.generic]:
-        """The tensor as stored, flat, without a copy; bf16 as uint16."""
+        """Stored tensor, flat, without a copy; bf16 as uint16."""
         import numpy as np
 
         tensor = self.tensors[name]
@@ -73,7 +66,7 @@ class Capture:
         return piece.view(dtype) if tensor.start % dtype.itemsize == 0 else np.frombuffer(piece.tobytes(), dtype)
 
     def values(self, name: str) -> Float64:
-        """The tensor in float64 and in its shape; every stored dtype fits exactly."""
+        """Tensor in float64 and in its shape; every stored dtype fits exactly."""
         import numpy as np
 
         raw = self.raw(name)
@@ -97,7 +90,6 @@ def _header(path: Path) -> dict[str, Tensor]:
 
 
 def _raw_header(path: Path) -> tuple[int, int, bytes]:
-    """Bytes of the file, bytes of its header, and the header."""
     try:
         file = open_regular(path)
     except StoreError as error:

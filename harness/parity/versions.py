@@ -1,11 +1,9 @@
-"""The verdict on two versions of the code: the sources are what differs, and all else is asked as of any pair.
+"""Verdict on two versions of the code: the sources differ, all else is judged as for any pair.
 
-Both versions composed the same words. So a setting that only one of them knows was not typed, and what it is set to is
-that version's way to do what the other does without: part of the code, and no difference of the request. A setting that
-both know and set differently is a changed default: two configurations, which must be made one before code is judged.
-
-Bits are owed where the sources that can change a number are the same, by the rules for one code; elsewhere only on
-demand, because a version may add in another order and be right.
+Both versions composed the same words. A setting known to one version only was not typed, and counts as part of the
+code. A setting that both know with different defaults makes two configurations, to be unified first. Bits are owed
+where the sources that can change a number are equal; elsewhere only on demand, because a version may add in another
+order and be right.
 """
 
 from __future__ import annotations
@@ -37,16 +35,11 @@ class Side:
 
 
 def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verdict:
-    """Is `arm` still the same training run as `control`, made by another version of the code?
+    """Verdict on two runs of the same request by two versions of the code.
 
-    Args:
-        arm: a run of the one version.
-        control: a run of the version it is held against, asked the same.
-        bitwise: whether bits are owed wherever one code run twice would owe them.
+    Args: bitwise: bits are owed wherever one code would owe them.
 
-    Raises:
-        BadRequest: a run's record is too old, or too new, to be read here.
-        StoreError: one of them is no run.
+    Raises `BadRequest`: a record is of an unreadable version. `StoreError`: one is no run.
     """
     left, right = (flatten(RunDir(side.run).config()) for side in (arm, control))
     one_sided = sorted(key for key in left.keys() ^ right.keys() if matters(key))
@@ -71,9 +64,9 @@ def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verd
 
 
 def own_fault(run: Record) -> str:
-    """Fault found by a run's own checks, in a clause; empty where they say nothing.
+    """Fault that a run's own witnesses found, in a clause; may be empty.
 
-    A fault that the control has is no difference, and must not be taken for one in whatever is held against it.
+    A fault of the control must not be taken for a difference.
     """
     if run.problems:
         return ""
@@ -86,23 +79,18 @@ def own_fault(run: Record) -> str:
 
 
 def _load(side: Side, other: Mapping[str, Any]) -> Record:
-    """A run under its version's name; what its version did not know is as in the other, or as it is here."""
     return replace(load(side.run, assumed={**_defaults(), **other}), name=side.label)
 
 
 def changed_defaults(arm: Path, control: Path) -> dict[str, Any]:
-    """Settings that both versions know and set differently by themselves, with the control's value.
-
-    Raises:
-        StoreError: one of them is no run.
-    """
+    """Settings known to both versions with different defaults, with the control's value. Raises `StoreError`: one is no
+    run."""
     left, right = (flatten(RunDir(run).config()) for run in (arm, control))
     shared = sorted(key for key in left.keys() & right.keys() if _is_held(key))
     return {key: right[key] for key in shared if left[key] != right[key]}
 
 
 def _facts(arm: Record, control: Record) -> list[Finding]:
-    """T0 without the sources, and with the axes of other studies held."""
     facts = [fact for fact in comparable.check(arm, control) if fact.check != SOURCES]
     if any(fact.check == "whole record" for fact in facts):
         return facts
@@ -113,7 +101,6 @@ def _facts(arm: Record, control: Record) -> list[Finding]:
 
 
 def _is_held(key: str) -> bool:
-    """True if a setting must be the same in both: the axes of other studies too, since the code alone may differ."""
     return matters(key) or must_agree(key)
 
 

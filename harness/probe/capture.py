@@ -1,4 +1,4 @@
-"""Full gradients and updates of a step on disk: safetensors, each with a JSON file that says what is in it."""
+"""Full gradients and updates of a step on disk: safetensors, each with a JSON file of its content."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from harness.store.files import private_folder, write_json
 
 
 def write_capture(folder: Path, step: int, num_microbatches: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
-    """Write every gradient under its parameter's name, whole or not at all.
+    """Write every gradient under its parameter's name, atomically. Raises `OSError`.
 
-    The JSON beside it keeps the model's order (safetensors does not) and says of each tensor its dtype, shape, norm
-    (in fp64) and the SHA-256 of its bytes. It is written last: a capture without it is not complete.
-
-    Raises:
-        OSError: the folder cannot be written.
+    The JSON beside it has the model's order (safetensors has not) and each tensor's dtype, shape, norm (fp64) and
+    SHA-256. It is written last: a capture without it is incomplete.
     """
     facts = {
         "step": step,
@@ -35,11 +32,7 @@ def write_capture(folder: Path, step: int, num_microbatches: int, gradients: Ite
 
 
 def write_update(folder: Path, step: int, before: Mapping[str, Tensor], after: Iterable[tuple[str, Tensor]]) -> None:
-    """Write what a step changed: main weights after minus before, in their dtype, as `update-000001.safetensors`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Main weights after minus before a step, in their dtype, as `update-000001.safetensors`. Raises `OSError`."""
     changes = ((name, weight - before[name]) for name, weight in after)
     _write(
         folder / f"update-{step:06d}", {"step": step, "content": "main weights after the step, minus before"}, changes
@@ -47,50 +40,31 @@ def write_update(folder: Path, step: int, before: Mapping[str, Tensor], after: I
 
 
 def write_weights(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
-    """Write the main weights that a step begins with, as `weights-000001.safetensors`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Main weights before a step, as `weights-000001.safetensors`. Raises `OSError`."""
     _write(folder / f"weights-{step:06d}", {"step": step, "content": "main weights before the step"}, weights.items())
 
 
 def write_final(folder: Path, steps: int, weights: Mapping[str, Tensor]) -> None:
-    """Write the main weights that a run ends with, as `final.safetensors`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Last main weights, as `final.safetensors`. Raises `OSError`."""
     _write(folder / "final", {"step": steps, "content": "main weights after the last step"}, weights.items())
 
 
 def write_plan(folder: Path, plan: Captured) -> None:
-    """Write which steps are captured, as `captured.json`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Captured steps, as `captured.json`. Raises `OSError`."""
     private_folder(folder)
     write_json(folder / "captured.json", plan._asdict())
 
 
 def write_moments(folder: Path, step: int, moments: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the optimizer's moments that a step begins with, as `<parameter>/<entry>` in `moments-000001.safetensors`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Moments before a step, as `<parameter>/<entry>` in `moments-000001.safetensors`. Raises `OSError`."""
     _write(
         folder / f"moments-{step:06d}", {"step": step, "content": "the optimizer's moments before the step"}, moments
     )
 
 
 def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
-    """Write how far roundings move a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Effect of rounding on a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`. Raises
+    `OSError`."""
     private_folder(folder)
     write_json(folder / f"rounding-{step:06d}.json", {"step": step, "draws": draws, "moves": moves})
 
@@ -102,15 +76,11 @@ def write_witness(
     kept: Mapping[str, int],
     wrong: Sequence[Mapping[str, object]],
 ) -> None:
-    """Write what the harness saw of a step beside the engine, as `witness-000001.safetensors`.
+    """Observations of a step beside the engine, as `witness-000001.safetensors`. Raises `OSError`.
 
-    Args:
-        expected: by parameter: the gradient that the reduction must give, and the norm of its terms.
-        kept: by parameter: CRC-32 of the first rank's main weights before the step, in the compute dtype.
-        wrong: of every parameter that a rank's forward did not see as the first rank keeps it: rank, tensor, what.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Args: expected: by parameter: the gradient that the reduction must give, and the norm of its terms. kept: by
+    parameter: CRC-32 of the first rank's main weights before the step, in the compute dtype. wrong: parameters that
+    differ in a rank's forward: rank, tensor, what.
     """
     facts = {
         "step": step,
@@ -136,12 +106,11 @@ def _write(stem: Path, facts: Mapping[str, object], named: Iterable[tuple[str, T
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """SHA-256 of a CPU tensor's bytes, in hex."""
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, not copied where it is contiguous."""
+    """Bytes of a CPU tensor, without a copy where it is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
 
 

@@ -1,4 +1,4 @@
-"""Counts what goes over the wire, outside every engine and the same for all.
+"""Traffic of collectives, counted outside every engine.
 
 Every c10d operation, also those of DDP's C++ reducer, passes the dispatcher. A kernel on its autograd key counts the
 call and passes it on below autograd, where the backend's own kernel runs unchanged. That way through Python costs some
@@ -40,7 +40,6 @@ AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 
 UNLABELLED = ""
 FUNCTIONAL = "(tensor parallel)"
-"""Bucket of functional collectives: what a plan of tensor parallelism moves."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,7 @@ class CollectiveMeter(Observer):
     """Counts this process's collectives from its construction to `close`. One is active at a time."""
 
     def __init__(self) -> None:
-        """Begin to count.
-
-        Raises:
-            RuntimeError: another meter is active.
-        """
+        """Raises `RuntimeError`: another meter is active."""
         global _active
         if _active is not None:
             raise RuntimeError("another CollectiveMeter counts in this process: close it first")
@@ -89,12 +84,11 @@ class CollectiveMeter(Observer):
         self.add(kind, bucket, 1, 0)
 
     def sent(self, kind: str, bucket: str, num_bytes: int) -> None:
-        """Count bytes that no operation sends."""
+        """Count bytes without an operation."""
         self.add(kind, bucket, int(bucket == UNLABELLED), num_bytes)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is issued in the body: the harness's own traffic, not the engine's."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -103,7 +97,7 @@ class CollectiveMeter(Observer):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Leave out what this thread issues in the body, while others are counted: work beside the training."""
+        """Exclude collectives of this thread in the body, but not of others: work beside the training."""
         before, self._muted.on = getattr(self._muted, "on", False), True
         try:
             yield
@@ -111,14 +105,14 @@ class CollectiveMeter(Observer):
             self._muted.on = before
 
     def take(self) -> list[Row]:
-        """Counts since the last call, in order of first use; the counts start anew."""
+        """Rows since the last call, in order of first use; resets the counts."""
         with self._guard:
             taken, self._counts = self._counts, {}
         return [Row(kind, bucket, count, num_bytes) for (kind, bucket), (count, num_bytes) in taken.items()]
 
 
 def by_kind(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Rows summed over buckets, as a line of the record has them: {"all_gather": {"count": n, "bytes": b}, ...}."""
+    """Rows summed over buckets, as in the record: {"all_gather": {"count": n, "bytes": b}, ...}."""
     totals: dict[str, dict[str, int]] = {}
     for row in rows:
         total = totals.setdefault(row.kind, {"count": 0, "bytes": 0})
@@ -129,10 +123,10 @@ def by_kind(rows: list[Row]) -> dict[str, dict[str, int]]:
 
 _active: CollectiveMeter | None = None
 _library: torch.library.Library | None = None
-"""Keeps the kernels registered; they stay for the life of the process and count only while a meter is active."""
+"""Keeps the kernels registered for the process's life; they count only while a meter is active."""
 
 Cost = Callable[..., int]
-"""Bytes this rank sends: of an operation's arguments but its group, with that group's `size` and `rank`."""
+"""Bytes this rank sends, from an operation's arguments without group, and the group's `size` and `rank`."""
 
 
 def _bytes(tensors: Any) -> int:
@@ -217,7 +211,7 @@ METHODS: dict[str, tuple[str, Cost]] = {
     "alltoall_base": ("all_to_all", _all_to_all_base),
     "send": ("send", _send),
 }
-"""Methods of ProcessGroup on engines' hot paths; what is not here is counted by its operation's kernel."""
+"""Methods of ProcessGroup on engines' hot paths; others are counted by their operation's kernel."""
 
 
 def _gather_parts(inputs: Any, *_: Any, size: int, rank: int) -> int:
@@ -242,7 +236,6 @@ FUNCTIONALS: dict[str, tuple[str, Cost]] = {
     "all_to_all_single": ("all_to_all", _exchange_parts),
     "broadcast": ("broadcast", _broadcast),
 }
-"""Functional collectives, whose last argument is the name of a group."""
 
 
 def _install() -> None:

@@ -1,4 +1,4 @@
-"""Model arithmetic per token, and what a device could do at best."""
+"""Model arithmetic per token, and peak rates of devices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e
 """Dense bf16 tensor-core operations a second by device name (SXM parts, vendor's data sheets)."""
 
 PEAK_OF_CARDS = {("H100", "NVL"): 835e12, ("H200", "NVL"): 835e12, ("A100", "PCIE"): 312e12}
-"""Dense bf16 operations a second of parts on a PCIe card, by two words of the device's name (vendor's data sheets: half
-of 1,671 sparse TFLOP/s for the NVL ones). A card that is not here is not rated."""
+"""Dense bf16 operations a second of PCIe parts, by two words of the device's name (vendor's data sheets).
+
+Half of 1,671 sparse TFLOP/s for the NVL ones; cards not listed are not rated.
+"""
 
 CARDS = ("PCIE", "NVL")
 
 
 def flops_per_token(config: Config) -> float | None:
-    """Floating-point operations of one token's forward and backward; recomputation is not counted.
+    """Floating-point operations of one token's forward and backward, without recomputation.
 
-    Six for each trained weight of a matrix multiplication that a token meets (looking up an embedding is none,
-    projecting onto it is one). None for a model of one's own: nothing here knows what it multiplies.
+    Six for each trained weight of a matrix multiplication (an embedding's lookup is none, its use as projection is
+    one). None for a user's own model.
     """
     if config.model.family is ModelFamily.ext:
         return None
@@ -29,8 +31,11 @@ def flops_per_token(config: Config) -> float | None:
 
 
 def _decoder(config: Config) -> float:
-    """Products, and 6 * seq_len * dim a block for causal attention: 4 * seq_len * dim in the forward, half of it
-    masked, times three. Of routed experts, those that a token goes to."""
+    """Products, and 6 * seq_len * dim a block for causal attention: 4 * seq_len * dim in the forward, half masked,
+    times three.
+
+    Of routed experts, those of a token.
+    """
     model = config.model
     embedding_lookup = 0 if model.tie_embeddings else model.vocab_size * model.dim
     norms = (2 * model.num_layers + 1) * model.dim
@@ -42,8 +47,6 @@ def _decoder(config: Config) -> float:
 
 
 def _odd(config: Config) -> float:
-    """A feed-forward that runs twice counts twice; a side branch as often as tokens spread evenly would take it; frozen
-    weights four, for nothing asks for their gradients."""
     model = config.model
     square = model.dim * model.dim
     trained = (ODD_KERNEL + 1 / ODD_SIDE_MODULUS) * square + ODD_RANK * model.dim + 2 * (2 * model.dim * model.ffn_dim)
@@ -53,14 +56,14 @@ def _odd(config: Config) -> float:
 
 
 def peak_flops(device: torch.device, compute: Dtype) -> float | None:
-    """Operations a second this device could do in this dtype; None where that is not known for sure."""
+    """Operations a second of a device in this dtype; None if unknown."""
     if device.type != "cuda" or compute is not Dtype.bf16:
         return None
     return peak_of_name(torch.cuda.get_device_name(device))
 
 
 def peak_of_name(name: str) -> float | None:
-    """Dense bf16 operations a second of a device as its driver calls it ("NVIDIA H100 NVL"); None where unknown."""
+    """Dense bf16 operations a second by the driver's name ("NVIDIA H100 NVL"); None if unknown."""
     words = name.upper().replace("-", " ").split()
     card = next((word for word in words if word in CARDS), None)
     table = {word: PEAK_OF_CARDS.get((word, card)) for word in PEAK_BF16_FLOPS} if card else PEAK_BF16_FLOPS

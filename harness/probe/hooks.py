@@ -1,5 +1,4 @@
-"""Where a step can be listened to without the engine: the gradients that autograd hands to parameters, and the weights
-that modules look up in their forwards."""
+"""Hooks on a step without the engine: autograd's gradients of parameters, and weights that modules look up."""
 
 from __future__ import annotations
 
@@ -15,17 +14,12 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 
 class ParameterHooks:
-    """A context manager around forwards and backwards.
+    """Context manager around forwards and backwards.
 
-    An engine may put another parameter in a module's slot while the forward runs: autograd hands its gradient to that
-    one, which is listened to from then on, unless the engine has hung hooks of the first one on it (FSDP2 does not).
-
-    Args:
-        module: whose parameters have the names that are told.
-        gradient: told a parameter's name and each gradient that autograd hands to it.
-        forward: told a parameter's name and the tensor that a module's forward is about to use, a cast copy if one
-            stands before the parameter.
-        aside: surrounds all that is done here (`Timers.aside`).
+    An engine may put another parameter in a module's slot during the forward: its gradient is then hooked instead,
+    unless the engine has moved the first one's hooks (FSDP2 does not). Args: gradient: called with a parameter's name
+    and each gradient of autograd. forward: called with a parameter's name and the tensor of a module's forward, or its
+    cast copy. aside: context of all work here (`Timers.aside`).
     """
 
     def __init__(self, module: nn.Module, gradient: Heard, forward: Heard, aside: Aside = nullcontext) -> None:

@@ -1,4 +1,4 @@
-"""What else the machine did meanwhile: a timing taken beside other work must show it."""
+"""Load of the machine by other programs during a timing."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import NamedTuple
 import psutil
 
 OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")
-"""Fields of the system's processor times that are not idle; stolen time is another machine's work on these cores."""
+"""Busy fields of the system's processor times; stolen time is another machine's work on these cores."""
 
 
 class Reading(NamedTuple):
-    """Seconds so far."""
-
     wall_s: float
     machine_s: float
     process_s: float
 
 
 class LoadMeter:
-    """Processor time of this process and of the machine between two moments."""
-
     def __init__(self) -> None:
         self.load_at_start = load_average()
         self._began: Reading | None = None
@@ -31,11 +27,7 @@ class LoadMeter:
         self._began = _read()
 
     def take(self) -> Reading:
-        """Load since `begin`.
-
-        Raises:
-            RuntimeError: it was not called.
-        """
+        """Times since `begin`. Raises `RuntimeError`: it was not called."""
         if self._began is None:
             raise RuntimeError("LoadMeter.begin was not called")
         now = _read()
@@ -43,7 +35,6 @@ class LoadMeter:
 
 
 def load_average() -> float:
-    """Runnable threads on this machine, averaged over the last minute."""
     return os.getloadavg()[0]
 
 

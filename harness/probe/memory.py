@@ -1,4 +1,4 @@
-"""Memory of this rank: what the allocator says, what the engine owns up to, what the process holds."""
+"""Memory of this rank: of the allocator, the engine's account, and the process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Timed(NamedTuple):
-    """Memory of this rank's device over timed steps, in bytes."""
+    """Device memory of this rank over timed steps, in bytes."""
 
     persistent: int
+    """Bytes of tensors after the last step."""
     peak: int
-    """Most bytes of tensors at a time."""
     growth: int
     reserved: int
-    """Most bytes the caching allocator held."""
     outside: int
-    """Bytes beyond the caching allocator, and beyond what there was before this rank met others: NCCL's buffers, and
-    libraries' work spaces. Of the whole device, so only where no other process uses it."""
+    """Bytes outside the caching allocator, minus those before the process groups: NCCL's buffers, and libraries' work
+    spaces.
+
+    Of the entire device, so only where no other process uses it.
+    """
 
 
 class MemoryMeter:
@@ -39,13 +41,12 @@ class MemoryMeter:
         self._persistent: list[int] = []
         self._peak = self._reserved = 0
         self._before = (0, 0)
-        """Peaks of allocated and reserved bytes of the part of this step that `apart` broke off."""
 
     def begin(self) -> None:
         self._persistent, self._peak, self._reserved = [], 0, 0
 
     def timed(self) -> Timed | None:
-        """Over the steps since `begin`; None on CPU, or where there was none."""
+        """Totals since `begin`; None on CPU, or without steps."""
         if not self._persistent:
             return None
         first, last = self._persistent[0], self._persistent[-1]
@@ -54,7 +55,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave out what the body holds for as long as it lasts, and give it back: the harness's own."""
+        """Exclude memory that the body holds temporarily, and free it: the harness's own."""
         if self.on_device:
             self._before = self._peaks()
         try:
@@ -65,17 +66,14 @@ class MemoryMeter:
                 torch.cuda.reset_peak_memory_stats(self.device)
 
     def _peaks(self) -> tuple[int, int]:
-        """Most bytes allocated and reserved in this step."""
         stats = torch.cuda.memory_stats(self.device)
         allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
         return max(allocated, self._before[0]), max(reserved, self._before[1])
 
     def take(self, accounted: int, followed: StepBytes | None = None) -> dict[str, int | None]:
-        """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start.
+        """`memory` of a step, in bytes: peaks of allocated and reserved since the last call, retries since the start.
 
-        Args:
-            accounted: what the engine says it keeps between steps.
-            followed: what following the CPU's allocator found for this step.
+        Args: accounted: the engine's own account between steps. followed: storage by the followed CPU allocator.
         """
         rss = self.resident.read()
         if not self.on_device:
@@ -109,13 +107,13 @@ _BEFORE: dict[torch.device, int] = {}
 
 
 def outside_allocator(device: torch.device) -> int:
-    """Bytes of a CUDA device that are in use and not the caching allocator's, by whatever process."""
+    """Used bytes of a CUDA device outside the caching allocator, of any process."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def free_bytes(device: torch.device, sharing: int) -> int:
-    """Bytes that this rank may still take: of its own CUDA device; of the host, where so many ranks share it."""
+    """Bytes available to this rank: of its CUDA device, or of a host shared by `sharing` ranks."""
     if device.type != "cuda":
         return int(psutil.virtual_memory().available) // sharing
     free, _ = torch.cuda.mem_get_info(device)
@@ -123,13 +121,12 @@ def free_bytes(device: torch.device, sharing: int) -> int:
 
 
 def note_before_meeting(device: torch.device) -> None:
-    """Remember what a CUDA device holds without any communicator: CUDA's own context."""
     torch.empty(1, device=device)  # makes the context
     _BEFORE[device] = outside_allocator(device)
 
 
 class ResidentSet:
-    """This process's resident set: from a file kept open on Linux (2 us a read), through psutil elsewhere (15 us)."""
+    """Resident set of this process: from an open file on Linux (2 us a read), through psutil elsewhere (15 us)."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -1,4 +1,4 @@
-"""The meters of one rank, made before the engine and the same for every engine."""
+"""Meters of one rank, made before the engine and the same for every engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from harness.probe.waits import WaitMeter
 
 
 class Meters:
-    """Time, waits, traffic and memory. Close them when the run is over."""
-
     def __init__(self, device: torch.device, *, follow_storage: bool = False) -> None:
-        """Begin to count. `follow_storage` also follows the CPU's allocator, until `storage` is finished."""
         self.storage = StorageMeter() if follow_storage and device.type == "cpu" else None
         self.timers = Timers(device)
         self.collectives = CollectiveMeter()
@@ -27,7 +24,6 @@ class Meters:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the traffic and the waits of the body: the harness's own, not the engine's."""
         with self.collectives.paused(), self.waits.paused():
             yield
 

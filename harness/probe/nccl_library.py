@@ -1,7 +1,7 @@
-"""Which NCCL this process really calls.
+"""Version of the loaded NCCL.
 
-`torch.cuda.nccl.version()` is a number that torch's build wrote down. LD_PRELOAD, another wheel or a newer file beside
-the same build give the process another library; that one answers for itself here.
+`torch.cuda.nccl.version()` is a constant of torch's build. LD_PRELOAD, another wheel or a newer file give the process
+another library, which is asked here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 
 LIBRARY = "libnccl.so.2"
-"""Name of NCCL for the dynamic loader, wherever the file came from."""
 
 SEVERAL_RANKS_A_DEVICE = (2, 30)
-"""The first NCCL that lets ranks share a device (NCCL_MULTI_RANK_GPU_ENABLE)."""
 
 
 class NcclVersion(NamedTuple):
@@ -29,13 +27,13 @@ class NcclVersion(NamedTuple):
 
     @classmethod
     def of_code(cls, code: int) -> NcclVersion:
-        """Read NCCL's number: 10,000 a major version, or 1,000 before 2.9."""
+        """From NCCL's number: 10,000 a major version, or 1,000 before 2.9."""
         major, rest = divmod(code, 10_000 if code >= 10_000 else 1_000)
         return cls(major, *divmod(rest, 100))
 
 
 def loaded_version() -> NcclVersion | None:
-    """The version of the NCCL that is loaded here; None where none is, or where torch was linked with it for good."""
+    """Version of the loaded NCCL; None without one, or if torch is statically linked."""
     try:
         library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -47,10 +45,7 @@ def loaded_version() -> NcclVersion | None:
 
 
 def version_facts() -> dict[str, str | None]:
-    """`nccl`: the loaded version, or, where that cannot be asked, the one torch was built with; `nccl_built`: that one.
-
-    Both are None where torch has no NCCL.
-    """
+    """`nccl`: the loaded version, or else that of torch's build; `nccl_built`: that of the build. None without NCCL."""
     if not torch.cuda.is_available():
         return {"nccl": None, "nccl_built": None}
     built = str(NcclVersion(*torch.cuda.nccl.version()[:3]))

@@ -1,4 +1,4 @@
-"""What NCCL says it did: its INFO log, read back. No torch here.
+"""Facts from NCCL's INFO log. No torch here.
 
 Lines are those of NCCL 2.21 to 2.31 (`src/init.cc`, `enqueue.cc`, `ce_coll.cc`, `scheduler/symmetric_sched.cc`,
 `transport/{nvls,coll_net,p2p,net}.cc`, `register/register.cc`, `plugin/gin.cc`). Which subsystem prints what:
@@ -24,19 +24,18 @@ from typing import Any
 
 ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 PROTOCOLS = ("LL", "LL128", "SIMPLE")
-"""Names of what NCCL before 2.22 prints as numbers."""
 
 MAX_WARNINGS = 20
 
 
 @dataclass
 class Choice:
-    """How collectives of one kind were run: by an algorithm and protocol, a symmetric kernel, or the copy engines."""
+    """Execution of collectives of one kind: by an algorithm and protocol, a symmetric kernel, or the copy engines."""
 
     count: int = 0
     bytes: int = 0
     max_channels: int = 0
-    """Most channels of one collective, which is its thread blocks; 0 where it takes none, or none were told."""
+    """Most channels (thread blocks) of one collective; 0 without any, or if unknown."""
 
     def add(self, num_bytes: int, channels: int) -> None:
         self.count += 1
@@ -53,47 +52,42 @@ class Registered:
 
 @dataclass
 class NcclFacts:
-    """Facts in a log; missing ones are None, False or empty."""
+    """Facts of a log; missing ones are None, False or empty."""
 
     version: str | None = None
-    """NCCL's, with the CUDA it was built for: "2.28.9+cuda12.9"."""
+    """NCCL with its CUDA: "2.28.9+cuda12.9"."""
     communicators: int = 0
     channels: int = 0
     nvls_channels: int = 0
-    """Most NVLink SHARP channels of a communicator; 0: it is not used."""
+    """Most NVLink SHARP channels of a communicator; 0 if unused."""
     nvls_available: bool | None = None
     collnet_plugin: str | None = None
-    """Name of the network plugin's collective part; loading it connects nothing."""
+    """Collective part of the network plugin; loading it connects nothing."""
     collnet_connected: bool = False
     """True if a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
     collnet_refused: str | None = None
     gin_plugin: str | None = None
     symmetric_memory: bool | None = None
-    """True if a communicator reserved symmetric address space (True) or said it cannot (False)."""
+    """True if a communicator reserved symmetric address space, False if it could not."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Variables NCCL says it took from the environment, the last value of each."""
     registered: dict[str, Registered] = field(default_factory=dict)
+    """Registrations by kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
     choices: dict[str, dict[str, Choice]] = field(default_factory=dict)
-    """NCCL's choices by collective ("AllGather") and by what ran it ("RING/SIMPLE", "copy engine")."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def ran(self) -> set[str]:
-        """Everything that ran a collective."""
         return {name for by in self.choices.values() for name in by}
 
     @property
     def tells_choices(self) -> bool:
-        """True if the log has a line for every collective."""
         return bool(self.choices)
 
     def plain(self) -> dict[str, Any]:
-        """Plain values for JSON, without what the log did not tell."""
         return {key: value for key, value in asdict(self).items() if value not in (None, {}, [])}
 
 
 def parse(lines: Iterable[str]) -> NcclFacts:
-    """Read a log, line by line; lines of others, and those nobody knows, are passed over."""
     facts = NcclFacts()
     for line in lines:
         _read(facts, line)
@@ -101,7 +95,7 @@ def parse(lines: Iterable[str]) -> NcclFacts:
 
 
 def read(path: Path) -> NcclFacts | None:
-    """Read a log's file; None where there is none. Lines cut by a crash or in another encoding do no harm."""
+    """Facts of a log file; None if missing. Truncated lines and other encodings are harmless."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return parse(file)
@@ -110,7 +104,7 @@ def read(path: Path) -> NcclFacts | None:
 
 
 def log_of_process(environment: Mapping[str, str], pid: int) -> Path | None:
-    """The log NCCL_DEBUG_FILE names for a process of this machine; None where it is not set, or not there yet."""
+    """Log of NCCL_DEBUG_FILE for a process of this machine; None if unset or missing."""
     named = environment.get("NCCL_DEBUG_FILE")
     if not named:
         return None
@@ -272,4 +266,3 @@ _READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
         ("NCCL version", r"NCCL version (?P<version>\S+)", _version),
     )
 )
-"""A word that lines of a kind hold, their pattern, and what is noted; the first that fits is the only one."""

@@ -1,4 +1,4 @@
-"""What was asked of NCCL beside what came of it, for the record; and the one line where it can be seen at once."""
+"""Requested and effective settings of NCCL, for the record and for a warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ NO_NCCL = "{backend} has no user buffers and no reductions inside the network"
 
 
 def without_effect(config: Config, backend: str) -> str | None:
-    """Requests to NCCL that this run cannot have on another backend, in a sentence; None where there is nothing."""
     asked = []
     if config.nccl_ub.mode is not Registration.none:
         asked.append(f"nccl_ub={config.nccl_ub.mode.name}")
@@ -26,13 +25,10 @@ def without_effect(config: Config, backend: str) -> str | None:
 def record(
     config: Config, backend: str, user_buffers: Mapping[str, str], log: NcclFacts | None
 ) -> dict[str, dict[str, Any]]:
-    """requested, effective and reason of `nccl_ub` and `sharp`; on NCCL also what its log says.
+    """requested, effective and reason of `nccl_ub` and `sharp`; on NCCL also facts of its log.
 
-    Args:
-        config: the cell.
-        backend: of the default group: nccl or gloo.
-        user_buffers: what the engine says of its registration; empty for engines that register nothing.
-        log: of this rank; None where there is none.
+    Args: backend: of the default group: nccl or gloo. user_buffers: the engine's report on registration; may be empty.
+    log: of this rank, or None.
     """
     facts: dict[str, dict[str, Any]] = {
         "nccl_ub": _user_buffers(config, backend, user_buffers, log),
@@ -58,7 +54,6 @@ def _user_buffers(config: Config, backend: str, engine: Mapping[str, str], log: 
 
 
 def _kernels(log: NcclFacts) -> str:
-    """True if collectives really ran on what is registered."""
     if not log.tells_choices:
         return "not told; launch.nccl_log=choices has NCCL tell"
     special = sorted(name for name in log.ran if name.startswith(("symmetric", "copy engine")))
@@ -85,7 +80,6 @@ def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any
 
 
 def _left_to_nccl(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
-    """Choices of NCCL: kinds it set up, and, where it tells, what ran collectives."""
     if backend != "nccl":
         return _entry("default", "none")
     if log is None:

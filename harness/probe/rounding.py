@@ -1,11 +1,10 @@
-"""How far a dtype's roundings move the gradients: a pass in double precision, with an error put behind every operation.
+"""Effect of a dtype's rounding on gradients: an fp64 pass with an error after every operation.
 
-[Note: Perturbed reference] A bound on what rounding does is a fact of a model and its data, and it can be observed: run
-the reference's forward and backward again, and multiply the result of every arithmetic operation by 1 + e, e drawn with
-the size that one rounding of the dtype has. Where a tensor's sums cancel it moves far, where they do not it moves
-little; a comparison then knows each tensor's own reach instead of one count for all. Weights are perturbed too where
-the dtype is narrower than fp32, in which all runs begin alike. Sums, those inside a matrix product too, are made in
-fp32 one term after the other.
+[Note: Perturbed reference] A bound on rounding is a fact of a model and its data, and can be observed: run the
+reference's forward and backward again, and multiply the result of every arithmetic operation by 1 + e, e drawn with the
+size of one rounding of the dtype. Tensors with cancelling sums move far, others little, so each has its own bound.
+Weights are perturbed too for dtypes narrower than fp32, in which all runs begin alike. Sums, also inside matrix
+products, are made in fp32 one term after the other.
 """
 
 from __future__ import annotations
@@ -70,22 +69,22 @@ SUMS_INSIDE = frozenset(
         "native_layer_norm_backward",
     }
 )
-"""Which keep long sums in ways of their own, and are asked in the dtype itself, on the CPU. What an embedding, an index
-and a LayerNorm give their weights is added row by row in 16 bits there: 1 % off after a hundred rows, 7 % after four
-thousand, more where the rows cancel; a frequent token's row stagnates. No walk of roundings imitates that."""
+"""Operations with long sums inside, run in the dtype itself, on the CPU.
+
+Weight gradients of an embedding, an index and a LayerNorm are added row by row in 16 bits: 1 % off after a hundred
+rows, 7 % after four thousand, more where rows cancel; a frequent token's row stagnates. No walk of roundings imitates
+that.
+"""
 
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 COMPUTED = ("bf16", "fp16", "fp32")
-"""Dtypes whose roundings are imitated: all that a run may compute in, short of the reference's own."""
 
 
 class Roundings(TorchDispatchMode):
-    """Puts an error behind every operation that runs inside it.
+    """Adds an error to every operation inside.
 
-    Args:
-        dtype: whose roundings they are, as the configuration names it.
-        generator: where they are drawn.
+    Args: dtype: name in the configuration. generator: of the draws.
     """
 
     def __init__(self, dtype: str, generator: torch.Generator) -> None:
@@ -114,7 +113,6 @@ class Roundings(TorchDispatchMode):
         return self.rounded(result)
 
     def rounded(self, value: Any) -> Any:
-        """A result with the error of one rounding behind it; what is no floating-point tensor as it is."""
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
@@ -153,20 +151,13 @@ def moves(
     seed: int,
     recipes: Sequence[str] = (),
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """How far roundings move each gradient of one step, in the mean square of several draws; by arithmetic
+    """Root-mean-square effect of rounding on each gradient of one step, by arithmetic
     (`harness.config.roundoff.reach_name`) and parameter.
 
-    `distance` is relative to the gradient's norm, `scale` the spread of b in g' = (1 + b) g + r; of the parameter ""
-    they tell the same of all gradients, and `loss` of the mean loss. The model is left as it was.
-
-    Args:
-        loss: of a model and a microbatch.
-        model: in fp64, on the CPU; weights as the step begins with.
-        batches: of the whole step.
-        dtypes: names of compute dtypes.
-        draws: passes a dtype.
-        seed: of the draws.
-        recipes: names of FP8 recipes, whose casts stand behind bf16's errors; see `harness.probe.quantizing`.
+    `distance` is relative to the gradient's norm, `scale` the spread of b in g' = (1 + b) g + r; parameter "" stands
+    for all gradients, with `loss` of the mean loss. The model is not changed. Args: model: fp64, on the CPU. batches:
+    of the entire step. draws: passes a dtype. recipes: of FP8, with bf16's errors besides; see
+    `harness.probe.quantizing`.
     """
     exact, reference = _gradients(loss, model, batches)
     found = {}
@@ -190,6 +181,7 @@ def moves(
 
 
 def _gradients(loss: Loss, model: nn.Module, batches: Sequence[Any]) -> tuple[dict[str, Tensor], float]:
+    """Gradients of the mean loss, by name; `.grad` is not touched."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     total = {name: torch.zeros_like(param) for name, param in named.items()}
     mean = 0.0
@@ -206,7 +198,7 @@ def _gradients(loss: Loss, model: nn.Module, batches: Sequence[Any]) -> tuple[di
 
 @contextmanager
 def _weights(model: nn.Module, dtype: str, generator: torch.Generator) -> Iterator[None]:
-    """Weights as a forward in a dtype narrower than fp32 sees them."""
+    """Weights cast as in a forward in a dtype narrower than fp32."""
     if UNIT[dtype] <= UNIT["fp32"]:
         yield
         return

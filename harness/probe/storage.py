@@ -1,4 +1,4 @@
-"""Bytes of tensor storage on the CPU, step by step, as torch's own allocator reports them: outside every engine.
+"""Bytes of tensor storage on the CPU at every step, as torch's own allocator reports them, outside every engine.
 
 The resident set says little about an engine: heaps keep what was freed, and libraries come along. Torch's CPU
 allocator reports each block it hands out or takes back to the profiler, whoever asked for it: the model, an optimizer,
@@ -52,16 +52,18 @@ DISABLE = "_ZN5torch8autograd8profiler28disableProfilerInChildThreadEv"
 
 class StepBytes(NamedTuple):
     persistent: int
+    """Bytes at the step's begin."""
     peak: int
-    """Most bytes at any moment of the step."""
     left: int
+    """Bytes at its end, above `persistent` while something still grows."""
 
 
 class Event(NamedTuple):
-    """A block handed out or taken back; or an edge of a step: no total, size 1 at its begin and -1 at its end."""
+    """Allocation or free; or an edge of a step: no total, size 1 at its begin and -1 at its end."""
 
     time_ns: int
     size: int
+    """Bytes of the block, negative for a free."""
     total: int | None
 
 
@@ -69,11 +71,7 @@ class StorageMeter:
     """Follows the CPU allocator from its construction to `finish` or `close`. One is active at a time."""
 
     def __init__(self) -> None:
-        """Begin to follow.
-
-        Raises:
-            RuntimeError: another profiler is active on this thread.
-        """
+        """Raises `RuntimeError`: another profiler is active on this thread."""
         self._flag = _report_flag()
         if self._flag is not None:
             self._flag.value = True
@@ -90,7 +88,7 @@ class StorageMeter:
             yield
 
     def finish(self) -> list[StepBytes] | None:
-        """Stop, and give every step's bytes; None where this build of torch does not let every thread be followed."""
+        """Stop, and return every step's bytes; None where torch cannot follow every thread."""
         if self._threads is None:
             raise RuntimeError("this meter was stopped before")
         followed_all, result = self._stop(self._threads)
@@ -112,7 +110,7 @@ class StorageMeter:
 
 
 def summed(events: Sequence[Event]) -> list[StepBytes]:
-    """Bytes of each step, above what there was before the first event; a step without an event changed nothing."""
+    """Bytes of each step above those before the first event."""
     ordered = sorted(events, key=lambda event: event.time_ns)
     base = next((event.total - event.size for event in ordered if event.total is not None), 0)
     steps: list[StepBytes] = []
@@ -146,8 +144,6 @@ def _events(tree: Sequence[Any]) -> Iterator[Event]:
 
 
 class _Threads:
-    """Joins every Python thread that starts to the profiler of the thread that made this. See [Note: Threads]."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._active = True
@@ -158,7 +154,7 @@ class _Threads:
         threading.setprofile(self._on_event)
 
     def leave(self) -> bool:
-        """Let threads go; whether all that were started were followed."""
+        """Stop following; True if all new threads were followed."""
         threading.setprofile(self._before)
         with self._lock:  # no thread joins a profiler that is being stopped: C++ would end the process
             self._active = False
@@ -182,7 +178,6 @@ class _Threads:
 
 
 def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:
-    """Torch's functions that join this thread to the main thread's profiler, and end that; None where it has none."""
     library = _library("libtorch_cpu")
     calls = [getattr(library, symbol, None) for symbol in (ENABLE, DISABLE)]
     if None in calls:
@@ -193,7 +188,6 @@ def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:
 
 
 def _report_flag() -> ctypes.c_bool | None:
-    """Torch's flag for a running total over all threads, where there is one. See [Note: Frees elsewhere]."""
     library = _library("libc10")
     try:
         return None if library is None else ctypes.c_bool.in_dll(library, FLAG)
@@ -202,7 +196,6 @@ def _report_flag() -> ctypes.c_bool | None:
 
 
 def _library(name: str) -> ctypes.CDLL | None:
-    """One of torch's own libraries, which are loaded already."""
     for path in (Path(torch.__file__).parent / "lib").glob(f"{name}.*"):
         if path.suffix in (".so", ".dylib"):
             return ctypes.CDLL(str(path))

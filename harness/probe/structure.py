@@ -1,4 +1,4 @@
-"""Which tensors stand in the same memory: two that should not, or one name too many for a weight that is used twice."""
+"""Aliased tensors that should be separate, and tied ones that should not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 Range = tuple[int, int, str]
+"""First byte, one past the last, name."""
 
 
 def overlaps(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -36,11 +37,9 @@ def _neighbours(held: list[Range]) -> list[tuple[str, str]]:
 
 
 def untied(fresh: nn.Module, module: nn.Module) -> list[str]:
-    """Names under which a fresh model finds a weight that it also has elsewhere, and this module does not.
+    """Names of tied weights in a fresh model that are separate in this module.
 
-    Args:
-        fresh: as no engine has touched it; meta will do.
-        module: the same model after an engine took it.
+    Args: fresh: before an engine; may be on meta. module: the same model after an engine.
     """
     return [name for name, first in _ties(fresh).items() if _at(module, name) is not _at(module, first)]
 

@@ -11,14 +11,14 @@ import torch
 ASIDE = "aside"
 
 Elapsed = Callable[[], float]
-"""Seconds of a span that ended; on CUDA known once the device was waited for."""
+"""Seconds of a finished span; on CUDA known after a synchronisation."""
 
 
 class Timers:
     """Named spans, summed over a step.
 
-    On CUDA a span is a pair of events on the current stream, read once a step, so that measuring never makes the host
-    wait in the middle of a step; on CPU it is the monotonic clock.
+    On CUDA a span is a pair of events on the current stream, read once a step, so that the host never waits within a
+    step; on CPU it is the monotonic clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class Timers:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the body; spans of one name add up. A body that raises counts as well, one inside `aside` does not."""
+        """Time the body; spans of one name add up. A raising body counts too, one inside `aside` does not."""
         if self._is_aside:
             yield
             return
@@ -44,7 +44,7 @@ class Timers:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the body out of every span around it: the harness's own work in the middle of a step."""
+        """Exclude the body from every span around it: the harness's own work within a step."""
         if self._is_aside:
             yield
             return
@@ -77,8 +77,7 @@ class Timers:
         return end
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call, each without what `aside` took of it; `ASIDE` is always there. On CUDA
-        the device is waited for."""
+        """Seconds by name since the last call, without those of `aside`; `ASIDE` is always there. Synchronises CUDA."""
         if self._ended and self.on_device:
             torch.cuda.synchronize()
         taken = {ASIDE: 0.0}

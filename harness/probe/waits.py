@@ -1,4 +1,4 @@
-"""Exposed communication: how long the host stood still for collectives, where the engine announces it."""
+"""Exposed communication: host waits for collectives, where the engine announces them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from harness.fsdp import Observer
 
 
 class WaitMeter(Observer):
-    """Adds up the waits that an engine announces, until `close`.
+    """Sum of announced waits, until `close`.
 
-    Observed on CPU only: on CUDA the host runs ahead, and what the device waits for is not what the host waits for.
+    Only on CPU: on CUDA the host runs ahead, and its waits are not the device's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class WaitMeter(Observer):
             self.attach()
 
     def take(self) -> float | None:
-        """Seconds since the last call; None where no wait was announced."""
+        """Seconds since the last call; None without waits."""
         taken, self._seconds = self._seconds, None
         return taken
 

@@ -1,4 +1,4 @@
-"""What autograd and the forward saw in a captured step, taken down outside the engine.
+"""Observations of autograd and the forward in a captured step, taken down outside the engine.
 
 [Note: Witnesses] An engine cannot be asked whether it is right. Two things can be seen beside it: the gradient that
 autograd hands to a trained parameter, before the engine touches it, and the weights that a module computes with. The
@@ -185,7 +185,7 @@ class Witness:
 
 
 def _has_two(layer: Fp8Linear) -> bool:
-    """Whether a layer's weight, where it is held in 8 bits, has other bits in the backward."""
+    """True if a layer's weight, where it is held in 8 bits, has other bits in the backward."""
     return not layer.recipe.weights.is_symmetric
 
 

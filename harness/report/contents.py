@@ -1,6 +1,6 @@
-"""What a report tells of a study: plain values, of which a page and a Markdown text are made.
+"""Content of a study's report: plain values, for a page and a Markdown text.
 
-A study need not be finished, nor its runs be whole: what is missing is told, and the rest is shown.
+The study may be unfinished: gaps are named, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_LINES = 60
 class Cell:
     text: str
     key: float | str | None
-    """By what it is sorted; None is sorted last."""
+    """Sort key; None is last."""
 
     @property
     def numeric(self) -> bool:
@@ -44,8 +44,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; what the columns mean stands in the caption."""
-
     title: str
     caption: str
     head: Sequence[str]
@@ -71,6 +69,7 @@ class Failure:
     state: str
     reason: str
     error: str
+    """`error.txt` of the newest attempt; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Contents:
     outcome: str
     meaning: str
     told: str
-    """Warnings for the reader: cells that are missing, runs that are not done."""
     tables: Sequence[Table]
     seeds: Sequence[str]
     arms: Sequence[Arm]
@@ -92,13 +90,8 @@ class Contents:
 
 
 def contents(study: Study, root: Path | str, command: str) -> Contents:
-    """Contents of a study's report.
-
-    Args:
-        study: as `harness.analysis.judge.study` reads it.
-        root: its store, as it was given.
-        command: what makes the report, as typed.
-    """
+    """Args: study: from `harness.analysis.judge.study`. root: its store, as given. command: command line of the
+    report."""
     judged = study.verdict if study.verdict and study.verdict.arms else None
     outcome = judged.outcome if judged else None
     return Contents(
@@ -156,7 +149,6 @@ def _verdicts(study: Study) -> Table:
 
 
 def named(study: Study, sentence: str) -> str:
-    """A sentence with what tells runs apart in place of their whole names."""
     for row in study.runs.itertuples():
         sentence = sentence.replace(row.run, row.label)
     return sentence
@@ -212,7 +204,6 @@ def text(value: Any) -> Cell:
 
 
 def number(value: Any, shown: Any) -> Cell:
-    """A number as `shown` says it; empty for what is missing, and named where it is not finite."""
     found = _number(value)
     if found is None:
         return Cell("" if value is None or isinstance(value, float) else str(value), None)
@@ -220,7 +211,6 @@ def number(value: Any, shown: Any) -> Cell:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is missing, which a table cannot tell from NaN."""
     if value is None or isinstance(value, str | bool):
         return None
     found = float(value)

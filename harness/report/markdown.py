@@ -1,4 +1,4 @@
-"""A report as Markdown for a pull request: what a reviewer needs, without pictures. Names are shown as they stand."""
+"""A report as Markdown for a pull request, without pictures. Names are shown verbatim."""
 
 from __future__ import annotations
 
@@ -60,12 +60,10 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell of a table: numbers and plain words as they are, anything else as code, with no bar that ends it."""
     return text if re.fullmatch(r"[\w .,:%/+-]*", text) and "_" not in text else code(text).replace("|", "\\|")
 
 
 def code(text: str) -> str:
-    """A text in one line that is shown as it stands: between more backticks than it holds in a row."""
     line = _line(text)
     ticks = "`" * (1 + max((len(run) for run in re.findall(r"`+", line)), default=0))
     pad = " " if line[:1] in ("`", " ", "") or line[-1:] in ("`", " ") else ""
@@ -73,7 +71,6 @@ def code(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """A sentence in one line, in which nothing is markup or addresses anybody."""
     shown = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", _line(text))
     return shown.replace("@", "@\u200b")
 

@@ -18,13 +18,12 @@ FIRST = ("git.sha", "git.branch", "git.dirty", "sources_digest", "cpu_model", "c
 
 @dataclass(frozen=True)
 class Run:
-    """One cell: how it was asked for, and what of its origin is not that of all."""
-
     label: str
     name: str
     path: str
     state: str
     overrides: str
+    """As typed after `run.py`, quoted for a shell."""
     command: str
     attempts: int
     facts: Sequence[tuple[str, str]]
@@ -37,7 +36,6 @@ class Origin:
 
 
 def origins(study: Study) -> Origin:
-    """Read every run's provenance; what cannot be read is a fact too."""
     facts = {str(path): _facts(Path(path)) for path in study.runs["path"]}
     every = list(facts.values())
     common = {

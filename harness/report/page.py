@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parent
 
 
 def page(contents: Contents, pictures: Sequence[Picture]) -> str:
-    """The whole file. Every text of the study is escaped; a picture is an image, in which no script runs."""
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     environment = Environment(
         loader=FileSystemLoader(FOLDER),

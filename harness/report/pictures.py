@@ -22,7 +22,6 @@ class Picture:
 
 
 def pictures(study: Study) -> list[Picture]:
-    """Everything that can be drawn of a study, in the order it is read."""
     with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}), quietly():
         return [Picture(each.title, each.caption, _svg(each.figure)) for each in figures(study)]
 

@@ -1,4 +1,4 @@
-"""What the log of a batch script adds to a job's end: SLURM calls a job FAILED whose step it killed for its memory."""
+"""Reasons from a batch script's log: SLURM calls a job FAILED whose step it killed for its memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ SUBMISSIONS = ".submit"
 TAIL_BYTES = 1 << 16
 
 _MEMORY = re.compile(rb"exceeded (?:job |step )?memory limit|oom[-_ ]kill", re.IGNORECASE)
-"""slurmstepd's words where it watches memory itself (`OverMemoryKill`), and where the kernel does (cgroups)."""
+"""Words of slurmstepd for its own memory limit (`OverMemoryKill`), and for the kernel's (cgroups)."""
 
 
 def memory(run: Path, submission: str, job: str) -> str:
-    """Addition to the reason of a job that was killed for its memory; empty where its log does not say so."""
     try:
         file = open_regular(run.parent / SUBMISSIONS / submission / f"{job}_0_log.out")
     except (OSError, StoreError):

@@ -1,16 +1,13 @@
-"""`checksums.json`: size and checksum of every file that a run recorded, as they were when its last attempt ended.
+"""`checksums.json`: size and checksum of every file that a run recorded, at the end of its last attempt.
 
-[Note: Evidence that is whole]
-A disk, a copy that was cut off or an editor changes a file, and a verdict would blame the run. So rank 0 lists what the
-run recorded when an attempt ends (done, preempted or cancelled), and writes the checksum of the list into `status.json`
-together with that end. A crash leaves both or neither. A new attempt changes these files, and its first status names no
-list. Not listed is what changes after the end (`status.json`, `attempts/`, `verdict/`, `wandb/`), and `ckpt/`, whose
-manifests have checksums of their own.
+[Note: Evidence that is whole] A disk, a truncated copy or an editor changes a file, and a verdict would blame the run.
+So rank 0 lists the recorded files when an attempt ends (done, preempted or cancelled), and writes the list's checksum
+into `status.json` together with that end. A crash leaves both or neither; a new attempt's first status names no list.
+Files that change after the end (`status.json`, `attempts/`, `verdict/`, `wandb/`) are not listed, nor is `ckpt/`, whose
+manifests have checksums.
 
-    version, attempts (how many were made), files: by path within the run, bytes and xxh3 (XXH3-128)
-
-XXH3 is what checkpoints have; files are read no faster. It finds accidents. Whoever wants to deceive can write the list
-anew, and no checksum beside a file prevents that.
+Format: version, attempts (their number), files: by path within the run, bytes and xxh3 (XXH3-128). It finds accidents,
+not forgery.
 """
 
 from __future__ import annotations
@@ -36,20 +33,17 @@ VERSION = 1
 FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metrics.jsonl", "summary.json")
 FOLDERS = ("capture", "vouch")
 ASIDE = ("overrides.txt", "diff.patch")
-"""Files of which no result is made. A diff may be its owner's secret, or taken out of a copy for others."""
+"""Files without influence on results. A diff may be secret, or removed from a copy."""
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
 SUFFIXES = (".json", ".safetensors", ".f64")
-"""Suffixes of files of a capture or stream; others are left by a crash, or are not the run's."""
 RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
 BLOCK = 2**18
 
 
 def write(run: Path) -> str:
-    """List what a run recorded; returns the list's own checksum, for its status.
+    """List a run's files; returns the list's own checksum, for its status.
 
-    Raises:
-        StoreError: a file cannot be read.
-        OSError: the list cannot be written.
+    Raises `StoreError`: a file cannot be read. `OSError`: the list cannot be written.
     """
     files = {name: dict(zip(("bytes", "xxh3"), _sum(run / name), strict=True)) for name in _recorded(run)}
     write_json(run / CHECKSUMS, {"version": VERSION, "attempts": len(RunDir(run).attempts()), "files": files})
@@ -57,23 +51,14 @@ def write(run: Path) -> str:
 
 
 def renew(run: Path) -> None:
-    """List anew what was changed on purpose after the run ended; nothing of a run without a list."""
     if (ended := status.read(run)) is not None and ended.checksums:
         status.note(run, checksums=write(run))
 
 
 def damage(run: Path, *names: str) -> dict[str, str] | None:
-    """By file, in a sentence, how it is not as the run left it: missing, truncated, changed or added.
+    """Faults of recorded files by path: missing, truncated, changed or added; all files by default.
 
-    Args:
-        run: the run directory.
-        names: paths within it that matter; all where none is given.
-
-    Returns:
-        None where there is no list: the run has not ended, or an older version made it.
-
-    Raises:
-        StoreError: `status.json` cannot be read.
+    None without a list: a running or old run. Raises `StoreError`: `status.json` cannot be read.
     """
     ended, there = status.read(run), (run / CHECKSUMS).exists()
     if ended is None:
@@ -93,22 +78,16 @@ def damage(run: Path, *names: str) -> dict[str, str] | None:
 
 
 def demand(run: Path, *names: str) -> None:
-    """Let files be read only as the run left them; those of a run without a list are read as they are.
-
-    Raises:
-        StoreError: naming each that is damaged, of `names` or of all that results are made of.
-    """
+    """Raises `StoreError`: a file of `names`, by default all for results, is damaged; no-op without a list."""
     if wrong := unfit(run, *names):
         raise StoreError(f"{run}: {'; '.join(wrong)}; {RESTORE}")
 
 
 def unfit(run: Path, *names: str) -> list[str]:
-    """The sentences of `damage` about named files, or about all that results are made of."""
     return [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]
 
 
 def told(run: Path) -> str:
-    """Sentence about a run's record; empty where nothing was listed."""
     found = damage(run)
     if found is None:
         return ""
@@ -126,7 +105,7 @@ def _recorded(run: Path) -> list[str]:
 
 
 def _read(run: Path, checksum: str | None = None) -> dict[str, Any]:
-    """The list. Raises `StoreError`: it is missing, or not the one with this checksum."""
+    """Raises `StoreError`: the list is missing, or has another checksum."""
     path = run / CHECKSUMS
     if not path.exists():
         raise StoreError(f"{CHECKSUMS} is missing, so nothing says what the run recorded")

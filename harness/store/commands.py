@@ -1,7 +1,7 @@
-"""The commands that we print, as one types them: `python run.py ...` in a checkout, `harness run ...` where installed.
+"""Printed commands in a form to type: `python run.py ...` in a checkout, `harness run ...` where installed.
 
-Whoever prints `next:` or a fix asks here, so that it can be typed where it was printed: under the console script if it
-was typed, with the path of `run.py` from the current folder, and with the interpreter's path where `python` is another.
+They use the console script if it was typed, the path of `run.py` from the current folder, and the interpreter's path
+where `python` is another.
 """
 
 from __future__ import annotations
@@ -22,27 +22,18 @@ DISTRIBUTION = "sharding-harness"
 USUAL = "runs"
 
 TYPED = "HARNESS_TYPED"
-"""The variable by which a process, and those it starts, know the console script they were started as, ready to type."""
 
 
 def started_as_script(argv0: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remember that the console script was typed.
-
-    Args:
-        argv0: the script, as this process was given it.
-        environment: where it is remembered.
-    """
     found = shutil.which(SCRIPT)
     on_path = found is not None and os.path.abspath(found) == os.path.abspath(argv0)
     environment[TYPED] = SCRIPT if on_path else shown(argv0)
 
 
 def request(words: str = "", folder: str = "") -> str:
-    """The command that asks for runs, before `words` that are ready for a shell.
+    """Command before `words` (shell-quoted) of a request.
 
-    Args:
-        words: overrides and flags.
-        folder: where they mean what they meant: paths, options and classes of one's own are found from there.
+    Args: folder: where relative paths, options and the user's classes are found.
     """
     there = folder if folder and os.path.abspath(folder) != os.getcwd() else None
     script = f"{python(there)} {shown(ROOT / 'run.py', there)}"
@@ -51,13 +42,12 @@ def request(words: str = "", folder: str = "") -> str:
 
 
 def verb(words: str = "", root: Path | str | None = None) -> str:
-    """The command of a verb, before `words` that are ready for a shell, in the store `root`, by default the usual."""
+    """Command of a verb before `words` (shell-quoted), in the store `root`."""
     where = "" if root is None or is_usual(root) else f" --root {shlex.quote(str(root))}"
     return f"{_harness()} {words}{where}".rstrip()
 
 
 def is_usual(root: Path | str) -> bool:
-    """True for the store that a command without `--root` and `launch.root` takes."""
     return Path(root).absolute() == Path(USUAL).absolute()
 
 
@@ -70,8 +60,6 @@ def _harness(start: str | None = None) -> str:
 
 
 def install(extra: str) -> str:
-    """Command that installs an optional part: from the checkout, or, of a wheel that is installed, by the package's
-    name."""
     package = DISTRIBUTION if ROOT.name == SHIPPED else _nearest(ROOT)
     return f"{python()} -m pip install {shlex.quote(f'{package}[{extra}]')}"
 
@@ -81,14 +69,12 @@ def script(path: Path | str) -> str:
 
 
 def python(start: str | None = None) -> str:
-    """The word that starts this interpreter, typed in `start`, by default here."""
     found = shutil.which("python")
     here = os.path.dirname(os.path.abspath(sys.executable))
     return "python" if found and os.path.dirname(os.path.abspath(found)) == here else shown(sys.executable, start)
 
 
 def shown(path: Path | str, start: str | None = None) -> str:
-    """A path as one would type it in `start`, by default here."""
     return shlex.quote(_nearest(path, start))
 
 

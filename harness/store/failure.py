@@ -1,7 +1,7 @@
-"""Why a run failed: one file a rank, and the rule that tells the cause from its echoes.
+"""Failures of a run: one file a rank, and the rule that separates the cause from its echoes.
 
-When a rank dies, the others lose their connection and fail too. Their tracebacks are true and useless: the report puts
-the cause first and names the echoes in a line each.
+When a rank dies, the others lose their connection and fail too; the report puts the cause first and each echo on a
+line.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ ECHOES = re.compile(
     r"communicator (encountered|was aborted)|heartbeat|the server socket has failed",
     re.IGNORECASE,
 )
-"""Messages of gloo, NCCL and the store when a peer is gone."""
 
 LOSERS = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError"}
 )
-"""Errors by which a rank says that it lost a peer: torch's, and our engine's around one of them."""
+"""Errors of a rank that lost a peer: torch's, and our engine's around one of them."""
 
 SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
 
@@ -45,12 +44,11 @@ class Failure:
         return is_echo(self.text)
 
     def summary(self) -> str:
-        """`rank 1: ValueError: ...`, one line."""
         return f"rank {self.rank}: {last_line(self.text)}"
 
 
 def is_echo(text: str) -> bool:
-    """True if a traceback only says that a peer is gone: one of `LOSERS`, with one of `ECHOES`."""
+    """True if a traceback is only about a lost peer: one of `LOSERS`, with one of `ECHOES`."""
     message = _message(text)
     kind = message.partition(":")[0].rpartition(".")[2]
     return kind in LOSERS and ECHOES.search(message) is not None
@@ -61,7 +59,6 @@ def last_line(text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """Message of the last traceback in `text`: from its first line that is not indented; else the first line."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     headers = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not headers:
@@ -76,7 +73,7 @@ def rank_file(attempt: Path, rank: int) -> Path:
 
 
 def forget(attempt: Path, rank: int) -> None:
-    """Remove what an earlier start of this attempt (a requeue) left of this rank."""
+    """Remove a rank's traceback of an earlier start (a requeue) of this attempt."""
     rank_file(attempt, rank).unlink(missing_ok=True)
     if rank == 0:
         (attempt / REPORT).unlink(missing_ok=True)
@@ -87,7 +84,6 @@ def record(attempt: Path, rank: int, text: str) -> None:
 
 
 def collect(attempt: Path) -> list[Failure]:
-    """Failures of all ranks that left a traceback, the cause first."""
     found = []
     for name in folder_names(attempt):
         number = _RANK_FILE.fullmatch(name)
@@ -98,12 +94,10 @@ def collect(attempt: Path) -> list[Failure]:
 
 
 def ordered(failures: Sequence[Failure]) -> list[Failure]:
-    """The cause first: what is no echo before what is, and the earlier before the later."""
     return sorted(failures, key=lambda failure: (failure.echo, failure.when, failure.rank))
 
 
 def has_cause(attempt: Path) -> bool:
-    """True if any rank has told more than that it lost a peer."""
     return any(not failure.echo for failure in collect(attempt))
 
 

@@ -1,7 +1,7 @@
-"""What a line of `metrics.jsonl` holds: every metric declared once, with its unit, its meaning and who reads it.
+"""Fields of `metrics.jsonl`: every metric declared once, with its unit, meaning and readers.
 
-The recorder writes these, in this order, and refuses any other; the mirror, the rehearsal and `show` read what stands
-here, and docs/metrics.md is made from it (`benchmarks/pages/metrics_page.py`).
+The recorder writes these, in this order, and refuses any other; the mirror, the rehearsal and `show` use the
+declarations, and docs/metrics.md is made from them (`benchmarks/pages/metrics_page.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Metric:
     path: str
+    """Keys from the line inwards, joined by slashes; `*` stands for keys that the run chooses."""
     unit: str
     meaning: str
     cost: bool = False
-    """True if the metric says what the step took, which differs from one execution of a run to the next. All else must
-    have the same bits in a run that was interrupted and resumed."""
+    """True if it differs between executions of a run. All others have the same bits in an interrupted and resumed
+    run."""
     mirrored: bool = True
 
     @property
@@ -151,29 +152,27 @@ METRICS = (
     Metric("comm/*/bytes", "bytes", "Bytes that rank 0 sent in them.", cost=True),
     Metric("own/*", "", "What the classes of `measure.callbacks` returned, by the names they give."),
 )
-"""Every metric, in the order of a line."""
 
 _BY_PATH = {metric.path: metric for metric in METRICS}
 _GIVEN = dict.fromkeys(metric.path.partition("/*")[0] for metric in METRICS)
 
 
 def metric_of(path: str) -> Metric | None:
-    """The declaration of a leaf of a line, such as `comm/all_gather/bytes`; None where nothing declares it."""
+    """Declaration of a leaf of a line, such as `comm/all_gather/bytes`; None if undeclared."""
     keys = path.split("/")
     return _BY_PATH.get(path) or _BY_PATH.get("/".join([*keys[:1], "*", *keys[2:]]))
 
 
 def members(group: str) -> list[Metric]:
-    """The metrics directly below a key of the line, such as those of `counters`."""
+    """Metrics directly below a key of the line, such as those of `counters`."""
     return [metric for metric in METRICS if metric.path == f"{group}/{metric.name}"]
 
 
 def as_line(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A line from its values by path, in the order of `METRICS`, its groups nested. A metric with `*` in its path is
-    given with all of its keys, as the mapping before the `*`.
+    """Nested line from values by path, in the order of `METRICS`.
 
-    Raises:
-        ValueError: a metric has no value, or a value no metric.
+    A metric with `*` takes a mapping at the path before it. Raises `ValueError`: a metric has no value, or a value no
+    metric.
     """
     missing, undeclared = _GIVEN.keys() - values.keys(), values.keys() - _GIVEN.keys()
     if missing or undeclared:
@@ -201,13 +200,11 @@ def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def compared(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that an interruption must not change: every leaf that no metric declares a cost."""
     declared = ((path, value, metric_of(path)) for path, value in leaves(record))
     return {path: value for path, value, metric in declared if metric is None or not metric.cost}
 
 
 def mirrored(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Values sent to Weights & Biases: every leaf with a value, but those that its metric keeps back."""
     declared = ((path, value, metric_of(path)) for path, value in leaves(record) if value is not None)
     return {path: value for path, value, metric in declared if metric is None or metric.mirrored}
 

@@ -22,12 +22,9 @@ PRIVATE = 0o600
 
 
 def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace `path` by `text` (UTF-8), so that a reader, or a crash at any moment, sees the old or the new file whole.
+    """Atomically replace `path` by `text` (UTF-8), with secrets removed (`redaction`) and `mode` under the umask.
 
-    Secrets are replaced (`redaction`). Of `mode` the umask takes away what it does of any file.
-
-    Raises:
-        OSError: the folder is missing or not writable, or the disk is full; `path` is then as it was.
+    Raises `OSError`: the folder is missing or not writable, or the disk is full; `path` is then unchanged.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -44,22 +41,24 @@ def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 class SameFiles:
-    """Files of several folders that mostly hold the same text: written and flushed once, then linked.
+    """Files of several folders with mostly equal text: written and flushed once, then linked.
 
-    To be read only: who writes one in place writes all. Replacing one (`write_atomic`) leaves the others alone.
+    For reading only: an in-place write changes all. `write_atomic` replaces one alone.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, tuple[Path, int]] = {}
+        """By text: a file that holds it, and its inode."""
 
     def write(self, path: Path, text: str, *, mode: int = 0o666) -> None:
-        """`write_atomic`, or a second name of the file that was written before; what cannot be linked is written."""
+        """`write_atomic`, or a link to an earlier file with the same text, where possible."""
         if text not in self._first or not _linked(*self._first[text], path):
             write_atomic(path, text, mode=mode)
             self._first[text] = path, path.stat().st_ino
 
 
 def _linked(first: Path, inode: int, path: Path) -> bool:
+    """True if `path` is now a link to the inode of `first`."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         os.link(first, temporary)
@@ -74,14 +73,14 @@ def _linked(first: Path, inode: int, path: Path) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically. Raises `ValueError` on a non-finite float: JSON has none."""
+    """Indented JSON, atomically. Raises `ValueError` on a non-finite float."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def private_folder(path: Path) -> bool:
-    """Make a folder that only its owner may look into, whatever the umask; returns whether it was not there.
+    """Make a folder for its owner alone, whatever the umask; True if it is new.
 
-    Folders above it are made as usual. One that is there keeps its mode, so that an owner may open it for others.
+    Parents have the usual mode. An existing folder keeps its mode, so that an owner may open it for others.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -95,11 +94,7 @@ def private_folder(path: Path) -> bool:
 
 
 def own_folder() -> Path:
-    """A folder of this user on this machine, for locks: nobody else can have made it, or put anything in it.
-
-    Raises:
-        StoreError: somebody else holds its name, or may write into it.
-    """
+    """Folder of this user on this machine, for locks. Raises `StoreError`: others own it, or may write there."""
     folder = Path(tempfile.gettempdir()) / f"sharding-harness-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
@@ -112,8 +107,8 @@ def own_folder() -> Path:
 class Lock:
     """An exclusive advisory lock on a file, held while the file is open.
 
-    The kernel drops it when the last process that has the descriptor is gone, so it is never stale and knows nothing of
-    process ids. A child that inherits `fileno()` keeps it held.
+    The kernel drops it when the last process with the descriptor ends, so it is never stale. A child that inherits
+    `fileno()` keeps it held.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -122,11 +117,10 @@ class Lock:
 
     @classmethod
     def acquire(cls, path: Path, *, timeout_s: float = 0.0) -> Lock | None:
-        """Take the lock, waiting at most `timeout_s` seconds; None when another holder keeps it.
+        """Take the lock within `timeout_s` seconds; None if another holds it.
 
-        Raises:
-            StoreError: the file system knows no locks, or the file is another user's, who could keep it for ever.
-            OSError: the lock file cannot be made.
+        Raises `StoreError`: the file system has no locks, or the file is another user's. `OSError`: the lock file
+        cannot be made.
         """
         if os.path.lexists(path) and os.geteuid() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
             mine = "choose a study or a store of your own (study.name, launch.root), or remove it"
@@ -150,11 +144,11 @@ class Lock:
                 ) from error
 
     def fileno(self) -> int:
-        """The descriptor to hand to a child that shall keep the lock held."""
+        """Descriptor for a child that keeps the lock held."""
         return self._descriptor
 
     def release(self) -> None:
-        """Close this process's descriptor. The lock lives on in children that inherited it."""
+        """Close this process's descriptor; children that inherited the lock keep it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -167,15 +161,13 @@ class Lock:
 
 
 _LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A lock is a file of its folder: no link leads away from it, and a FIFO in its place blocks nobody."""
+"""Flags of a lock's open: no links, and no blocking on a FIFO."""
 
 
 def _open(path: Path) -> int:
-    """A lock's descriptor. Who can open a file can lock it, so that only its owner may open it.
+    """Descriptor of a lock, readable by its owner alone, because whoever can open it can lock it.
 
-    Raises:
-        StoreError: something else stands in its place.
-        PermissionError: it is another user's, and closed.
+    Raises `StoreError`: it is no regular file. `PermissionError`: it is another user's.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, PRIVATE)
@@ -195,9 +187,9 @@ def _open(path: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process holds the lock on `path`. Looking is shared: two who look do not see each other.
+    """True while some process holds the lock on `path`; probes do not disturb each other.
 
-    Another user's lock cannot be looked at: it is taken for held, so that a run's state is believed.
+    Another user's lock counts as held, so that a run's state is believed.
     """
     if not os.path.lexists(path):
         return False
@@ -216,11 +208,7 @@ def is_held(path: Path) -> bool:
 
 @contextlib.contextmanager
 def held(path: Path, *, timeout_s: float = 30.0) -> Iterator[None]:
-    """Hold the lock on `path` for a short piece of bookkeeping.
-
-    Raises:
-        Busy: it was not free within `timeout_s` seconds.
-    """
+    """Hold the lock on `path` for short bookkeeping. Raises `Busy`: not free within `timeout_s` seconds."""
     lock = Lock.acquire(path, timeout_s=timeout_s)
     if lock is None:
         raise Busy(f"{path} has been locked by another process for {timeout_s:g} s; wait for it, or end it")

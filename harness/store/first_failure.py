@@ -17,9 +17,9 @@ def tell(run: RunDir) -> None:
 
 
 def since(run: RunDir, attempt: int) -> str:
-    """Name of a run of the same study that has failed since this attempt was submitted; empty where none has.
+    """Name of a run of the same study that failed since this attempt was submitted; may be empty.
 
-    Times are the file system's own, so that hosts whose clocks differ agree.
+    Times are the file system's own, independent of hosts' clocks.
     """
     marker = run.path.parent / FILE
     try:

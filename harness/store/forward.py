@@ -1,4 +1,4 @@
-"""What a run's first step gave out, module by module: `vouch/forward.json`, written by the first rank.
+"""Outputs of a run's first step by module: `vouch/forward.json`, written by the first rank.
 
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
@@ -32,11 +32,7 @@ class Forward:
 
 
 def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
-    """Write a forward; of each module m sketches, and the sum of squares behind them.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Raises `OSError`: the folder cannot be written."""
     private_folder(run_dir / FOLDER)
     told = [
         {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
@@ -47,11 +43,7 @@ def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str
 
 
 def read(run_dir: Path) -> Forward | None:
-    """The forward of a run; None where nobody looked.
-
-    Raises:
-        StoreError: it cannot be read, and why.
-    """
+    """None if not observed. Raises `StoreError`: the file is unreadable."""
     path = run_dir / FOLDER / NAME
     facts = read_format(path, VERSION, FORWARD)
     if facts is None:
@@ -66,11 +58,7 @@ def read(run_dir: Path) -> Forward | None:
 
 
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:
-    """Finite numbers.
-
-    Raises:
-        OverflowError, ValueError: one of them is none.
-    """
+    """Raises `OverflowError`, `ValueError`: a value is no finite number."""
     found = tuple(float(value) for value in values)
     if not all(map(math.isfinite, found)):
         raise ValueError(f"{found} are not all finite")

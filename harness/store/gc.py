@@ -1,4 +1,4 @@
-"""What a store no longer needs: leftovers of crashes, ended submissions and, if asked, checkpoints. Never a record."""
+"""Garbage of a store: leftovers of crashes, ended submissions and, on request, checkpoints. Never a record."""
 
 from __future__ import annotations
 
@@ -30,18 +30,15 @@ class Item:
     path: Path
     why: str
     size: int
+    """Bytes."""
 
 
 def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = False) -> list[Item]:
-    """Removable files; nothing is touched.
+    """Removable items; nothing is touched.
 
-    Args:
-        store: where.
-        jobs: asks the scheduler which submitted runs still live.
-        checkpoints: also those of runs that are done: they cannot be resumed any more.
+    Args: jobs: scheduler's view of submitted runs. checkpoints: also those of done runs, which cannot be resumed.
 
-    Raises:
-        StoreError: the root does not bear the mark of a store: nothing in it is ours to judge.
+    Raises `StoreError`: the root lacks the mark of a store.
     """
     if not store.is_marked():
         raise StoreError(
@@ -72,7 +69,7 @@ def gc(
     apply: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Say what can go, one line an item, and then (`apply`) remove it; last the sum."""
+    """Print each item, remove it with `apply`, and print the sum."""
     items = garbage(store, jobs, checkpoints=checkpoints)
     for item in items:
         say(f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})")
@@ -96,7 +93,6 @@ def _item(path: Path, why: str) -> Item:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file; 0 of anything else, and of what has vanished meanwhile."""
     try:
         found = path.lstat()
     except OSError:
@@ -105,7 +101,6 @@ def _size(path: Path) -> int:
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
-    """Folders that are runs, or were going to be: both bear the lock that is made first. Links lead elsewhere."""
     for path in sorted(root.glob("*/*/")):
         hidden = path.name.startswith(".") or path.parent.name.startswith(".")
         linked = path.is_symlink() or path.parent.is_symlink()

@@ -1,7 +1,7 @@
-"""Which run a configuration is: canonical form, signature, and a name a person can read.
+"""Identity of a run: canonical form, signature, and readable name of a configuration.
 
-All functions take the plain, resolved configuration (nested dicts with enums as their names) and nothing else, so that
-they give the same answer on every machine and in every process.
+Pure functions of the plain, resolved configuration (nested dicts with enums as their names), equal on every machine and
+in every process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ AXES = (
     "cluster",
     "notes",
 )
-"""Groups whose settings may differ in two runs that are compared: what a study varies, and what cannot touch a number.
-A setting of no such group must agree, so that one added later is refused until somebody decides about it."""
+"""Groups that may differ in a comparison: axes of a study, and groups without numeric effect.
+
+Settings of other groups must agree, so that a new one is refused until somebody decides about it.
+"""
 
 FREE = (
     "train.microbatch_size",  # the global batch is the same; its digest says so
@@ -62,7 +64,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("measure", "vouch_limit_mib"): 256,
     ("fault", "begins_at"): 1,
 }
-"""Settings that came later, each with the value under which a run is what it was before they were there."""
+"""Later settings, each with the value of runs before it existed."""
 
 SHORT = 8
 
@@ -78,14 +80,10 @@ def must_agree(key: str) -> bool:
 
 
 def canonical(config: dict[str, Any]) -> str:
-    """The text that defines a run: sorted, compact JSON without the excluded keys; floats round-trip.
+    """Defining text of a run: sorted, compact JSON without the excluded keys; floats round-trip.
 
-    On CPU nobody reduces inside a network, and nothing is left to NCCL: sharp=default is sharp=none there, which was
-    the default once, and runs of then are still found.
-
-    Raises:
-        ValueError: a value is a non-finite float.
-        TypeError: a value is not plain (an enum, a tensor).
+    On CPU sharp=default is sharp=none, the former default, so that older runs are still found. Raises `ValueError`: a
+    non-finite float. `TypeError`: a value is not plain (an enum, a tensor).
     """
     kept = {key: value for key, value in config.items() if key not in EXCLUDED}
     for (group, key), without in ADDED.items():
@@ -102,12 +100,12 @@ def signature(config: dict[str, Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file name: lower-case letters, digits, `_`, `.`, `-`; no dot or dash at either end."""
+    """Text as part of a file name: lower-case letters, digits, `_`, `.`, `-`; no dot or dash at either end."""
     return re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-.")
 
 
 def run_name(config: dict[str, Any]) -> str:
-    """A name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-r1`; the signature makes it unique."""
+    """Name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-r1`; the signature makes it unique."""
     train, mesh = config["train"], config["mesh"]
     world_size = mesh["world_size"] // mesh.get("tp", 1)
     microbatches = train["global_batch_size"] // max(1, train["microbatch_size"] * world_size)
@@ -136,8 +134,7 @@ def run_name(config: dict[str, Any]) -> str:
 
 
 def _mesh(config: dict[str, Any]) -> str:
-    """dp4; with an outer axis its two sizes and whether it splits the optimizer: hsdp2x2 or hfsdp2x2; with
-    tensor-parallel ranks their number: dp2tp2."""
+    """dp4; with an outer axis hsdp2x2 or hfsdp2x2 (sharded optimizer); with tensor parallelism dp2tp2."""
     mesh = config["mesh"]
     tp, outer = mesh.get("tp", 1), mesh.get("dp_outer", 1)
     ranks, cut = mesh["world_size"] // tp, f"tp{tp}" if tp > 1 else ""
@@ -148,7 +145,6 @@ def _mesh(config: dict[str, Any]) -> str:
 
 
 def study_name(config: dict[str, Any]) -> str:
-    """Name of the study a cell belongs to, and of the folder its run lies in."""
     return str(config["study"]["name"])
 
 

@@ -1,6 +1,6 @@
-"""Is this interpreter one that can run the laboratory? Asked before anything else of ours is imported.
+"""Check of the interpreter, before any other import of ours.
 
-Pythons from 3.6 on must be able to read this file, and `run.py` and `harness/command.py` up to where they ask.
+Pythons from 3.6 on must be able to parse this file, and `run.py` and `harness/command.py` up to their call of it.
 """
 
 import importlib.util
@@ -11,7 +11,6 @@ import sys
 OLDEST = (3, 11)
 
 NEEDED = ("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "safetensors", "scipy", "xxhash")
-"""Modules of the dependencies in pyproject.toml. Torch is not among them: previews and verdicts do without."""
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -25,7 +24,6 @@ def require() -> None:
 
 
 def lacking() -> str:
-    """Parts that this interpreter lacks, as the end of a sentence; empty if nothing."""
     if sys.version_info < OLDEST:
         return f"is Python {sys.version.split()[0]}, and 3.11 is the oldest that can be used"
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -34,7 +32,6 @@ def lacking() -> str:
 
 
 def remedy() -> str:
-    """A shell command, right in any folder, after which `python` lacks nothing."""
     here, venv = shlex.quote(ROOT), os.path.join(ROOT, ".venv")
     activate = f". {shlex.quote(os.path.join(venv, 'bin', 'activate'))}"
     if not os.path.exists(os.path.join(ROOT, "Makefile")):

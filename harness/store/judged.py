@@ -1,7 +1,6 @@
-"""`<root>/<study>/verdict.json`: what a study's arms were last judged to be, for tables of many runs.
+"""`<root>/<study>/verdict.json`: last outcomes of a study's arms, for tables of many runs.
 
-An outcome counts only while its two runs are the ones that were judged: each is marked with its last change of state
-and the digest of the sources that made it.
+An outcome is valid while both runs have the same last change of state and digest of sources.
 """
 
 from __future__ import annotations
@@ -21,15 +20,9 @@ _SHAPE = {"arms": Each(list, {"arm": str, "control": str, "outcome": str, "marks
 
 
 def keep(root: Path, study: str, judged: Iterable[tuple[Path, Path, str]]) -> None:
-    """Replace the record by these outcomes.
+    """Replace the record. Raises `OSError`: the store cannot be written.
 
-    Args:
-        root: the store's root.
-        study: its name; runs of others are not kept.
-        judged: arm, control and outcome.
-
-    Raises:
-        OSError: the store cannot be written to.
+    Args: judged: arm, control and outcome; runs of other studies are dropped.
     """
     folder = root / study
     rows = [
@@ -41,7 +34,6 @@ def keep(root: Path, study: str, judged: Iterable[tuple[Path, Path, str]]) -> No
 
 
 def outcomes(root: Path, study: str) -> dict[Path, str]:
-    """Outcome by run directory, of arms that are still what was judged; nothing where nobody judged."""
     try:
         record: dict[str, Any] = read_json(root / study / FILE, _SHAPE) or {"arms": []}
     except StoreError:
@@ -57,8 +49,6 @@ def outcomes(root: Path, study: str) -> dict[Path, str]:
 
 
 def _mark(run: Path) -> str:
-    """Mark that changes when a run is made again; empty for one that cannot be read, which is no run's that was
-    judged."""
     try:
         state, origin = status.read(run), provenance.read(run)
     except StoreError:

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object a line, one line a step.
 
-Floats are written so that they read back to the same bits; non-finite ones are the strings "nan", "inf" and "-inf",
-because JSON has no others. A line is written with one call, so a killed run leaves at most a torn last line.
+Floats read back to the same bits; non-finite ones are the strings "nan", "inf" and "-inf". A line is written with one
+call, so a killed run leaves at most a torn last line.
 """
 
 from __future__ import annotations
@@ -20,27 +20,21 @@ from harness.store.reading import open_regular
 from harness.store.shapes import STEP, fault
 
 TAIL_BYTES = 65536
+"""Bytes read from a file's end: some fifty steps."""
 
 MAX_LINE = 1 << 24
+"""Longest accepted line: three times a step of a hundred thousand numbers."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line without its newline.
-
-    Raises:
-        TypeError: a value is neither a number, a string, a bool, None, a list nor a mapping.
-    """
+    """Line without newline. Raises `TypeError`: a value is no number, string, bool, None, list or mapping."""
     return json.dumps(_plain(record), separators=(", ", ": "), allow_nan=False)
 
 
 def decode(line: str) -> dict[str, Any]:
-    """The record in a line; the strings for non-finite floats become floats again.
-
-    Raises:
-        ValueError: the line is not one JSON object.
-    """
+    """Record of a line, with non-finite floats restored. Raises `ValueError`: the line is no JSON object."""
     value = json.loads(line)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {line[:60]!r}")
@@ -76,11 +70,7 @@ class MetricsWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line.
-
-        Raises:
-            OSError: the disk is full; what was written of this line is cut off again, so the file stays whole.
-        """
+        """Append one line. Raises `OSError`: the disk is full; the partial line is cut off again."""
         data = (encode(record) + "\n").encode()
         start = os.fstat(self._descriptor).st_size
         try:
@@ -92,7 +82,6 @@ class MetricsWriter:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk; called before a checkpoint that relies on it."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -118,11 +107,8 @@ def _cut_torn_end(path: Path) -> None:
 
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a run in order; none where the file is missing. A torn last line is left out.
-
-    Raises:
-        StoreError: a line before the last is not a record.
-    """
+    """Records of a run in order, without a torn last line; empty without a file. Raises `StoreError`: a line is no
+    record."""
     file = open_regular(path)
     if file is None:
         return
@@ -132,11 +118,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole lines and their numbers, from 1; a torn last one is left out.
-
-    Raises:
-        StoreError: one is longer than any line of ours: what is behind a hole would fill the memory.
-    """
+    """Complete lines with numbers from 1. Raises `StoreError`: one is too long, as behind a hole."""
     for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
         if line.endswith(b"\n"):
             yield number, line
@@ -157,12 +139,10 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def read_columns(path: Path, keys: Sequence[str]) -> dict[str, list[Any]]:
-    """Some fields of all records, a list a field; None where a record lacks one. Non-finite numbers are floats.
+    """Fields of all records, a list a field; None where a record lacks one.
 
-    For readers of long runs: of 100,000 records these few lists take a hundredth of the memory that the records do.
-
-    Raises:
-        StoreError: a line before the last is not a record, or one of these fields is of another kind than `STEP` says.
+    100,000 records take a hundredth of their memory this way. Raises `StoreError`: a line is no record, or a field has
+    another kind than in `STEP`.
     """
     columns: dict[str, list[Any]] = {key: [] for key in keys}
     file = open_regular(path)
@@ -189,33 +169,21 @@ _NUMBERS = (float, int)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a run; see `iter_metrics`."""
     return list(iter_metrics(path))
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """The newest whole record, read from the end of the file (a watcher asks often); None where there is none.
-
-    Raises:
-        StoreError: it is no record of a step.
-    """
+    """Newest complete record, read from the end of the file; None without one. Raises `StoreError`: it is no record."""
     lines = _last_lines(path, 1)
     return _record(lines[-1], f"{path}, its last line") if lines else None
 
 
 def last_numbers(path: Path, names: Sequence[str], count: int) -> dict[str, list[float]]:
-    """Some numbers of the newest whole records: for tables of a thousand runs, which need no more.
+    """Finite numbers of the newest records by name, for tables of a thousand runs.
 
-    Args:
-        path: the file.
-        names: as `harness.store.fields` has them: keys from the line inwards, joined by slashes.
-        count: of how many records, at most; no more than the last 64 KiB of the file hold.
+    Args: names: paths of `harness.store.fields`. count: most records, within the last 64 KiB.
 
-    Returns:
-        By name, the finite numbers that are there.
-
-    Raises:
-        StoreError: a line is not JSON.
+    Raises `StoreError`: a line is not JSON.
     """
     found: dict[str, list[float]] = {name: [] for name in names}
     places = [(name, name.split("/")) for name in names]
@@ -245,12 +213,10 @@ def _last_lines(path: Path, count: int) -> list[bytes]:
 
 
 def cut_back(path: Path, step: int, begins_after: int = 0) -> int:
-    """Keep the records up to and including `step`, as a checkpoint of that step asks for; returns how many.
+    """Truncate the records to `step`, that of a checkpoint; returns their number.
 
-    `begins_after` is the step of another run's checkpoint that this record began from.
-
-    Raises:
-        StoreError: the file does not reach `step` without a hole, so that checkpoint and record do not belong together.
+    begins_after: step of another run's checkpoint from which this record began. Raises `StoreError`: the record lacks
+    steps up to `step`.
     """
     kept = [record for record in iter_metrics(path) if record["step"] <= step]
     steps = [record["step"] for record in kept]

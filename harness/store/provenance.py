@@ -1,7 +1,7 @@
-"""Where a result came from: versions, machine, git, and a digest of the sources that can change a number.
+"""Provenance of a result: versions, machine, git, and a digest of the sources that can change a number.
 
-The desk writes its part when it starts a run; rank 0 completes it with what only a rank knows (`merge`). Environment
-variables are recorded by an allow-list of names, so that a token in the environment can never reach a file.
+The desk writes its part at the start of a run; rank 0 completes it (`merge`). Environment variables are recorded by an
+allow-list of names, so that no token can reach a file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SHIPPED = "shipped"
 
 ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
-"""Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
+"""Folder of `run.py`, `conf/` and `sweeps/`: beside the package in a checkout, inside it if installed."""
 
 SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
     *("config/derived.py", "config/schedule.py", "config/data_source.py"),
 )
+"""Sources that can change a number, relative to the package; not meters, records and the desk."""
 
 PACKAGES = (
     "torch",
@@ -97,19 +98,16 @@ ENVIRONMENT = (
     "SLURM_RESTART_COUNT",
     "SLURM_NTASKS",
 )
+"""Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
 
 MAX_DIFF_BYTES = 8 * 2**20
 
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
-"""Variables git sets for its hooks and aliases; they would turn our questions to another repository."""
+"""Variables of git's hooks and aliases, which would select another repository."""
 
 
 def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
-    """Facts of a run about to start.
-
-    Args:
-        peers: distributions of engines, whose versions are recorded beside those of `PACKAGES`.
-    """
+    """Facts of the desk at a run's start. Args: peers: distributions of engines, recorded besides `PACKAGES`."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "sources_digest": sources_digest(),
@@ -130,12 +128,10 @@ def machine_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `ENVIRONMENT` that are set, in its order."""
     return {name: environment[name] for name in ENVIRONMENT if name in environment}
 
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Installed versions, from metadata alone: nothing is imported. Packages that are not installed are left out."""
     found = {"python": platform.python_version(), "harness": _version("sharding-harness") or "unknown"}
     for name in names:
         version = _version(name)
@@ -177,7 +173,7 @@ def source_files(package: Path = PACKAGE) -> list[Path]:
 
 
 def sources_digest(package: Path = PACKAGE) -> str:
-    """SHA-256 over the paths and bytes of the sources that can change a number, 64 hex digits."""
+    """SHA-256 over paths and bytes of the sources that can change a number, 64 hex digits."""
     digest = hashlib.sha256()
     for path in source_files(package):
         content = path.read_bytes()
@@ -187,7 +183,7 @@ def sources_digest(package: Path = PACKAGE) -> str:
 
 
 def files_digest(root: Path, names: Iterable[str]) -> str:
-    """SHA-256 over files under `root`: their relative names and bytes, 64 hex digits; one may be gone."""
+    """SHA-256 over files under `root`: relative names and bytes, 64 hex digits; one may be missing."""
     digest = hashlib.sha256()
     for name in names:
         try:
@@ -200,10 +196,8 @@ def files_digest(root: Path, names: Iterable[str]) -> str:
 
 
 def own_now(origin: Mapping[str, Any], *, loaded: bool = False) -> list[dict[str, Any]]:
-    """A run's record of what in it is the user's own, with the digests that the files have today.
-
-    `loaded`: of the files its ranks load, which for a submitted run are a copy.
-    """
+    """Record of the user's own classes with present digests; `loaded`: of the ranks' files, a copy for submitted
+    runs."""
     return [
         {**each, "digest": files_digest(Path(_folder(each, loaded)), each["files"])} for each in origin.get("own", ())
     ]
@@ -214,7 +208,7 @@ def _folder(each: Mapping[str, Any], loaded: bool) -> str:
 
 
 def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
-    """Names of what is the user's own in a run and has other files today, or (`now`) in a request for it."""
+    """Names of the user's classes with other files today, or (`now`) in a request."""
     held, present = ({each["name"]: each["digest"] for each in some} for some in (origin.get("own", ()), now or ()))
     if now is None:
         present = {each["name"]: each["digest"] for each in own_now(origin)}
@@ -222,9 +216,9 @@ def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = 
 
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and changed files; None outside a repository. Remote addresses may hold secrets: not asked.
+    """Commit, branch and changed files; None outside a repository, or where it tracks no file of the folder.
 
-    A repository that has no file of the folder says nothing of it: a package may be installed in somebody's project.
+    Remote addresses are left out: they may hold secrets.
     """
     sha = _git(folder, "rev-parse", "HEAD") if _is_tracked(folder) else None
     if sha is None:
@@ -239,7 +233,7 @@ def git_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def git_diff(folder: Path = PACKAGE.parent) -> str:
-    """Tracked changes against HEAD; empty where there are none, and cut with a note beyond 8 MiB."""
+    """Tracked changes against HEAD, truncated with a note beyond 8 MiB."""
     text = (_git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") if _is_tracked(folder) else "") or ""
     if len(text) <= MAX_DIFF_BYTES:
         return text
@@ -261,13 +255,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def record_start(run: Path, facts: Mapping[str, Any], diff: str, same: SameFiles | None = None) -> None:
-    """Write the desk's part of `provenance.json`, and `diff.patch` where files differ from the commit.
+    """Write the desk's part of `provenance.json`, and `diff.patch` with changes to the commit.
 
-    Args:
-        run: the run directory.
-        facts: `desk_facts`, and what in the run is the user's own.
-        diff: tracked changes.
-        same: of runs that are started together, which share one diff.
+    Args: facts: `desk_facts`, and the user's own classes. same: shared by runs that start together.
     """
     write_json(run / "provenance.json", facts)
     if diff:
@@ -277,7 +267,7 @@ def record_start(run: Path, facts: Mapping[str, Any], diff: str, same: SameFiles
 
 
 def merge(run: Path, facts: Mapping[str, Any]) -> None:
-    """Add what rank 0 knows to `provenance.json`; `versions` are joined, all else is replaced."""
+    """Add rank 0's facts to `provenance.json`; `versions` are joined, all else is replaced."""
     present = read(run)
     joined = {**present.get("versions", {}), **facts.get("versions", {})}
     write_json(run / "provenance.json", {**present, **facts, "versions": joined})
@@ -289,9 +279,9 @@ def read(run: Path) -> dict[str, Any]:
 
 
 def is_stale(run: Path, digest: str | None = None, own: Iterable[Mapping[str, Any]] | None = None) -> bool:
-    """True if a run was made by sources that differ from today's (or from `digest`), the user's own included.
+    """True if a run's sources, with the user's own, differ from today's (or from `digest`).
 
-    `own` is the record of what would be used now; without it, the files of then are looked at again.
+    own: record of the present classes; by default their files are read again.
     """
     origin = read(run)
     recorded = origin.get("sources_digest")

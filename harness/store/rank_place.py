@@ -1,4 +1,4 @@
-"""Who a process is: the variables that launchers set and ranks read. Pure functions of an environment."""
+"""Place of a process: variables that launchers set and ranks read. Pure functions of an environment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 LEASH = "HARNESS_LEASH_FD"
 PROGRESS = "HARNESS_PROGRESS_FD"
+"""Descriptor of a rank's progress, a JSON object a line."""
 START = "HARNESS_START"
 FORK_FDS = (LEASH, PROGRESS, "")
-"""Variables that name the descriptors a forked rank is given, in their order; the last, the run's lock, has none."""
+"""Variables of a forked rank's descriptors, in order; the last, the run's lock, has none."""
 DIES_WITH = "HARNESS_DIES_WITH"
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of an outer launcher that must not leak into ranks we start."""
+"""Variables of an outer launcher that must not leak into our ranks."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
-"""Ask a rank to save and end: a scheduler's preemption, its warning before the time limit, a terminal's end, Ctrl-C."""
+"""Signals for save and end: preemption, warning before the time limit, end of the terminal, Ctrl-C."""
 
 
 def stop_reason(asked: signal.Signals) -> str:
@@ -27,7 +28,7 @@ def stop_reason(asked: signal.Signals) -> str:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Signals that ask to stop wait meanwhile. A process that is started inside dies of none before it listens."""
+    """Block the stop signals, so that a process started inside survives until it handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -41,9 +42,9 @@ class RankPlace:
     world_size: int
     local_rank: int
     start: str
-    """Token of this start; empty where there is one rank, or rank 0 has yet to tell it (torchrun)."""
+    """Token of this start; empty for one rank, or until rank 0 has published it (torchrun)."""
     launcher: str
-    """`local` (our own, watches us), `slurm`, `torchrun` or `inline` (this process is all there is)."""
+    """`local` (our own, watches us), `slurm`, `torchrun` or `inline` (this process alone)."""
     job: str = ""
     """SLURM job id, `123` or `123_4`."""
 
@@ -54,16 +55,11 @@ class RankPlace:
 
 
 def meeting_folder(attempt: Path, start: str) -> Path:
-    """Where the ranks of one start of an attempt meet; of no use once they have ended."""
     return attempt / f"meeting-{start}"
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:
-    """Read a rank's place from its environment; a process with none is one rank of one.
-
-    Raises:
-        ValueError: a variable is not a number, or the rank is none of so many.
-    """
+    """Place from an environment; without variables one rank of one. Raises `ValueError`: a malformed number or rank."""
     place = _place(environment)
     if not 0 <= place.rank < place.world_size:
         raise ValueError(f"rank {place.rank} of {place.world_size}")
@@ -81,12 +77,11 @@ def _place(environment: Mapping[str, str]) -> RankPlace:
 
 
 def is_torchrun(environment: Mapping[str, str]) -> bool:
-    """True if torchrun, or something that speaks its language, started this process as a rank."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:
-    """True if srun started this process as a rank. An sbatch script has SLURM_PROCID too, but is in no step."""
+    """True if srun started this process as a rank; an sbatch script has SLURM_PROCID too, but no step."""
     return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
 
 

@@ -1,10 +1,9 @@
-"""The one door through which files of a run are read.
+"""Reading of a run's files, for every reader.
 
-[Note: Files that others left]
-A run directory lies on a disk that other people, crashes and editors write to. What is read there may be missing, cut,
-of another user, no text, no regular file (a FIFO blocks whoever opens it, `/dev/zero` never ends), nested deeper than
-the reader's stack, or hold a list where a table belongs. Every reader goes through this module, which turns all of that
-into a StoreError with the file's name and its fault, so that a command tells of one bad file and goes on with the rest.
+[Note: Files that others left] Files of a run directory may be missing, truncated, another user's, no text, no regular
+file (a FIFO blocks, `/dev/zero` never ends), nested deeper than the reader's stack, or of another shape. This module
+turns all of that into a StoreError with the file's name and fault, so that a command reports one bad file and goes on
+with the rest.
 """
 
 from __future__ import annotations
@@ -25,32 +24,35 @@ from harness.store.shapes import Shape, fault
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 MAX_BYTES = 256 * 2**20
+"""Largest file read in full; records of steps are read line by line and may be larger."""
 
 MAX_YAML_BYTES = 2**23
-"""Largest YAML file that is read: a frozen configuration has a thousandth of it, and reading takes seconds for each."""
+"""Largest YAML file: a thousand times a frozen configuration, and still seconds to read."""
 
 MAX_DEPTH = 64
-"""Nesting that no file of ours comes near. The YAML reader recurses in C, without a limit of its own."""
+"""Nesting beyond all our files. The YAML reader recurses in C, without a limit of its own."""
 
 _MAY_NEST = re.compile(rf"^[ \t?-]{{{MAX_DEPTH}}}|[&*]", re.MULTILINE)
+"""Indentation or references between nodes; without either, only brackets nest deeply."""
 
 _TABLE = re.compile(r"^(?=[A-Za-z_]\w*:(?: |$))", re.MULTILINE)
+"""Begin of a table's entry, without indentation."""
 
 _NO_TABLE = re.compile(r"^(?![A-Za-z_]\w*:(?: |$)|[ #]|$)", re.MULTILINE)
-"""A line that is neither such a beginning nor indented: another document, a list, what is left of a text."""
+"""A line that neither begins an entry nor is indented: another document, a list, a rest of text."""
 
 _SMALL = 2**16
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 _BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of PyYAML on invalid values: `!!int x`, a thirteenth month."""
 
 
 def open_regular(path: Path, *, own: bool = False) -> BinaryIO | None:
-    """A regular file, opened for reading without waiting for anybody; None where there is none.
+    """Regular file opened without blocking; None if missing.
 
-    Raises:
-        StoreError: it is no regular file, or may not be read; or it is to be this user's `own`, and is not.
+    Raises `StoreError`: it is no regular file, is unreadable, or (`own`) another user's.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -77,7 +79,7 @@ def _refuse(path: Path, error: OSError | ValueError) -> NoReturn:
 
 
 def folder_names(folder: Path) -> list[str]:
-    """Names in a folder; none where there is no folder, or nobody may look."""
+    """Names in a folder; empty for a missing or closed one."""
     try:
         return os.listdir(folder)
     except OSError:
@@ -85,11 +87,9 @@ def folder_names(folder: Path) -> list[str]:
 
 
 def read_text(path: Path, limit: int = MAX_BYTES, *, own: bool = False) -> str | None:
-    """A UTF-8 file; None where there is none.
+    """Text of a UTF-8 file; None if missing.
 
-    Raises:
-        StoreError: it is no regular file, is not UTF-8, has more than `limit` bytes, or may not be read; or it is to be
-            this user's `own`, and is not.
+    Raises `StoreError`: not regular, not UTF-8, above `limit` bytes, unreadable, or (`own`) another user's.
     """
     file = open_regular(path, own=own)
     if file is None:
@@ -109,20 +109,12 @@ def read_text(path: Path, limit: int = MAX_BYTES, *, own: bool = False) -> str |
 
 
 def read_json(path: Path, shape: Shape | None = None) -> Any | None:
-    """The value in a JSON file; None where there is no such file.
-
-    Raises:
-        StoreError: as `read_text`; it is not JSON (it was edited by hand: our own writes are atomic), or not `shape`.
-    """
+    """Value of a JSON file; None if missing. Raises `StoreError`, as `read_text`; or it is no JSON, or not `shape`."""
     return _json(read_text(path), path, shape)
 
 
 def read_own_json(path: Path, shape: Shape | None = None) -> Any | None:
-    """As `read_json`, of a file that leads this process somewhere: another user's is refused.
-
-    Raises:
-        StoreError: as `read_json`; or somebody else wrote it.
-    """
+    """`read_json` of a file that controls this process. Raises `StoreError` also if another user wrote it."""
     return _json(read_text(path, own=True), path, shape)
 
 
@@ -137,11 +129,8 @@ def _json(text: str | None, path: Path, shape: Shape | None) -> Any | None:
 
 
 def read_format(path: Path, version: int, shape: Shape | None = None) -> Any | None:
-    """As `read_json`, of a file that says under `version` which format it has: another one is told before its shape.
-
-    Raises:
-        StoreError: as `read_json`; or other code than this wrote the file, in a format that is not read here.
-    """
+    """`read_json` of a file with a format number in `version`. Raises `StoreError` also for another format, before its
+    shape."""
     facts = read_json(path)
     if isinstance(facts, dict) and isinstance(facts.get("version"), int) and facts["version"] != version:
         made = "older" if facts["version"] < version else "newer"
@@ -153,21 +142,16 @@ def read_format(path: Path, version: int, shape: Shape | None = None) -> Any | N
 
 
 def read_yaml(path: Path, shape: Shape) -> Any | None:
-    """The value in a YAML file; None where there is no such file.
+    """Value of a YAML file; None if missing.
 
-    Raises:
-        StoreError: as `read_text`; it is not YAML, is nested too deep, refers to itself, or is not `shape`.
+    Raises `StoreError`, as `read_text`; or it is no YAML, too deep, self-referential, or not `shape`.
     """
     text = read_text(path, MAX_YAML_BYTES)
     return None if text is None else parse_yaml(text, str(path), shape)
 
 
 def parse_yaml(text: str, where: str, shape: Shape) -> Any:
-    """The value that a YAML text says.
-
-    Raises:
-        StoreError: naming `where`: it is not YAML, is nested too deep, refers to itself, or is not `shape`.
-    """
+    """Raises `StoreError` naming `where`: the text is no YAML, too deep, self-referential, or not `shape`."""
     try:
         if text.count("[") + text.count("{") > MAX_DEPTH or _MAY_NEST.search(text):
             _check_nesting(text, where)
@@ -180,12 +164,11 @@ def parse_yaml(text: str, where: str, shape: Shape) -> Any:
 
 
 def _by_entries(text: str) -> Any:
-    """The value that a YAML text says, entry by entry where it is a table.
+    """Value of a YAML text, entry by entry where it is a table.
 
-    A thousand cells of a study differ in one group of settings, and most of what a verdict on them took was to read the
-    others again. An entry that begins at the margin ends where the next one does, whatever stands in it, as long as no
-    node refers to another. Where one cannot be read by itself (a text in quotes that goes on at the margin), the whole
-    is read, and says what is wrong.
+    A thousand cells of a study differ in one group, so cached entries save most of a verdict's time. An entry ends
+    where the next begins at the margin, as long as no node refers to another. Where one cannot be parsed alone, the
+    entire text is.
     """
     parts = _TABLE.split(text) if len(text) <= _SMALL else []
     if len(parts) < 2 or parts[0] or _NO_TABLE.search(text) or _MAY_NEST.search(text):
@@ -202,6 +185,7 @@ def _by_entries(text: str) -> Any:
 
 @lru_cache(maxsize=512)
 def _entry(text: str) -> Any:
+    """Entry of a table, cached: callers must not change it."""
     return yaml.load(text, Loader)
 
 
@@ -222,7 +206,7 @@ def _check_nesting(text: str, where: str) -> None:
 
 
 def checked(value: Any, shape: Shape, where: str) -> Any:
-    """`value`, if it has the shape. Raises `StoreError` naming `where` and what is wrong there."""
+    """Raises `StoreError` naming `where`: `value` does not have the shape."""
     wrong = fault(value, shape)
     if wrong:
         raise StoreError(f"{where} is damaged: {wrong}")

@@ -1,8 +1,8 @@
-"""Secrets are never written down: what looks like one is replaced, in every text that `files.write_atomic` writes.
+"""Removal of secrets from every text that `files.write_atomic` writes.
 
-A secret is the value of an environment variable whose name says so, an assignment to such a name, a password within an
-address, or a text in the form of a well-known service's keys. Settings that hold one are refused before that
-(`harness.config.rules.launch`): a frozen configuration is the truth, and must not be changed on its way to the disk.
+A secret is the value of an environment variable with a telling name, an assignment to such a name, a password within an
+address, or a text in the form of a well-known service's keys. Settings that hold one are refused before
+(`harness.config.rules.launch`), because a frozen configuration must not change.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from urllib.parse import quote
 HIDDEN = "<redacted>"
 
 LEAST = 8
-"""Characters from which on the value of a variable is searched for: `0` and `true` stand everywhere."""
+"""Least characters of a variable's value that is searched for: `0` and `true` stand everywhere."""
 
 LONG = 10_000
+"""Characters from which on a text is searched once only."""
 
 _TELLING = re.compile(
     r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
     re.IGNORECASE,
 )
+"""Parts of the names of secret variables."""
 
 _NAME = r"(?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|account|auth|private)[_-]?(?:key|token))"
+"""Part of a name, in any case, whose value is always hidden."""
 _TOKEN = r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?![\w-])"
+"""Names with tokens of models."""
 _ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
+"""Continuation of a value, also in the next line, which a diff begins with a sign."""
 _TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
+"""Types and constants after the colon of a declaration."""
 
 _ASSIGNED = (
     re.compile(
@@ -68,10 +74,10 @@ _ASSIGNED = (
     re.compile(r"(?m)^([+\- ]?)(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/]{60,76}={0,2}$"),
     re.compile(r"(?m)^([+\- ]?)[A-Za-z0-9+/]{8,76}={0,2}$(?=\n[+\- ]?-----END [A-Z ]*PRIVATE KEY)"),
 )
+"""Patterns that keep their first group."""
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """`text` with every secret replaced by `HIDDEN`; the same text where it holds none."""
     values = tuple(dict.fromkeys(form for value in secrets_of(environment).values() for form in _forms(value)))
     return _kept(text, values) if len(text) > LONG else _without(text, values)
 
@@ -79,18 +85,16 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 LEAST_TOLD = 6
 
 _TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
+"""A name within a word of a request, and the separator before its value."""
 
 
 def without_secrets(
     message: str, words: Iterable[str], known: Container[str] = (), environment: Mapping[str, str] = os.environ
 ) -> str:
-    """A message about a request without what is secret in it: by its form, its variable, or the name it was typed to.
+    """Message about a request, without secrets by form, variable, or typed name.
 
-    Args:
-        message: what would be printed.
-        words: the request, as typed.
-        known: settings, whose names say nothing of a secret.
-        environment: variables whose values may be in it.
+    Args: words: the request, as typed. known: names of settings, which are no secrets. environment: variables whose
+    values may occur.
     """
     found = [pair for word in words for pair in _typed(word)]
     typed = [(name, value) for name, value in found if name not in known and _TELLING.search(name)]
@@ -105,6 +109,7 @@ def without_secrets(
 
 
 _PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
+"""Part of a value that is shown, whatever is quoted around it."""
 
 
 def _typed(word: str) -> Iterator[tuple[str, str]]:
@@ -112,7 +117,6 @@ def _typed(word: str) -> Iterator[tuple[str, str]]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """How a secret may stand in a text: as it is, within JSON, within an address, and each line of several."""
     yield value
     yield from (json.dumps(value)[1:-1], quote(value, safe=""))
     if "\n" in value:
@@ -131,7 +135,7 @@ _kept = lru_cache(maxsize=4)(_without)
 
 
 def secrets_of(environment: Mapping[str, str], least: int = LEAST) -> dict[str, str]:
-    """Variables that hold a secret of `least` characters, the longest value first; a path to one is none."""
+    """Variables that hold a secret of `least` characters, the longest value first; paths are none."""
     found = {
         name: value
         for name, value in environment.items()
@@ -144,10 +148,10 @@ _OF_PATHS = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
 
 
 def _is_count(name: str, value: str) -> bool:
-    """True if a variable counts something (`MAX_TOKENS=20000000`): its value may stand in any record, as a number."""
+    """True for counts (`MAX_TOKENS=20000000`), whose value may occur as a number in any record."""
     return value.isdecimal() and bool(re.search(r"(?:TOKEN|KEY)S(?:_|$)", name, re.IGNORECASE))
 
 
 def _is_path(name: str, value: str) -> bool:
-    """True if a variable says where something lies. Keys in base 64 may begin with a slash, too."""
+    """True for paths. Keys in base 64 may begin with a slash, too."""
     return "/" in value and bool(_OF_PATHS.search(name) or os.path.lexists(value))

@@ -26,16 +26,18 @@ CANCEL = "cancel"
 CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
 CODE_OF = "code"
+"""File in a submission's folder: names of the folders under `CODE` of its jobs."""
 DRY_RUN = ".dry_run"
-"""Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
+"""Folders under a study: submissions, one an array; and batch scripts of dry runs."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 SHARED, OWNED = 0o775, 0o755
-"""Modes before the umask of the root and its studies, which a group may share, and of a run: nobody else writes."""
+"""Modes before the umask of the root and studies, which a group may share, and of a run, writable by its owner
+alone."""
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
-"""Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
+"""Names of `harness.checkpoint.folder`: a checkpoint, a partial one, a replaced one."""
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch", CHECKSUMS)
-"""Files that a run produced; moved aside when it starts again from step 0."""
+"""Results of a run, moved aside when it restarts from step 0."""
 
 
 class CellLike(Protocol):
@@ -73,7 +75,6 @@ class RunDir:
 
     @property
     def provenance(self) -> Path:
-        """Versions, hosts, git, digest of the sources."""
         return self.path / "provenance.json"
 
     @property
@@ -90,22 +91,14 @@ class RunDir:
         return f"{self.path.parent.name}/{self.path.name}"
 
     def config(self) -> dict[str, Any]:
-        """The frozen configuration, plain.
-
-        Raises:
-            StoreError: there is none, or it is not YAML.
-        """
+        """Frozen configuration, plain. Raises `StoreError`: it is missing, or no YAML."""
         value: dict[str, Any] | None = read_yaml(self.path / CONFIG, shapes.CONFIG)
         if value is None:
             raise StoreError(f"{self.path} is not a run: it has no {CONFIG}")
         return value
 
     def setting(self, path: str) -> Any:
-        """One value of the frozen configuration, by its dotted path.
-
-        Raises:
-            StoreError: as `config`, or the run was frozen by a version that had no such setting.
-        """
+        """Value of a dotted setting. Raises `StoreError`, as `config`, or for a setting its version did not have."""
         found = flatten(self.config())
         if path not in found:
             raise StoreError(f"{self.path / CONFIG} has no {path}")
@@ -115,27 +108,27 @@ class RunDir:
         return tuple((read_text(self.path / "overrides.txt") or "").splitlines())
 
     def signature(self) -> str:
-        """64 hex digits, from the frozen configuration."""
         return identity.signature(self.config())
 
     def status(self) -> status.Status | None:
-        """Contents of `status.json`, believed or not; see `status.effective`."""
+        """Content of `status.json`, believed or not; see `status.effective`."""
         return status.read(self.path)
 
     def attempts(self) -> list[int]:
         return sorted(int(name) for name in folder_names(self.path / "attempts") if _ATTEMPT.fullmatch(name))
 
     def attempt_dir(self, number: int) -> Path:
+        """Folder of one attempt: script, rank logs, `error.txt`."""
         return self.path / "attempts" / str(number)
 
     def next_attempt(self) -> int:
-        """Number that the next attempt gets, unless another request makes one first."""
+        """Number of the next attempt, unless another request makes one first."""
         return (self.attempts() or [-1])[-1] + 1
 
     def new_attempt(self) -> int:
-        """Make the folder of the next attempt; two processes never get the same one.
+        """Make the folder of the next attempt, unique over processes.
 
-        Only its owner may look into it, whatever the umask: it holds logs, and the word by which ranks meet.
+        Only its owner may enter, whatever the umask: it holds logs, and the key of the rendezvous.
         """
         number = self.next_attempt()
         while not private_folder(self.attempt_dir(number)):
@@ -143,10 +136,9 @@ class RunDir:
         return number
 
     def lock(self, *, timeout_s: float = 2.0) -> Lock:
-        """Become the one process that runs this; held until released or until every process that inherited it is gone.
+        """Lock of the one process that runs this; held until released or until every process that inherited it is gone.
 
-        Raises:
-            Busy: another process runs it.
+        Raises `Busy`: another process runs it.
         """
         lock = Lock.acquire(self.path / status.OWNER_LOCK, timeout_s=timeout_s)
         if lock is None:
@@ -157,11 +149,8 @@ class RunDir:
         return lock
 
     def adopt(self, cell: CellLike) -> None:
-        """Take a cell's cluster, launch, wandb, notes and study as those of the next attempt.
-
-        Raises:
-            StoreError: the cell is another run.
-        """
+        """Replace cluster, launch, wandb, notes and study for the next attempt. Raises `StoreError`: the cell is
+        another run."""
         present = self.config()
         if identity.signature(cell.config) != identity.signature(present):
             raise StoreError(f"{self.path} holds another configuration: {_difference(self, cell)}")
@@ -170,11 +159,9 @@ class RunDir:
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
 
     def has_record(self) -> bool:
-        """True if the run directory holds steps or a checkpoint of an earlier attempt."""
         return self.metrics.exists() or bool(self.checkpoints())
 
     def checkpoints(self) -> list[Path]:
-        """Folders of checkpoints, torn ones too; a person's own files may lie beside them."""
         return [self.ckpt / name for name in sorted(folder_names(self.ckpt)) if _CHECKPOINT.fullmatch(name)]
 
     def start_over(self, attempt: int) -> None:
@@ -189,7 +176,6 @@ class RunDir:
 
 
 def request_cancel(run: Path, attempt: int) -> None:
-    """Ask whoever runs an attempt to end it; obeyed from any host that shares the file system."""
     write_atomic(run / "attempts" / str(attempt) / CANCEL, "")
 
 
@@ -228,11 +214,7 @@ def _lines(items: tuple[str, ...]) -> str:
 
 
 def check_name(what: str, name: str) -> str:
-    """`name`, if it is one plain folder name.
-
-    Raises:
-        StoreError: it is empty, hidden, `..`, or holds anything but letters, digits, `_`, `.` and `-`.
-    """
+    """Raises `StoreError`: the name is empty, hidden, `..`, or holds anything but letters, digits, `_`, `.` and `-`."""
     if not name or name != identity.slug(name):
         better = identity.slug(name) or "my_study"
         raise StoreError(
@@ -243,13 +225,9 @@ def check_name(what: str, name: str) -> str:
 
 class Store:
     def __init__(self, root: Path | str) -> None:
-        """
-        Args:
-            root: the folder of studies; need not exist yet.
+        """root: folder of studies; need not exist yet.
 
-        Raises:
-            StoreError: the path holds a newline or another control character, which neither sbatch nor logs survive, or
-                bytes that are no UTF-8, as which it is written down.
+        Raises `StoreError`: the path holds a control character, which neither sbatch nor logs survive, or is no UTF-8.
         """
         if any(ord(character) < 32 or ord(character) == 127 for character in str(root)):
             raise StoreError(f"launch.root={str(root)!r} holds a control character (a newline?); choose another folder")
@@ -262,11 +240,10 @@ class Store:
         return self.root / study / identity.directory_name(cell.config)
 
     def create(self, cell: CellLike) -> RunDir:
-        """The run of a cell, made where it is missing. The same cell twice is one run, also from two processes at once.
+        """Run of a cell, made if missing, once also for concurrent processes.
 
-        Raises:
-            StoreError: the directory holds another configuration.
-            OSError: the root is not writable, or the disk is full.
+        Raises `StoreError`: the directory holds another configuration. `OSError`: the root is not writable, or the disk
+        is full.
         """
         run = RunDir(self.path_of(cell))
         self.claim()
@@ -282,7 +259,7 @@ class Store:
         return run
 
     def claim(self) -> None:
-        """Leave the mark of a store in its root, made where it is missing: only what bears it is ever tidied up."""
+        """Mark the root as a store, made if missing; `gc` removes nothing elsewhere."""
         self.root.mkdir(SHARED, parents=True, exist_ok=True)
         if not (self.root / MARK).exists():
             write_atomic(self.root / MARK, MARK_TEXT)
@@ -294,7 +271,7 @@ class Store:
             return False
 
     def study_lock(self, study: str, *, timeout_s: float = 60.0) -> Lock:
-        """The lock under which cells of a study are looked at and started: two requests start each cell once."""
+        """Lock under which cells of a study are examined and started: two requests start each cell once."""
         folder = self.root / study
         self.claim()
         folder.mkdir(SHARED, exist_ok=True)
@@ -310,11 +287,7 @@ class Store:
         return sorted({run.path.parent.name for run in self.runs()})
 
     def runs(self, study: str | None = None) -> list[RunDir]:
-        """Runs in a stable order, of one study or of all.
-
-        Raises:
-            StoreError: none is seen, because another person's folder is closed.
-        """
+        """Runs in a stable order, of one study or of all. Raises `StoreError`: another person's folder is closed."""
         if study is not None and Path(study).name != study:
             return []
         pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
@@ -325,10 +298,9 @@ class Store:
         return [RunDir(path) for path in found]
 
     def find(self, ref: str) -> RunDir:
-        """The run that `ref` names: a path, `study/name`, a prefix of its signature (4 digits or more) or `@last`.
+        """Run named by a path, `study/name`, a prefix of its signature (4 digits or more) or `@last`.
 
-        Raises:
-            StoreError: there is no such run, or more than one.
+        Raises `StoreError`: there is no such run, or more than one.
         """
         if ref == "@last":
             return self._last()
@@ -346,8 +318,7 @@ class Store:
         )
 
     def short(self, run: RunDir) -> str:
-        """The shortest word by which `find` finds a run: digits of its signature; after its study where another study
-        has the same cell."""
+        """Shortest word by which `find` finds a run: digits of its signature; after its study where ambiguous."""
         digits = run.path.name.rpartition("-")[2]
         same = [path for path in self.root.glob(f"*/*-{digits}/{CONFIG}") if not path.parent.name.startswith(".")]
         return digits if len(same) < 2 else run.name
@@ -370,11 +341,7 @@ class Store:
 
 
 def _anchored(path: Path | str) -> Path:
-    """An absolute path, `~` expanded.
-
-    Raises:
-        StoreError: there is no such home, or no working directory any more.
-    """
+    """Absolute path, `~` expanded. Raises `StoreError`: no such home, or no working directory."""
     try:
         return Path(path).expanduser().absolute()
     except (OSError, RuntimeError, ValueError) as error:
@@ -393,5 +360,4 @@ def read_summary(run: RunDir) -> dict[str, Any] | None:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Where the step-* folders of a run, or of its ckpt folder, lie."""
     return path / "ckpt" if (path / "ckpt").is_dir() else path

@@ -1,7 +1,6 @@
-"""Text that fits a terminal: names by what differs, tables and sentences no wider than there is room, colours.
+"""Text for a terminal: short names, tables and sentences within its width, colours.
 
-Where output is no terminal and COLUMNS is not set, nothing is shortened or wrapped: a pipe gets every character, and
-none of them is a colour's.
+Where output is no terminal and COLUMNS is not set, nothing is shortened, wrapped or coloured.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import IO, Any, cast
 
 UNLIMITED = 10_000
 LEAST = 12
-"""A column is never made narrower: a run's signature stays whole."""
 TAIL = 9
 GAP, INDENT = "  ", "    "
 COLOURS = {
@@ -31,22 +29,22 @@ _CODE = {word: code for code, words in COLOURS.items() for word in words}
 _WHOLE = re.compile(
     r"`[^`\n]*`|(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|(?<!\S)(\S*python[\d.]* |harness [a-z]|pip |git )[^;`\n]*"
 )
-"""Texts to copy, kept in one line: those in quotes, and a command up to where the sentence goes on."""
+"""Unbreakable parts: quotes, and commands up to the continuation of the sentence."""
 _HEAD = re.compile(r" *(?:(?:valid|fix|about): +)?")
 _WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""Characters that move a terminal's cursor, change what it shows or turn a line; not newline and tab."""
+"""Terminal controls: characters that move the cursor or change the display; not newline and tab."""
 
 
 def visible(text: str) -> str:
-    """A text in which what a terminal would obey is written as an escape, `\\x1b`."""
+    r"""Text with terminal controls escaped, `\x1b`."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Visible:
-    """A stream on which whatever is printed is `visible`: names, reasons and reports come from files that others wrote.
+    """Stream that prints `visible` text: names, reasons and reports come from files of others.
 
     `plain` is the stream itself: for sequences of our own, and for a program that runs in this process.
     """
@@ -79,13 +77,11 @@ def filtered() -> Iterator[None]:
 
 @contextmanager
 def unfiltered() -> Iterator[None]:
-    """The streams as they are, for a program of the user's own that runs in this process."""
     with redirect_stdout(plain(sys.stdout)), redirect_stderr(plain(sys.stderr)):
         yield
 
 
 def show(text: str) -> None:
-    """Print a text with states and verdicts in colour, where standard output shows any."""
     stream = plain(sys.stdout)
     print(painted(visible(text), stream), file=stream)
 
@@ -96,15 +92,14 @@ def width() -> int:
 
 
 def coloured(out: IO[str] | None = None) -> bool:
-    """True if `out` (by default standard output) is a terminal that shows colours, and NO_COLOR is not set."""
     stream = out or sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def painted(text: str, out: IO[str] | None = None) -> str:
-    """The text with the first state or verdict of each line in its colour, where `out` shows any.
+    """Text with the first state or verdict of each line in colour, if `out` shows any.
 
-    Widths are reckoned before: what is painted is not measured again.
+    Widths must be computed before.
     """
     if not coloured(out):
         return text
@@ -114,16 +109,17 @@ def painted(text: str, out: IO[str] | None = None) -> str:
 
 
 def labels(names: Collection[str]) -> dict[str, str]:
-    """Each run's name without the parts that all of them have; a name that would lose everything stays whole."""
+    """Name of each run without parts common to all; a name that would be empty stays."""
     parts = {name: name.split("-") for name in names}
     common = set.intersection(*(set(each) for each in parts.values())) if len(parts) > 1 else set()
     return {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}
 
 
 def named(names: Collection[str], room: int) -> dict[str, str]:
-    """Labels of at most `room` characters where that can be done without two runs losing what tells them apart: of
-    names with equally many parts, parts that say no more than the others go, the last first, and leave an ellipsis.
-    Where it cannot be done, labels are longer."""
+    """Labels of at most `room` characters, if all runs stay distinct; else longer.
+
+    Of names with equally many parts, redundant ones are replaced by an ellipsis, the last first.
+    """
     parts = {name: name.split("-") for name in names}
     found = labels(names)
     if len({len(each) for each in parts.values()}) != 1 or len(parts) < 2:
@@ -152,16 +148,12 @@ def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> l
 
 
 def counted(count: int, what: str) -> str:
-    """`1 run`, `2 runs`.
-
-    Args:
-        count: how many. what: of what, in the singular; its plural must end with that and an s.
-    """
+    """`1 run`, `2 runs`; `what` is singular, with a plural in s."""
     return f"{count} {what}{'s' * (count != 1)}"
 
 
 def shorten(text: str, size: int) -> str:
-    """`text` in at most `size` characters, less of its middle: what a name ends with tells runs apart."""
+    """Text in at most `size` characters without its middle, because ends distinguish runs."""
     if len(text) <= size:
         return text
     tail = min(TAIL, size - 3)
@@ -169,16 +161,16 @@ def shorten(text: str, size: int) -> str:
 
 
 def fold(text: str, columns: int, indent: str = "", head: str = "") -> list[str]:
-    """A sentence in lines: the first begins with `head`, those after it with `indent`. Long words, such as paths, stay
+    """A sentence in lines: the first begins with `head`, others with `indent`. Long words, such as paths, stay
     whole."""
     wrapper = textwrap.TextWrapper(columns, head, indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [""]
 
 
 def message(text: str, out: IO[str]) -> str:
-    """Lines of an error as `out` shows them best: folded to its columns where it is a terminal, as they are elsewhere.
+    """Lines of an error folded to the columns of a terminal, unchanged elsewhere.
 
-    A line goes on below its own first word. Paths, addresses and commands stay whole, however long they are.
+    A line continues below its first word; paths, addresses and commands stay whole.
     """
     if not out.isatty():
         return text
@@ -207,18 +199,11 @@ def table(
     breaks: Sequence[int] = (),
     rule: bool = True,
 ) -> list[str]:
-    """Columns padded to their widest entry, two spaces apart. Where they do not fit side by side, every row goes on in
-    a second line, indented: nothing is cut but what may be shortened, and that shows an ellipsis.
+    """Columns padded to their widest entry, two spaces apart.
 
-    Args:
-        head: titles.
-        rows: texts.
-        columns: room for a line.
-        flexible: places of columns that may be made narrower, the widest first; what they hold is shortened.
-        folded: those among them that hold words: they go on in the next line instead.
-        firm: those among them that give way only where the others have.
-        breaks: places of columns that begin another line of the row.
-        rule: whether a line of dashes stands below the head.
+    Rows without room continue in an indented second line. Args: flexible: indices of columns that may be shortened, the
+    widest first. folded: those of them that are wrapped instead. firm: those of them that are shortened last. breaks:
+    indices of columns that begin another line. rule: print a line of dashes below the head.
     """
     parts = _parts([head, *rows], columns, flexible, firm, breaks)
     rules = [indent + GAP.join("-" * size for size in part.values()) for indent, part in parts] if rule else []
@@ -226,6 +211,7 @@ def table(
 
 
 Part = tuple[str, dict[int, int]]
+"""Line of a row: its prefix, and the width of each of its columns, by index."""
 
 
 def _lines(row: Sequence[str], parts: Sequence[Part], folded: Sequence[int]) -> list[str]:
@@ -278,5 +264,4 @@ def _sizes(
 
 
 def cut(line: str, columns: int) -> str:
-    """A line without what does not fit: for one that is replaced in place."""
     return line if len(line) <= columns else line[: columns - 1] + "…"

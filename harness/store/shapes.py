@@ -1,7 +1,7 @@
-"""What readers of a run's files rely on: which keys there are, and of what kind their values are.
+"""Shapes of a run's files: required keys, and kinds of their values.
 
 A shape is a type, a tuple of types, `Each` (a list or table of equals), `Maybe` (or null), or a table of shapes by key;
-a key that ends with `?` may be missing. Keys that no shape names are free: a newer version may have written them.
+a key that ends with `?` may be missing. Other keys are free: a newer version may have written them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Each:
-    """A table (`dict`) or list whose values have one shape."""
-
     container: type
     of: Shape
     count: int | None = None
-    """How many there are; None: any number."""
+    """Number of entries; None: any."""
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """A shape, or null."""
-
     of: Shape
 
 
@@ -42,7 +38,7 @@ _NAMES = {
 
 
 def fault(value: Any, shape: Shape, at: str = "") -> str:
-    """Reason that keeps `value` from having this shape, in a sentence; empty if nothing does."""
+    """Why `value` does not have this shape, in a sentence; empty if it does."""
     if isinstance(shape, Maybe):
         return "" if value is None else fault(value, shape.of, at)
     if isinstance(shape, Each):
@@ -121,7 +117,7 @@ CONFIG: Shape = {
     },
     "notes?": str,
 }
-"""Nothing is demanded: versions differ in what they know (`RunDir.setting` says what a reader misses)."""
+"""No key is required: versions differ in their settings (`RunDir.setting` reports missing ones)."""
 
 TIMED: Shape = {
     **dict.fromkeys(("data", "optimizer", "numerics", "nccl_ub", "sharp"), dict),
@@ -223,6 +219,7 @@ WITNESS: Shape = {
     "kept": Each(dict, int),
     "wrong_weights": Each(list, _WRONG_WEIGHT),
 }
+"""Beside a `witness-*.safetensors`; non-finite terms are texts."""
 
 ROUNDING: Shape = {"draws": int, "moves": Each(dict, Each(dict, Each(dict, NUMBER)))}
 

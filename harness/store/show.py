@@ -1,4 +1,4 @@
-"""What a run is, and in what two runs differ, in words."""
+"""A run, and differences of two runs, in words."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from harness.store.step_time import median_step_time
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
-    """One screen: identity, state, where it came from, how far it got, what it left, why it failed.
+    """One screen: identity, state, origin, progress, results, failure.
 
-    Raises:
-        StoreError: a file cannot be read, and how it was damaged where that is known.
+    Raises `StoreError`: a file cannot be read, with its damage where known.
     """
     try:
         return _shown(run, jobs)
@@ -50,7 +49,6 @@ def _shown(run: RunDir, jobs: JobProbe | None) -> str:
 
 
 def _report(run: RunDir, found: status.Status | None) -> list[str]:
-    """Why it failed, whole. Attempts are their owner's alone: of another person's run the reason has to do."""
     if found is None or found.state is State.done:
         return []
     try:
@@ -120,7 +118,6 @@ def _counters(counted: dict[str, Any]) -> list[str]:
 
 
 def _cost(summary: dict[str, Any]) -> list[str]:
-    """Bytes kept by role, and what the last step sent by bucket; rank 0's."""
     kept = summary["accounted_bytes"]
     lines = (
         [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
@@ -140,7 +137,6 @@ def _cost(summary: dict[str, Any]) -> list[str]:
 
 
 def _traffic(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each bucket and kind of collective, its columns as narrow as they can be."""
     texts = [
         (str(row["bucket"] or "(no bucket)"), str(row["count"]), str(row["kind"]), f"{row['bytes']:,}") for row in rows
     ]
@@ -153,7 +149,7 @@ def _traffic(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _asked(entry: dict[str, Any]) -> str:
-    """Request to NCCL and its outcome: `auto -> none (why)`."""
+    """Requested and effective setting of NCCL: `auto -> none (why)`."""
     more = "; ".join(
         f"{key}: {', '.join(value) if isinstance(value, list) else value}"
         for key, value in entry.items()
@@ -164,7 +160,7 @@ def _asked(entry: dict[str, Any]) -> str:
 
 
 def diff(a: RunDir, b: RunDir) -> str:
-    """In what two runs differ: configuration, sources, versions and machine; one line each, `key: a -> b`."""
+    """Differences of two runs: configuration, sources, versions and machine; one line each, `key: a -> b`."""
     lines = [f"a  {a.path}", f"b  {b.path}", *_damaged(a, b), ""]
     begin = len(lines)
     sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
@@ -218,7 +214,6 @@ def _pairs(left: dict[str, Any], right: dict[str, Any], keys: Iterable[str]) -> 
 
 
 def _short(left: Any, right: Any, room: int) -> tuple[str, str]:
-    """Two values in a line each; long ones from a little before where they part, so that they are not shown alike."""
     size = max(20, min(80, room - 8))
     texts = [value if isinstance(value, str) else json.dumps(value) for value in (left, right)]
     if max(map(len, texts)) <= size:

@@ -1,7 +1,7 @@
-"""The state of a run: one small file, one table of moves, and a way to tell a live owner from a dead one.
+"""State of a run: one small file, a table of moves, and a test for dead owners.
 
-`status.json` holds what its last writer knew. A writer can die at any moment, so a state that needs somebody alive
-(queued, running) counts only while that somebody is: `effective` asks, and calls the run lost where nobody is left.
+`status.json` holds the state at its last write. A state that needs a living owner (queued, running) counts only while
+that owner lives: `effective` checks, and calls the run lost otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = "status.json"
 OWNER_LOCK = ".lock"
 WRITE_LOCK = ".status.lock"
 FULL_BYTES = 2**20
-"""A disk with less is full: a run that needed more could write neither a checkpoint nor why it ended."""
+"""Free bytes below which a disk is full: neither a checkpoint nor an end could be written."""
 
 
 class State(Enum):
@@ -38,7 +38,7 @@ class State(Enum):
 
 
 class Keeper(Enum):
-    """Who keeps a run alive: a process on a host that holds the run's lock, or a SLURM job."""
+    """Owner of a live run: a process on a host that holds the run's lock, or a SLURM job."""
 
     process = "process"
     slurm = "slurm"
@@ -55,7 +55,7 @@ MOVES: dict[State, frozenset[State]] = {
     State.cancelled: frozenset({State.queued, State.running}),
     State.lost: frozenset({State.queued, State.running, State.done, State.failed, State.preempted, State.cancelled}),
 }
-"""Allowed moves. `done -> failed`: a rank died after the last step. `lost ->`: the owner turned out to live."""
+"""Allowed moves. `done -> failed`: a rank died after the last step. `lost ->`: the owner was alive after all."""
 
 RESTARTS = frozenset({State.queued, State.running})
 
@@ -69,16 +69,18 @@ class Status:
     host: str = ""
     """Host of the process that keeps the run alive, or of rank 0."""
     pid: int = 0
-    """Id of the process on `host`; shown to people, never used to tell whether it lives."""
+    """Id of the process on `host`; for people, never a test of its life."""
     job: str = ""
     """SLURM job id, `123` or `123_4`; empty until sbatch has answered."""
     submission: str = ""
     """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
     index: int = 0
     mirror: str = ""
+    """Why the wandb mirror of this attempt failed; may be empty."""
     steps: int = 0
-    """Steps the run is to make, so that a table of a thousand runs reads no configuration; 0: look there."""
+    """Steps of the run, so that a table of a thousand runs reads no configuration; 0: unknown."""
     checksums: str = ""
+    """Checksum of `checksums.json`; empty during an attempt, and of runs without it."""
     updated: str = ""
     """UTC, ISO 8601."""
 
@@ -87,11 +89,7 @@ _FIELDS = tuple(field.name for field in fields(Status))
 
 
 def read(run: Path) -> Status | None:
-    """Status in the file; None for a run that was never started.
-
-    Raises:
-        StoreError: the file is damaged.
-    """
+    """None for a run that was never started. Raises `StoreError`: the file is damaged."""
     raw = read_json(run / FILE, STATUS)
     if raw is None:
         return None
@@ -104,18 +102,15 @@ def read(run: Path) -> Status | None:
 
 
 def age_s(updated: str) -> float:
-    """Seconds since a status was written; endless where it does not tell. Raises `ValueError` or `TypeError`."""
+    """Seconds since a status was written; infinite if unknown. Raises `ValueError` or `TypeError`."""
     return (datetime.now(UTC) - datetime.fromisoformat(updated)).total_seconds() if updated else math.inf
 
 
 def write(run: Path, status: Status) -> Status:
-    """Move the run to `status.state`, and return what was written.
+    """Move the run to `status.state`; returns the written status.
 
-    Only moves of `MOVES` within one attempt, or a restart by a newer attempt, are made. A late message from an older
-    attempt changes nothing: the present status is returned.
-
-    Raises:
-        StoreError: no such move.
+    Allowed are `MOVES` within one attempt, or a restart by a newer attempt. A late message from an older attempt
+    changes nothing. Raises `StoreError`: no such move.
     """
     with held(run / WRITE_LOCK):
         present = read(run)
@@ -126,10 +121,9 @@ def write(run: Path, status: Status) -> Status:
 
 
 def move(run: Path, attempt: int, state: State, reason: str, **changes: object) -> Status:
-    """`write` of the present status with another state and reason (and `changes`): for those who did not start the run.
+    """`write` of the present status with another state and reason (and `changes`), for others than the starter.
 
-    Raises:
-        StoreError: the run was never started, or there is no such move.
+    Raises `StoreError`: the run was never started, or there is no such move.
     """
     present = read(run)
     if present is None:
@@ -139,7 +133,7 @@ def move(run: Path, attempt: int, state: State, reason: str, **changes: object) 
 
 
 def note(run: Path, **changes: object) -> None:
-    """Add facts to the present status, whatever its state; nothing where the run was never started."""
+    """Add facts to the present status, in any state; no-op if never started."""
     with held(run / WRITE_LOCK):
         present = read(run)
         if present is not None:
@@ -147,7 +141,6 @@ def note(run: Path, **changes: object) -> None:
 
 
 def note_job(run: Path, attempt: int, job: str) -> None:
-    """Add the SLURM job's id to the status of a submitted attempt, whatever the job has done to it meanwhile."""
     with held(run / WRITE_LOCK):
         present = read(run)
         if present is None or present.attempt != attempt:
@@ -173,15 +166,13 @@ def _check_move(run: Path, present: Status | None, status: Status) -> None:
 
 
 JobProbe = Callable[[Status], "tuple[State, str] | None"]
-"""Says what the scheduler knows of a submitted run, as (state, reason); None where it cannot be asked."""
+"""State and reason of a submitted run by the scheduler; None where it cannot be asked."""
 
 
 def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
-    """The state that holds now: what the file says, unless its keeper is gone. Nothing is written.
+    """Effective state: that of the file, unless its owner is gone. Nothing is written.
 
-    Args:
-        run: the run directory.
-        jobs: asks the scheduler; without it a submitted run is believed.
+    Args: jobs: scheduler; without it a submitted run is believed.
     """
     status = read(run)
     if status is None or status.state not in (State.queued, State.running, State.preempted):
@@ -212,7 +203,6 @@ def _of_process(run: Path, status: Status) -> Status | None:
 
 
 def _if_full(run: Path) -> str:
-    """Addition by a full disk to the end of a run that could not say why it ended; empty where there is room."""
     try:
         free = shutil.disk_usage(run).free
     except OSError:

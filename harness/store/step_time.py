@@ -1,4 +1,4 @@
-"""What ms/step means wherever it is printed: the median of a run's steps without the first, which warms up."""
+"""Step time (ms/step) everywhere: the median of a run's steps without the first, which warms up."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from harness.store.metrics import last_numbers
 from harness.store.rundir import RunDir, read_summary
 
 NEWEST = 50
-"""Steps that the median of a run that has not ended is taken over, at most: tables of a thousand runs ask."""
 
 
 def median_step_time(run: RunDir) -> float | None:
-    """Seconds. Of a run that has ended, as its summary has it; else of its newest steps; None where it has made none.
+    """Seconds, from the summary of an ended run, else from its newest steps; None without steps.
 
-    Raises:
-        StoreError: summary or record are damaged.
+    Raises `StoreError`: summary or record are damaged.
     """
     newest = last_numbers(run.metrics, ("step", "step_time_s"), NEWEST)
     if not newest["step_time_s"]:

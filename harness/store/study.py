@@ -1,4 +1,4 @@
-"""`<root>/<study>/study.json`: what was last asked for, so that a verdict knows its arms and their controls."""
+"""`<root>/<study>/study.json`: the last request of a study, with arms and controls for its verdict."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ FILE = "study.json"
 def write_study(
     root: Path, cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()
 ) -> None:
-    """Replace the record by this request's cells. A study is what was asked for last: asking again costs nothing.
+    """Replace the record by this request's cells.
 
-    Args:
-        root: the store's root.
-        cells: every cell of the request, of one study.
-        controls: signature of an arm -> signature of the cell it is compared with.
-        request: the words after `-m`, as typed in the working directory.
+    Args: controls: signature of an arm -> signature of its control. request: the words after `-m`, as typed in the
+    working directory.
     """
     folder = root / study_name(cells[0].config)
     folder.mkdir(SHARED, parents=True, exist_ok=True)
@@ -38,11 +35,11 @@ def write_study(
 
 
 def study_record(cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()) -> dict[str, Any]:
-    """The record as plain values.
+    """Record as plain values.
 
-    `cells` stand in the order they are started; `order_seed` is what timed ones were shuffled with. Each cell has a
-    `signature`, `directory` (under the study's folder), `overrides` and `control`: the signature of the cell it is
-    compared with; null for a control, and where the study names none. `request` is what was typed in `folder`.
+    `cells` are in order of start, shuffled with `order_seed` if timed. Each has `signature`, `directory` (under the
+    study's folder), `overrides` and `control` (a signature; null for a control, or without one). `request` was typed in
+    `folder`.
     """
     study = cells[0].config["study"]
     return {
@@ -69,9 +66,9 @@ ONCE = ("launch.root", "launch.rerun", "launch.dry_run", "launch.preempt_at")
 
 
 def asked(root: Path, study: str) -> tuple[list[str], str]:
-    """The words by which a study was last asked for, without those of `ONCE`, and the folder they were typed in.
+    """Words of a study's last request, without those of `ONCE`, and their folder.
 
-    A record of an older version has only the words of each cell; those of every cell were typed, or might have been.
+    A record of an older version only has the words common to every cell.
     """
     record = read_study(root, study) or {"cells": []}
     each = [cell.get("overrides", ()) for cell in record["cells"]] or [()]
@@ -82,11 +79,7 @@ def asked(root: Path, study: str) -> tuple[list[str], str]:
 
 
 def read_study(root: Path, study: str) -> dict[str, Any] | None:
-    """The record of a study; None where it was never asked for as a whole.
-
-    Raises:
-        StoreError: it cannot be read, or holds an arm against a cell that it does not list.
-    """
+    """Record of a study; None without one. Raises `StoreError`: it is unreadable, or an arm's control is not listed."""
     path = root / study / FILE
     record: dict[str, Any] | None = read_json(path, STUDY)
     cells = record["cells"] if record else []
@@ -99,12 +92,11 @@ def read_study(root: Path, study: str) -> dict[str, Any] | None:
 
 
 def asked_for(root: Path) -> list[str]:
-    """Names of the studies that have a record, whether or not it can be read."""
     return [name for name in Store(root).studies() if (root / name / FILE).exists()]
 
 
 def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
-    """Groups of two runs or more that are done, made by today's sources, and equal in every setting that must agree."""
+    """Groups of two or more done runs of today's sources that agree in every setting that must."""
     groups: dict[Any, list[RunDir]] = {}
     digest = provenance.sources_digest()
     for run in filter(is_done, runs):
@@ -117,7 +109,6 @@ def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
 
 
 def is_done(run: RunDir) -> bool:
-    """True for a run that has ended well; false for one whose state cannot be read."""
     try:
         found = run.status()
     except StoreError:
@@ -126,13 +117,9 @@ def is_done(run: RunDir) -> bool:
 
 
 def judging_verb(store: Store, study: str, runs: Sequence[RunDir], otherwise: str) -> str:
-    """The verb that judges runs of a study: its verdict where it has a control, else two of them held together.
+    """Verb that judges runs of a study: its verdict where it has a control, else a comparison of two.
 
-    Args:
-        store: where.
-        study: its name.
-        runs: those of its runs that are to be judged.
-        otherwise: the verb where there is nothing to judge: no arm and its control, or no two alike, are done.
+    Args: otherwise: verb if no comparable pair is done.
     """
     record = read_study(store.root, study)
     folders = {cell["signature"]: store.root / study / cell["directory"] for cell in record["cells"]} if record else {}

@@ -1,4 +1,4 @@
-"""The stream in which a run vouches for itself: one row of numbers a step, and one for every tensor at kept steps.
+"""Stream of a run's observations: one row of numbers a step, and one for every tensor at kept steps.
 
 [Note: Stream of vouching] `metrics.jsonl` says what a step came to; these files say that it was right: what was found
 beside the engine at every step (`STEP_COLUMNS`), and sketches of every tensor (`TENSOR_COLUMNS`) by which any two runs
@@ -38,16 +38,16 @@ BYTES = 8
 
 ONCE = ("again", "drift")
 CHECKS = ("sum", "gather", "kept", "replicas", "rule", *ONCE)
-"""Checks of every step, each the largest over all tensors, beside the index of that tensor."""
+"""Columns of every step, each the largest over all tensors, beside the index of that tensor."""
 
 MOMENTS = ("first", "second")
-"""Columns of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so
-they can be held against those of the same run alone, as what a resumed one begins with."""
+"""Columns of an optimizer's two moments: the signed sum of all followed elements, copies too.
+
+They are compared with those of the same run alone, after a resume.
+"""
 
 
 class VouchedTensor(NamedTuple):
-    """A parameter of the model, by its full shape."""
-
     name: str
     shape: tuple[int, ...]
 
@@ -56,11 +56,10 @@ class VouchedTensor(NamedTuple):
 def step_columns(sketches: int) -> tuple[str, ...]:
     """Names of a step's numbers, in order.
 
-    `sum` is relative to the norm of the local gradients that were added, or of their sum if that is longer, `gather`,
-    `kept` and `replicas` to the norm of the weight, `rule` to the most that rounding explains of an element, `again`
-    and `drift` to the norm of one rank's local gradients; `norm` is relative. The others are sketches and squared norms
-    of all tensors added up: of the averaged sum of local gradients, of the reduced gradient, of the weights after the
-    update.
+    `sum` is relative to the norm of the summed local gradients, or of their terms if longer; `gather`, `kept` and
+    `replicas` to the norm of the weight; `rule` to the bound of rounding of an element; `again` and `drift` to the norm
+    of one rank's local gradients; `norm` is relative. The others are sketches and squared norms of all tensors added
+    up: of the averaged sum of local gradients, of the reduced gradient, of the weights after the update.
     """
     checks = tuple(name for check in CHECKS for name in (check, f"{check}_tensor"))
     return (
@@ -93,7 +92,7 @@ def kept_until(step: int, every: int) -> int:
 
 
 def cadence(steps: int, tensors: int, sketches: int, limit_bytes: int) -> int:
-    """The smallest `every` with which all kept steps fit into so many bytes, or the number of steps if none does."""
+    """Smallest `every` with which all kept steps fit into `limit_bytes`, or the number of steps if none does."""
     row = tensors * len(tensor_columns(sketches)) * BYTES
     room = limit_bytes // row - DENSE if row else steps
     beyond = steps - DENSE
@@ -107,16 +106,9 @@ class StreamWriter:
     """Appends to the stream of one run; of a resumed one, after the steps it has done."""
 
     def __init__(self, run_dir: Path, tensors: Sequence[VouchedTensor], sketches: int, every: int, done: int) -> None:
-        """
-        Args:
-            run_dir: the run's directory.
-            tensors: in model order.
-            sketches: m.
-            every: cadence of kept steps beyond `DENSE`.
-            done: steps to keep of what is there.
+        """Raises `OSError`: the folder cannot be written.
 
-        Raises:
-            OSError: the folder cannot be written.
+        Args: tensors: in model order. sketches: m. every: cadence of kept steps beyond `DENSE`. done: steps to keep.
         """
         folder = run_dir / FOLDER
         private_folder(folder)
@@ -135,7 +127,6 @@ class StreamWriter:
         self._tensors = _appending(folder / "tensors.f64", table, kept_until(done, every))
 
     def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64]) -> None:
-        """A step's numbers, and its tensors' where they are kept."""
         self._steps.write(_packed(row))
         if is_kept(step, self.every):
             self._tensors.write(tensors.astype("<f8").tobytes())
@@ -154,7 +145,6 @@ class StreamWriter:
 
 
 def _appending(path: Path, row_bytes: int, rows: int) -> IO[bytes]:
-    """The file, cut back to so many rows; rows that are missing are filled with NaN: nobody saw them."""
     file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - kept open over the run
     there = min(file.seek(0, os.SEEK_END) // row_bytes, rows) if row_bytes else 0
     file.truncate(there * row_bytes)
@@ -185,11 +175,7 @@ class Stream:
         return _table(self.folder / "steps.f64", len(step_columns(self.sketches)))
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One number over all rows.
-
-        Raises:
-            ValueError: there is no such column.
-        """
+        """One number over all rows. Raises `ValueError`: there is no such column."""
         values: NDArray[np.float64] = self.steps[:, step_columns(self.sketches).index(name)]
         return values
 
@@ -209,19 +195,19 @@ class Stream:
 
 
 def last_weights(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Sketches [tensors, m] of the weights after a step; None where they were not kept, or are of other tensors."""
+    """Sketches [tensors, m] of the weights after a step; None if not kept, or of other tensors."""
     return _last(run_dir, step, names, lambda sketches: list(_numbered("after", sketches)))
 
 
 def last_moments(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Signed sums of the moments after a step, `MOMENTS` [tensors, 2]; None where they were not kept."""
+    """Signed sums of the moments after a step, `MOMENTS` [tensors, 2]; None if not kept."""
     return _last(run_dir, step, names, lambda sketches: list(MOMENTS))
 
 
 def _last(
     run_dir: Path, step: int, names: Sequence[str], columns: Callable[[int], list[str]]
 ) -> NDArray[np.float64] | None:
-    """Columns [tensors, columns] of a kept step; None where one of them is no number, or they are of other tensors."""
+    """Columns [tensors, columns] of a kept step; None if one is NaN, or of other tensors."""
     found = read(run_dir)
     if found is None or [each.name for each in found.tensors] != list(names) or not is_kept(step, found.every):
         return None
@@ -243,11 +229,7 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
 
 
 def read(run_dir: Path) -> Stream | None:
-    """The stream of a run; None where it has none.
-
-    Raises:
-        StoreError: the stream cannot be read, and why.
-    """
+    """None without a stream. Raises `StoreError`: it is unreadable."""
     folder = run_dir / FOLDER
     facts = read_format(folder / "stream.json", VERSION)
     if facts is None:

@@ -26,16 +26,15 @@ from harness.study.expand import Point
 @dataclass(frozen=True)
 class Desired:
     cells: tuple[Cell, ...]
-    """Distinct cells, in the order they are started: controls stand before the arms that need them, timed cells last,
-    in blocks (`order`)."""
+    """Distinct cells in order of their start: controls before their arms, timed cells last, in blocks (`order`)."""
     controls: dict[str, str]
 
 
 class Composer:
-    """Composes one cell after another with Hydra's loader, which takes a quarter of a second for a choice of groups.
+    """Composes cells with Hydra's loader, which takes a quarter of a second for a choice of groups.
 
-    So it is asked once for each choice among the options that reach beyond their group (`Option`); what any other
-    option says takes the place of its group. `tests/study/test_cells.py` holds that Hydra gives the same.
+    Hydra runs once for each choice among options that reach beyond their group (`Option`); values of other options are
+    put in place. `tests/study/test_cells.py` holds that Hydra gives the same.
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
@@ -45,11 +44,7 @@ class Composer:
         self._parse = OverridesParser.create().parse_override
 
     def cell(self, overrides: Sequence[str]) -> Cell:
-        """Compose, check and freeze one cell.
-
-        Raises:
-            BadRequest: as `compose_cell`.
-        """
+        """Compose, check and freeze one cell. Raises `BadRequest`, as `compose_cell`."""
         chosen = tuple(hydra_words([text for text in overrides if text.partition("=")[0] in self._groups]))
         values = [self._parse(text) for text in overrides if text.partition("=")[0] not in self._groups]
         cfg = self._root(chosen)
@@ -73,11 +68,8 @@ def set_value(cfg: DictConfig, override: Override) -> None:
 
 
 def desired(points: Sequence[Point], composer: Composer) -> Desired:
-    """Compose every point and its control; the same cell asked for twice is one.
-
-    Raises:
-        BadRequest: with the violations of all cells, each said once.
-    """
+    """Compose every point and its control, without duplicates. Raises `BadRequest` with the distinct violations of all
+    cells."""
     cells: dict[tuple[str, ...], Cell] = {}
     problems: Counter[Violation] = Counter()
     wanted = list(dict.fromkeys(o for point in points for o in (point.control, point.overrides) if o is not None))

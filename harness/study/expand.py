@@ -1,4 +1,4 @@
-"""A study and a command line -> the points to run, each with its control. Pure: words in, words out."""
+"""A study and a command line -> points to run, each with its control. Pure: words in, words out."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ Assignment = dict[str, str]
 
 @dataclass(frozen=True)
 class Point:
-    """One arm of a study, as overrides, and the overrides of the arm it is compared with."""
-
     overrides: tuple[str, ...]
     control: tuple[str, ...] | None
     """None where the study names no control."""
 
 
 def expand(study: StudyConfig, words: Sequence[Word]) -> list[Point]:
-    """Every point of a study: base, grid x zip x command-line axes x replicates, less what `skip_if` names.
+    """Points of a study: base, grid x zip x command-line axes x replicates, less those of `skip_if`.
 
-    The command line wins over the file: a key typed there is taken out of `base`, `grid` and `zip`. An arm's control is
-    the arm itself with the overrides of `study.control` put over it, so an axis the control does not name (a seed, a
-    replicate) pairs each arm with its own control.
+    A typed key replaces that key in `base`, `grid` and `zip`. An arm's control is the arm itself with the overrides of
+    `study.control`, so an axis the control does not name (a seed, a replicate) pairs each arm with its own control.
 
-    Raises:
-        BadRequest: an override of the file is wrong, zipped axes differ in length, or nothing is left.
+    Raises `BadRequest`: an override of the file is wrong, zipped axes differ in length, or nothing is left.
     """
     _check_file(study)
     typed = {word.key for word in words}

@@ -17,17 +17,16 @@ from harness.store.reading import Loader, read_text, read_yaml
 from harness.store.shapes import Shape
 
 CONTENT: Shape = {}
+"""A mapping, whose content is checked in the typed root."""
 
 PAIRS = ("control", "base")
 AXES = ("grid", "zip")
 
 
 def normalise(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Let a study be written as YAML reads best: bare null, numbers and lists as values, one value for an axis of one.
+    """Normalise short YAML: bare null, numbers and lists as values, one value for an axis of one.
 
-    Args:
-        raw: the file's content.
-        name: the file's stem; the study's name unless the file gives one.
+    Args: name: the file's stem, default of the study's name.
     """
     study: dict[str, Any] = {"name": name, **raw}
     for key in PAIRS:
@@ -45,16 +44,14 @@ _typed: dict[str, str] = {}
 
 
 def as_asked(words: Sequence[str]) -> list[str]:
-    """Words that come back from Hydra, with a study file under the path it was typed by."""
     return [_typed.get(word, word) for word in words]
 
 
 def register(overrides: Sequence[str]) -> None:
-    """Give Hydra the study that a request names by its path (`study=./mine.yaml`), if it does.
+    """Register the study that a request names by its path (`study=./mine.yaml`), if it does.
 
-    Raises:
-        StoreError: the file is no YAML mapping, or cannot be read.
-        BadRequest: it is empty, says a key twice, or has a date for a value.
+    Raises `StoreError`: no YAML mapping, or unreadable. `BadRequest`: an empty file, a duplicate key, or a date as
+    value.
     """
     for text in overrides:
         key, _, value = text.partition("=")

@@ -1,8 +1,8 @@
-"""How the ranks of one `torchrun run.py` or `srun run.py` agree on a run: rank 0 composes, the others ask it.
+"""Agreement of the ranks of one `torchrun run.py` or `srun run.py` on a run: rank 0 composes, the others ask it.
 
-Ranks share a file system, the launcher's names for this start, and nothing else. Each rank leaves a question with a
-word of its own; rank 0 answers every question it finds. So no answer of an earlier start is taken for this one's, and
-as an answer leads ranks to a run, whose code they execute, none of another user is.
+Ranks share a file system and the launcher's names for this start only. Each rank leaves a question with a random word;
+rank 0 answers every question. So no answer of an earlier start is accepted, and none of another user, because an answer
+leads to code that ranks execute.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from harness.store.rundir import Store
 from harness.store.screen import counted
 
 ANSWER_TIMEOUT_S = 600.0
-"""How long a rank waits for rank 0: machines load the environment at very different speeds."""
+"""Seconds that a rank waits for rank 0: machines load the environment at very different speeds."""
 LINGER_S = 10.0
-"""How long rank 0 stays after a refusal, so that the others end with its reason."""
+"""Seconds that rank 0 stays after a refusal, so that the others end with its reason."""
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.5
 _NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -40,8 +40,6 @@ _NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "
 
 @dataclass(frozen=True)
 class Answer:
-    """Decision of rank 0."""
-
     exit_code: int | None = None
     message: str = ""
     """Message of rank 0 to the user."""
@@ -51,31 +49,25 @@ class Answer:
 
 
 def meeting_folder(root: Path, environment: Mapping[str, str]) -> Path:
-    """Where the ranks of this start meet: a function of what the launcher told all of them."""
     names = "\n".join(f"{name}={environment.get(name, '')}" for name in _NAMES)
     return root / ".meetings" / hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
 class Host:
-    """Rank 0's side."""
-
     def __init__(self, folder: Path, place: RankPlace) -> None:
         self._folder, self._others = folder, place.world_size - 1
         self._thread: threading.Thread | None = None
 
     def publish(self, answer: Answer) -> None:
-        """Answer all ranks from a thread, which ends with this process."""
         if self._others:
             self._thread = threading.Thread(target=self._serve, args=(answer,), name="meeting", daemon=True)
             self._thread.start()
 
     def linger(self) -> None:
-        """Stay until all ranks have their answer, or some seconds; for a process that is about to end."""
         if self._thread is not None:
             self._thread.join(LINGER_S)
 
     def _serve(self, answer: Answer) -> None:
-        """Answer until all others have taken their answer away. A dead rank's question is never taken, nor counted."""
         answered: set[Path] = set()
         pause, deadline = _POLL_S, time.monotonic() + ANSWER_TIMEOUT_S
         while time.monotonic() < deadline and sum(not question.exists() for question in answered) < self._others:
@@ -90,10 +82,8 @@ class Host:
 def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
     """Ask rank 0, and wait.
 
-    Raises:
-        TimeoutError: rank 0 has not answered within `timeout_s` seconds.
-        OSError: the folder cannot be written.
-        StoreError: another user has answered.
+    Raises `TimeoutError`: no answer within `timeout_s` seconds. `OSError`: the folder cannot be written. `StoreError`:
+    another user has answered.
     """
     question = _leave_question(folder, place.rank)
     reply = question.with_name(question.name.replace("ask-", "answer-"))
@@ -125,16 +115,14 @@ def _leave_question(folder: Path, rank: int) -> Path:
 
 
 def shared_root(overrides: Sequence[str]) -> Path:
-    """The root every rank knows without composing: typed, or the default."""
     root = str(typed_value(overrides, "launch.root", LaunchConfig.root))
     return Path(os.path.abspath(os.path.expanduser(root)))
 
 
 def lead(cell: Cell) -> tuple[Answer, Lock | None]:
-    """Rank 0 opens the attempt that all ranks of this start run; the lock keeps other requests away while it is held.
+    """Open the attempt of this start on rank 0, with the run's lock.
 
-    Raises:
-        StoreError: another process runs this very cell.
+    Raises `StoreError`: another process runs this very cell.
     """
     opened = open_here(Store(cell.typed.launch.root), cell, Sources.gather(), None)
     if isinstance(opened, Decision):

@@ -1,8 +1,8 @@
-"""The resume oracle: a run interrupted after some step, gone on with, and held against the same run uninterrupted.
+"""Check of resuming: a run interrupted after some step and resumed, against the same run uninterrupted.
 
-Both parts are run anew by `run.py`, in a store of their own below the run's. Under the same layout every logged number
-must have the same bits, whatever `numerics` promises elsewhere: the same ranks do the same arithmetic. Under another
-layout that is owed only by numerics=exact, and anything else is refused.
+Both parts are run anew by `run.py`, in a store below the run's. Under the same layout every logged number must have the
+same bits, for any `numerics`: the same ranks do the same arithmetic. Under another layout only numerics=exact promises
+that, and anything else is refused.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from harness.study.replay import replay
 
 PREEMPTED = 75
 WEIGHTS = {"initial_weights": str, "final_weights": str}
-"""Shape of the parts read of a summary."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Outcome of a rehearsal. differences: one sentence each, the earliest step first. numbers: logged numbers that
-    were compared, over `steps`
-    lines. interrupted, resumed: the run directories of the two parts (the same one under the same layout).
+    """Result of a rehearsal.
+
+    differences: one sentence each, the earliest step first. numbers: compared numbers over `steps` lines. interrupted,
+    resumed: run directories of the two parts (the same under the same layout).
     """
 
     preempt_at: int
@@ -70,17 +70,13 @@ class Rehearsal:
 def rehearse(
     run: RunDir, root: Path, preempt_at: int, changes: Sequence[str], tell: Callable[[str], None]
 ) -> Rehearsal:
-    """Interrupt, go on, compare.
+    """Interrupt, resume, compare.
 
-    Args:
-        run: the uninterrupted one, done. root: of the store below which both parts lie. preempt_at: the last step
-            before the interruption. changes: overrides for the second part: another layout. tell: is told what is
-            under way.
+    Args: run: the uninterrupted one, done. root: store above both parts. preempt_at: last step before the interruption.
+    changes: overrides of another layout. tell: progress.
 
-    Raises:
-        BadRequest: the run is not done, has other sources, or has no such step; another layout owes no bits here, or
-            cannot be composed; or the disk has no room for both parts.
-        Busy: another process rehearses the same.
+    Raises `BadRequest`: the run is not done, is stale, lacks such a step, cannot be composed, owes no bits, or does not
+    fit the disk. `Busy`: another process rehearses the same.
     """
     _check(run, preempt_at, changes)
     folder = Store(root).root / ".rehearsals"
@@ -107,8 +103,7 @@ def rehearse(
 
 
 ALONE = ("ckpt.policy=last", "wandb.mode=disabled", "launch.inline=false", "launch.rerun=never")
-"""Overrides of both parts, whatever the run was: they save, and are mirrored nowhere, for the run's own mirror has the
-same id."""
+"""Overrides of both parts: they save, and have no mirror, because the run's own has the same id."""
 
 
 def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:
@@ -138,10 +133,9 @@ def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:
 
 
 def _check_room(run: RunDir, parts: Sequence[tuple[Sequence[str], Path]], root: Path) -> None:
-    """Compose both parts before the first is trained, and ask for room for them together.
+    """Compose both parts before the first is trained, and check their disk space.
 
-    Raises:
-        BadRequest: one of them cannot be composed, or they do not fit.
+    Raises `BadRequest`: one of them cannot be composed, or they do not fit.
     """
     cells = [
         replay(run.config(), run.overrides(), [*words, "launch.dry_run=true", f"launch.root={quote(str(store))}"])

@@ -23,16 +23,11 @@ from harness.study.meeting import shared_root
 def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[str]) -> Cell:
     """Put overrides over a frozen configuration.
 
-    A group's option replaces that group whole, as composing afresh would, and what it implies elsewhere (engine=ddp
-    implies sharding=no_shard) follows; everything else stays as it was frozen.
+    A group's option replaces that group in full, as composing afresh would, with its effects elsewhere (engine=ddp
+    implies sharding=no_shard); everything else stays. Args: frozen: plain values of `config.yaml`. earlier: the run's
+    own overrides.
 
-    Args:
-        frozen: the plain values of the run's `config.yaml`.
-        earlier: the run's own overrides.
-        overrides: what is to change.
-
-    Raises:
-        BadRequest: as `compose_cell`.
+    Raises `BadRequest`, as `compose_cell`.
     """
     words = check_overrides(overrides)
     options = [word for word in words if word.is_group]
@@ -48,17 +43,12 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
 def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
     """`replay` of a stored run.
 
-    Args:
-        reference: a path, a prefix of a signature or `@last`, under the root typed in `overrides` or the default one.
-        overrides: what is to change.
+    Args: reference: a path, a prefix of a signature or `@last`, under the typed or default root.
 
-    Returns:
-        A cell of the store in which the run lies now. A run that was copied out of its store goes back to that, and
-        where that is gone to the root that is typed, or the default one.
+    Returns a cell of the run's present store. A run copied out of its store returns to that, or if it is gone to the
+    typed or default root.
 
-    Raises:
-        StoreError: there is no such run.
-        BadRequest: as `compose_cell`; of a run that another version of the code froze, with how to ask for it anew.
+    Raises `StoreError`: no such run. `BadRequest`, as `compose_cell`; for another version's run, with a new request.
     """
     usual = shared_root(overrides)
     run = Store(usual).find(reference)
@@ -76,9 +66,9 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
 
 
 def _of_another_version(run: RunDir, frozen: dict[str, Any], overrides: Sequence[str]) -> list[Violation]:
-    """Reasons that keep this version from reading a frozen file, each with what helps; nothing where it can be read.
+    """Differences to this version's schema in a frozen file, each with a remedy; may be empty.
 
-    No file of conf/ is at fault, and no other name in the request would mend it.
+    No file of conf/ is at fault, and no other name in the request would help.
     """
     try:
         load_config(frozen)

@@ -1,4 +1,4 @@
-"""A composed request -> cells, recorded as a study, and carried out. What `run.py` calls, alone and under `-m`."""
+"""A composed request -> cells, recorded as a study, and carried out; called by `run.py`, alone and under `-m`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from harness.study.file import as_asked
 
 
 def refuse_study(overrides: Sequence[str]) -> None:
-    """Refuse `study=X` where one cell is asked for.
-
-    Raises:
-        BadRequest: a study was chosen, which is a set of cells.
-    """
+    """Raises `BadRequest`: `study=X`, a set of cells, in a request for one cell."""
     chosen = [text for text in overrides if text.startswith("study=") and text != "study=null"]
     if chosen:
         raise refuse(
@@ -39,12 +35,10 @@ def refuse_study(overrides: Sequence[str]) -> None:
 
 
 def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> int:
-    """Carry out a request for a set of cells: a study, axes typed on the command line, or both.
+    """Carry out a set of cells: a study, typed axes, or both; returns the exit code.
 
-    A study is recorded, so that its verdict knows every arm and its control; returns the exit code.
-
-    Raises:
-        BadRequest: with the violations of every cell, or the disk has no room for all of them; nothing was started.
+    It is recorded, so that its verdict knows every arm and its control. Raises `BadRequest`: violations of every cell,
+    or no room on disk; nothing was started.
     """
     wanted = cells_of(loader, master, as_asked(arguments))
     first = wanted.cells[0].typed
@@ -64,7 +58,6 @@ def _own_options() -> list[str]:
 
 
 def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> Desired:
-    """The cells a `-m` request asks for, composed and checked."""
     words = check_overrides(arguments, multirun=True)
     for word in words:
         if word.key == "study" and len(word.values) > 1:
@@ -81,11 +74,7 @@ SHARED = ("root", "dry_run", "wait", "fail_fast")
 
 
 def _carried_out_as_one(cells: Sequence[Cell]) -> None:
-    """Refuse what only makes sense for one cell, or would mean something else for each.
-
-    Raises:
-        BadRequest: cells differ in how the request is carried out, or several are to run inside this process.
-    """
+    """Raises `BadRequest`: cells differ in how they are carried out, or several are to run inside this process."""
     for key in SHARED:
         values = {str(cell.config["launch"][key]) for cell in cells}
         if len(values) > 1:
@@ -103,6 +92,7 @@ def _carried_out_as_one(cells: Sequence[Cell]) -> None:
 
 
 def carry_out(cells: Sequence[Cell]) -> int:
+    """Preview or start cells; returns the exit code."""
     from harness.launch.submit import submit  # late: a refusal needs none of it, and stays quick
 
     return submit(cells)

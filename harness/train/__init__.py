@@ -1,4 +1,4 @@
-"""The loop: microbatches in, a line of record a step out. `run(Session) -> Outcome` is all a worker needs."""
+"""Training loop: microbatches in, a line of record a step out. `run(Session) -> Outcome` is the entry of a worker."""
 
 from harness.train.loop import run
 from harness.train.session import Outcome, Progress, Session

@@ -1,17 +1,14 @@
-"""A step's local gradients, worked out a second time beside the engine: does it compute the model?
+"""A step's local gradients, recomputed beside the engine with the plain model.
 
-[Note: Worked out again] What autograd hands out is what everything after it is held against; that it is the gradient of
-the model, for these weights and these tokens, nobody who only listens can know. So in one step, the last captured one,
-each rank builds the model anew as plain torch has it, fills it with the main weights that the engine gives, reads its
-part of the batch from the source once more, and runs the same microbatches through it. Then the same modules are called
-with the same bits, in the same shapes and dtypes, by as many threads: what differs from them was fed, computed,
-gathered for a backward or kept in a buffer otherwise. Gradients are held against each other rank by rank, by sketches.
+[Note: Worked out again] Observers compare everything with autograd's gradients, but cannot know that these belong to
+the model, weights and tokens. So in the last captured step each rank builds the model in plain torch, fills it with the
+engine's main weights, reads its part of the batch from the source again, and runs the same microbatches. Equal modules
+then see equal bits, shapes, dtypes and threads; differences come from the feed, the computation, a gather or a buffer.
+Sketches of gradients are compared rank by rank.
 
-One step, because it costs a forward and a backward, and weights of the whole model on each rank for as long. Where a
-rank has no room for that, nobody looks: no run is lost for having been checked. What began at some step and stayed is
-there in the last one. No answer is given where a second time may rightly come to something else: for a model of the
-user's own, which may draw random numbers or remember its calls, and under tensor parallelism, where no rank computes
-with whole weights.
+It takes a forward, a backward and unsharded weights on each rank, so it runs once; a persistent fault is still there in
+the last step. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's own
+model, which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
 """
 
 from __future__ import annotations
@@ -39,31 +36,28 @@ from harness.probe.vouching.sketch import Signs, Sketch
 from harness.train.session import Session
 
 HANDFUL = 32
-"""Elements from which on a tensor is looked at: fewer may cancel to nothing, and the others of their module speak for
-them."""
+"""Least elements of a compared tensor: smaller ones may cancel, and others of their module speak for them."""
 
 COPIES = 4
-"""Copies that need room, in the size of the main weights: weights, their cast, gradients, and some of what a
-forward keeps. A device that has no room for the rest of that says so, and then nobody looks either."""
+"""Required memory in sizes of the main weights: weights, their cast, gradients, and part of a forward.
+
+A device that runs out of memory beyond that skips the check.
+"""
 
 
 def step_of(config: Config) -> int:
-    """The step that is worked out again; 0 for none."""
+    """Step that is recomputed; 0 for none."""
     if config.model.family is ModelFamily.ext or config.mesh.tp > 1:
         return 0
     return max(captured(config).gradients, default=0)
 
 
 def worked_out(session: Session, control: Control, names: list[str], signs: Signs, step: int) -> Sketch | None:
-    """Sketches of the sum of this rank's local gradients [tensors, m], as the engine's losses are scaled, and their
-    squared norms, added up [tensors]. None where there is no memory for it: training goes on. *Collective.*
+    """Sketches of the sum of this rank's local gradients [tensors, m], scaled as the engine's losses, and squared norms
+    [tensors].
 
-    Args:
-        session: whose engine can be seen (`Engine.seen`), and whose step has not begun.
-        control: for the ranks' own few numbers.
-        names: of the model's parameters, in its order.
-        signs: of all sketches.
-        step: counted from 1.
+    None without memory. Collective over all ranks. Args: session: with an observable engine (`Engine.seen`), before the
+    step. step: counted from 1.
     """
     seen = session.engine.seen()
     assert seen is not None
@@ -75,7 +69,7 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
 
 
 def have_room(session: Session, control: Control) -> bool:
-    """True if every rank has room for the whole model. *Collective.*"""
+    """True if every rank has room for the unsharded model. Collective over all ranks."""
     return all(fits for (fits,) in control.gather([int(_fits(workload_for(session.config), session))]))
 
 
@@ -87,8 +81,11 @@ def local_gradients(
     step: int,
     scaled: Callable[[Tensor], Tensor],
 ) -> Sketch | None:
-    """Sketches of the sum of a plain model's gradients [tensors, m] on this rank's microbatches of a step, and their
-    squared norms, added up [tensors]; None where memory ran out. scaled: makes what is differentiated of a loss."""
+    """Sketches of the sum of a plain model's gradients [tensors, m] on this rank's microbatches, and squared norms
+    [tensors].
+
+    None without memory. scaled: maps a loss to the differentiated value.
+    """
     workload, device = workload_for(session.config), session.ranks.device
     loader = Loader(session.config, session.ranks.data_rank)  # not the one that fed the run, which may have gone wrong
     with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
@@ -110,7 +107,6 @@ def _fits(workload: TokenWorkload, session: Session) -> bool:
 
 @torch.no_grad()
 def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
-    """Give the model the engine's main weights; scales of delayed scaling, which no weight tells, are the engine's."""
     weights = dict(model.named_parameters())
     for name, weight in session.engine.named_weights():
         weights[name].copy_(weight)
@@ -121,9 +117,10 @@ def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
 
 
 def _scaled(loss: Tensor, seen: Seen, config: Config) -> Tensor:
-    """The loss as the engine scales it: local gradients are larger by divisor / M than those of an unscaled one. In the
-    same operation, a quotient by the microbatches of a rank or a product with a loss scale, so that it is rounded
-    alike."""
+    """Loss with the engine's scaling: local gradients are larger by divisor / M than those of an unscaled one.
+
+    The same operation, a quotient by the rank's microbatches or a product with a loss scale, rounds alike.
+    """
     count = global_microbatches(config)
     if seen.divisor == count:
         return loss
@@ -131,8 +128,8 @@ def _scaled(loss: Tensor, seen: Seen, config: Config) -> Tensor:
 
 
 def off_by(found: Sketch, again: Sketch, shapes: Sequence[tuple[int, ...]]) -> Tensor:
-    """By tensor: the largest difference of two sketches of this rank's gradients, over the norm of what was added the
-    second time; infinite where only that is finite. fp64 [tensors]."""
+    """Largest difference of two sketches by tensor, over the second one's norm; infinite where only that is finite.
+    fp64 [tensors]."""
     off = (found.values - again.values).abs().amax(1)
     relative = torch.where(off == 0, 0.0, off / again.squares.sqrt())
     relative = torch.where(again.squares.isfinite(), relative.nan_to_num(nan=torch.inf), 0.0)

@@ -1,8 +1,7 @@
-"""Warm-up, then timed steps: what `measure=bench` adds to a run.
+"""Warm-up, then timed steps: additions of `measure=bench` to a run.
 
-Over the warm-up the CPU's allocator is followed, which slows every operation; its last step is read as the settled
-state. Then the follower goes, with the garbage it made, and the machine's load begins to count. Timed steps differ from
-an ordinary run's in nothing.
+During warm-up the CPU's allocator is followed, which slows every operation; its last step is the settled state. Then
+the follower and its garbage go, and the machine's load begins to count. Timed steps are ordinary steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from harness.train.session import Session
 
 
 class Bench:
-    """The phases of one timed run. Every method but `step` is called by all ranks together."""
+    """Phases of one timed run. Every method but `step` is collective over all ranks."""
 
     def __init__(self, session: Session, control: Control) -> None:
         self.session = session
@@ -33,7 +32,6 @@ class Bench:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The body is step `step`; its storage is followed as long as it warms up."""
         storage = self.session.meters.storage
         if storage is None or step > self.warmup_steps:
             yield
@@ -43,7 +41,7 @@ class Bench:
             yield
 
     def after(self, step: int) -> StepBytes | None:
-        """Between steps. After the last one of the warm-up: stop following; what that step took on this rank."""
+        """Storage of the last warm-up step on this rank, after which following stops; else None."""
         if step != self.warmup_steps:
             return None
         storage = self.session.meters.storage
@@ -59,7 +57,7 @@ class Bench:
         return self.settled
 
     def facts(self) -> dict[str, Any]:
-        """Facts for the run's summary, on rank 0. *Collective.*"""
+        """Facts for the summary, on rank 0. Collective over all ranks."""
         own = self.load.take()
         self._gather_timed()
         rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])
@@ -75,7 +73,7 @@ class Bench:
         }
 
     def _gather_timed(self) -> None:
-        """On CUDA: what every rank's device held over the timed steps. *Collective.*"""
+        """Device memory of every rank over the timed steps, on CUDA. Collective over all ranks."""
         timed = self.session.meters.memory.timed()
         if timed is None:
             return
@@ -96,6 +94,5 @@ class Bench:
 
 
 def _host_id() -> int:
-    """This machine as a signed 64-bit integer."""
     digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

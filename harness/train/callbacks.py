@@ -1,4 +1,4 @@
-"""A user's own class that is called at every step, and whose numbers are recorded with the others."""
+"""A user's own class that is called at every step, with its numbers in the record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from harness.engines.protocol import Engine
 class Callback(ABC):
     """One object on each rank. All ranks call every method in the same order, so that methods may call collectives.
 
-    Its time and its collectives are not counted. Its state is not saved: what it returns must follow from the step
-    alone, or a resumed run differs from an uninterrupted one.
+    Its time and its collectives are not counted. Its state is not saved: results must follow from the step alone, or a
+    resumed run differs from an uninterrupted one.
     """
 
     def __init__(self, config: Config) -> None:
+        """Called before the first step, with the entire configuration."""
         self.config = config
 
     @abstractmethod
@@ -34,16 +35,13 @@ class Callback(ABC):
 
 
 class Callbacks:
-    """All of a run's, in the order they were named."""
-
     def __init__(self, config: Config) -> None:
         self.each: Sequence[Callback] = [_class_of(name)(config) for name in config.measure.callbacks]
 
     def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> dict[str, float]:
-        """The numbers that all return for a step, joined.
+        """Joined numbers of a step.
 
-        Raises:
-            ValueError: two return a number with the same name, or one returns something else than numbers by name.
+        Raises `ValueError`: a duplicate name, or a result that is no mapping of names to numbers.
         """
         joined: dict[str, float] = {}
         for each in self.each:
@@ -62,11 +60,7 @@ class Callbacks:
 
 
 def _number(who: str, name: str, value: Any) -> float:
-    """A number of Python's or numpy's as one that JSON holds.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A finite JSON number from Python's or numpy's. Raises `ValueError`: it is neither."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fix = ": call .item()" if hasattr(value, "item") else ""
         raise ValueError(f"{who} returns {name}={value!r}, which is not a number{fix}")

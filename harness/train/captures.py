@@ -1,5 +1,4 @@
-"""What is taken down in full at chosen steps: gradients, what was seen of them beside the engine, updates, the reach of
-rounding. Nothing of it is there in any other step."""
+"""Captures at chosen steps: gradients, witnesses, updates, and the effect of rounding."""
 
 from __future__ import annotations
 
@@ -36,13 +35,6 @@ from harness.train.session import Session
 
 
 class Captures:
-    """The captures of one run. What is collective is called by all ranks together.
-
-    Args:
-        session: of the run.
-        control: for the ranks' own few numbers.
-    """
-
     def __init__(self, session: Session, control: Control) -> None:
         config = session.config
         self.session = session
@@ -55,13 +47,11 @@ class Captures:
         self._last: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Say what will be captured, where the configuration leaves that open; readers go by it."""
         if self.is_first_rank and self.config.measure.capture_steps is None:
             write_plan(self.folder, self.plan)
 
     def structure(self) -> dict[str, Any] | None:
-        """Engine's tensors that share memory and should not, or the other way round; *collective*.
-        None where nothing is captured."""
+        """Aliased or untied tensors of the engine; None without captures. Collective over all ranks."""
         seen = self.session.engine.seen() if self.steps else None
         if seen is None:
             return None
@@ -72,7 +62,7 @@ class Captures:
         return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}
 
     def decayed(self) -> list[str] | None:
-        """Parameters whose weights decay, as the workload says; None where no update is captured."""
+        """Parameters with weight decay; None without captured updates."""
         if not self.update_steps:
             return None
         workload = workload_for(self.config)
@@ -80,12 +70,11 @@ class Captures:
         return [name for name, param in params if workload.decays(name, param.shape)]
 
     def witness(self, step: int) -> Witness | None:
-        """Who watches this step; None where nobody does."""
         seen = self.session.engine.seen() if step in self.steps else None
         return None if seen is None else Witness(*seen, self.session.meters.timers.aside)
 
     def gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
-        """Write a captured step's gradients and what its witness saw; *collective*."""
+        """Write a captured step's gradients and witness. Collective over all ranks."""
         if step == 1 and self.config.measure.rounding_draws:
             self._rounding(step, microbatches)
         if witness is not None:
@@ -107,7 +96,7 @@ class Captures:
             write_witness(self.folder, step, expected, dict(zip(names, kept, strict=True)), wrong)
 
     def _rounding(self, step: int, microbatches: Sequence[Microbatch]) -> None:
-        """The rules let only one process in fp64 ask for this."""
+        """The rules allow this for one fp64 process only."""
         engine, draws = self.session.engine, self.config.measure.rounding_draws
         assert isinstance(engine, SingleEngine)
         recipes = [each.name for each in fitting(self.config.model)] if self.config.measure.rounding_fp8 else []
@@ -116,10 +105,10 @@ class Captures:
         write_rounding(self.folder, step, draws, found)
 
     def before(self, step: int) -> dict[str, Tensor] | None:
-        """Main weights before a step whose update is wanted, on the first rank, and the moments on disk; *collective*.
+        """Main weights before a captured update, on the first rank; moments go to disk. Collective over all ranks.
 
-        Where the update of the step before was captured too, both follow from there, and before step 1 moments are
-        nought."""
+        After a captured update both follow from it; before step 1 moments are zero.
+        """
         if step not in self.update_steps:
             return None
         if step > 1 and self._begins_anew(step):
@@ -127,6 +116,7 @@ class Captures:
         return self._weights()
 
     def _begins_anew(self, step: int) -> bool:
+        """True if earlier captures do not determine the state before a step."""
         return step - 1 not in self.update_steps
 
     def _moments(self, step: int) -> None:
@@ -137,7 +127,7 @@ class Captures:
             write_moments(self.folder, step, found.items())
 
     def update(self, step: int, before: dict[str, Tensor]) -> None:
-        """Write what a step changed; *collective*."""
+        """Write the update of a step. Collective over all ranks."""
         after = self._weights()
         if self.is_first_rank:
             write_update(self.folder, step, before, after.items())
@@ -145,7 +135,7 @@ class Captures:
                 write_weights(self.folder, step, before)
 
     def looking(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the end on their way to what reads them anyway: they are gathered once. For `final`."""
+        """Last weights passed through to another reader, because they are gathered once; for `final`."""
         for name, weight in weights:
             if self.plan.final and self.is_first_rank:
                 self._last[name] = weight
@@ -157,6 +147,6 @@ class Captures:
             self._last = {}
 
     def _weights(self) -> dict[str, Tensor]:
-        """All main weights on the first rank, nothing on the others; gathering is collective."""
+        """Main weights on the first rank, empty on the others. Collective over all ranks."""
         with self.session.meters.paused():
             return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}

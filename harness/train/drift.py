@@ -1,15 +1,12 @@
-"""The plain model, asked the same as a run begins and as it ends: is it still the same function?
+"""Plain model, evaluated alike at a run's begin and end, to detect changes of its code or buffers.
 
-[Note: The same function] A step that is worked out again (`harness.train.again`) is worked out by the model's code as
-it is then: what has changed in that since the run began, a softcap that came on, a table that was rounded, a constant,
-a custom backward, changes both alike. So each rank asks the plain model twice for local gradients that depend on
-nothing else: of the seed's first weights, on its own microbatches of step 1, before the first step that it runs and in
-the step that is worked out again. The same modules are then called by one process with the same bits in the same shapes
-by as many threads, and what differs began in between.
+[Note: The same function] A recomputed step (`harness.train.again`) uses the model's present code: a softcap, table,
+constant or custom backward that changed since the begin changes both alike. So each rank computes the plain model's
+local gradients twice, for the seed's first weights and its own microbatches of step 1: before its first step, and in
+the recomputed step. Equal modules, bits, shapes and threads must agree.
 
-It costs a forward and a backward twice, and room for the whole model. Nobody looks where no step is worked out again.
-What the code did otherwise before the first of the two, in an earlier attempt of a resumed run or in step 1 already, is
-not seen so: that is what a run is held against others for.
+It takes two forwards and backwards, and memory for the unsharded model; without a recomputed step it is skipped.
+Earlier changes, in a previous attempt or in step 1, are not seen.
 """
 
 from __future__ import annotations
@@ -29,13 +26,16 @@ TOKENS_OF = 1
 
 
 def is_looked_for(config: Config, done: int) -> bool:
-    """True if a run that goes on after so many steps is to ask the plain model twice."""
+    """True if a run resumed after so many steps evaluates the plain model twice."""
     return step_of(config) > done + 1
 
 
 def asked(session: Session, control: Control, names: list[str], signs: Signs) -> Sketch | None:
-    """Sketches of the sum of the plain model's gradients [tensors, m] on this rank's microbatches of step 1, at the
-    seed's first weights, and their squared norms, added up [tensors]; None where there is no memory. *Collective.*"""
+    """Sketches of the sum of the plain model's gradients [tensors, m] on this rank's microbatches of step 1 at the
+    seed's first weights, and squared norms [tensors].
+
+    None without memory. Collective over all ranks.
+    """
     if not have_room(session, control):
         return None
     with plain_model(workload_for(session.config), session.config, session.ranks.device) as model:

@@ -1,8 +1,9 @@
-"""Faults on purpose: `fault.name=package.module:function` names what builds a run's session wrongly. Three samples.
+"""Deliberate faults: `fault.name=package.module:function` names a function that builds a run's session wrongly. Three
+samples.
 
-A fault is called on every rank with the configuration and `build`, which builds the session as it is. It may change
-anything before and after, and returns the session to run: its engine, loader, checkpoints (`engine.state`) and loop
-(`begins`, `progress`, `should_stop`). `fault.strength` and `fault.begins_at` are for the fault to read.
+A fault is called on every rank with the configuration and `build`, which builds the normal session. It may change
+anything, and returns the session to run: its engine, loader, checkpoints (`engine.state`) and loop (`begins`,
+`progress`, `should_stop`). `fault.strength` and `fault.begins_at` are for the fault to read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
 
 
 def build_session(config: Config, build: Build) -> Session:
-    """The session as `build` makes it, or as the configured fault does."""
     if config.fault.name == NO_FAULT:
         return build()
     module, _, name = config.fault.name.rpartition(":")
@@ -33,7 +33,7 @@ def build_session(config: Config, build: Build) -> Session:
 
 
 def from_step(session: Session, change: Callable[[Any, float], None]) -> Session:
-    """A session whose engine is changed before the fault's first step, given the engine and the share of the fault."""
+    """Session whose engine is changed before the fault's first step; `change` takes the engine and the share."""
     due = [change]
 
     def begins(step: int) -> None:
@@ -66,6 +66,8 @@ def _duplicating(fold: Callable[..., None], rank: int, amount: float) -> Callabl
 
 
 def scale_by_two(config: Config, build: Build) -> Session:
+    """All gradients are twice what they should be."""
+
     def change(engine: Any, amount: float) -> None:
         engine.model._parts.reduce.factor *= 1.0 + amount
 
@@ -73,6 +75,8 @@ def scale_by_two(config: Config, build: Build) -> Session:
 
 
 def lr_of_a_group(config: Config, build: Build) -> Session:
+    """The last parameter group's learning rate is double."""
+
     def change(engine: Any, amount: float) -> None:
         step = engine.optimizer.step
 

@@ -1,8 +1,7 @@
-"""What `forward_backward` is given, held against what the data source holds.
+"""Sequences of `forward_backward` against those of the data source.
 
-The loader that feeds a run does not speak for itself: microbatches are copied as a step begins and hashed after it;
-what they should have been is read from the source a second time, by the order of sequences alone. Neither counts for a
-step's time.
+The loader is not trusted: microbatches are copied before a step and hashed after it; the source is read again, by the
+order of sequences alone. Neither counts for a step's time.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from harness.engines.protocol import Microbatch
 
 
 class FeedDigests(NamedTuple):
-    """Hashes of one rank's tokens and targets of one step, unsigned 64-bit; equal where it was fed right."""
+    """Hashes of one rank's tokens and targets of one step, unsigned 64-bit; equal for right data."""
 
     held: int
-    """Hash of what the data source holds."""
+    """Hash from the data source."""
     fed: int
+    """Hash of the engine's input."""
 
 
 class Feed:
-    """Reads what one rank should be fed. data_rank: as `Loader` takes it.
+    """Reader of one rank's sequences. data_rank: as in `Loader`.
 
-    Raises:
-        ValueError: the source is missing, empty or malformed.
+    Raises `ValueError`: the source is missing, empty or malformed.
     """
 
     def __init__(self, config: Config, data_rank: int) -> None:
@@ -40,7 +39,7 @@ class Feed:
         self._source = open_source(config)  # not the loader's
 
     def digests(self, step: int, given: Microbatch) -> FeedDigests:
-        """Digests of a step and of what was given in it; waits for the device."""
+        """Digests of a step and of its microbatches; waits for the device."""
         wanted = positions(self._config, self._data_rank, step)
         order = (sequence_at(each, self._source.num_sequences, self._config.data.order_seed) for each in wanted)
         right = np.stack([self._source[index] for index in order])
@@ -49,14 +48,13 @@ class Feed:
 
 
 def joined(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """A copy of all of a step's microbatches as one, on their device."""
+    """Copy of all of a step's microbatches as one, on their device."""
     tokens, targets = (torch.cat(rows) for rows in zip(*microbatches, strict=True))
     return Microbatch(tokens, targets)
 
 
 def _sequences(given: Microbatch) -> Tokens:
-    """The sequences that tokens and targets are cut from, [sequences, seq_len + 1]; where a target is not the token
-    that follows, all tokens and all targets of each."""
+    """Sequences of tokens and targets, [sequences, seq_len + 1]; both in full where targets are not the next tokens."""
     tokens, targets = (rows.cpu().numpy() for rows in given)
     shifted = np.array_equal(tokens[:, 1:], targets[:, :-1])
     return np.concatenate([tokens, targets[:, -1:] if shifted else targets], axis=1)

@@ -1,7 +1,7 @@
-"""The training loop: one rank's run from its first step, or its last checkpoint, to its end.
+"""Training loop of one rank, from its first step, or its last checkpoint, to its end.
 
-After a step the ranks exchange a few numbers, and meanwhile each loads its next batch. The loading counts for the step
-that is fed with it, as if it were done then; the exchange, and all that is recorded, counts for none.
+After a step the ranks exchange a few numbers, and meanwhile each loads its next batch. Loading counts for the step that
+uses the batch; exchange and recording count for none.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ from harness.train.vouching import Vouching
 
 
 def run(session: Session) -> Outcome:
-    """Train until `train.steps` are done or any rank is asked to stop. Called by all ranks together.
+    """Train until `train.steps` are done or any rank is asked to stop. Collective over all ranks.
 
-    Takes up the newest checkpoint if the policy keeps any, and cuts the record back to it. Closes the meters.
+    Resumes from the newest checkpoint if the policy keeps any, and truncates the record to it. Closes the meters.
 
-    Raises:
-        ValueError: data or checkpoint do not fit (the message says how).
-        RuntimeError: a checkpoint could not be written.
+    Raises `ValueError`: data or checkpoint do not fit. `RuntimeError`: a checkpoint could not be written.
     """
     with session.meters:
         return Loop(session).run()
@@ -53,6 +51,7 @@ def run(session: Session) -> Outcome:
 @dataclass(frozen=True)
 class Fetched:
     seconds: float
+    """Seconds of loading on this rank."""
     data: list[Microbatch] | None
     error: Exception | None
 
@@ -90,7 +89,6 @@ class Loop:
         self.accounted_bytes = session.engine.accounted_bytes()
 
     def run(self) -> Outcome:
-        """Train from the first step, or the last checkpoint, to the end; `run` of this module says what is raised."""
         began = time.perf_counter()
         start = self._begin()
         writer, mirror = self._open_record(start)
@@ -226,7 +224,6 @@ class Loop:
     def _watch(
         self, step: int, microbatches: Sequence[Microbatch], witness: Witness | None, watches: ExitStack
     ) -> None:
-        """Look at what a step begins with, and have its forwards and backwards watched until `watches` are closed."""
         if self.vouching is not None:
             self.vouching.before()
             self.vouching.work_out_again(step)
@@ -241,7 +238,6 @@ class Loop:
             return self.vouching.after(step, measured.lr, measured.grad_norm)
 
     def _fetch(self, step: int) -> Fetched:
-        """Load a step's batch. What goes wrong is kept until the batch is wanted: the step before is not over yet."""
         began, data, error = time.perf_counter(), None, None
         with self.session.meters.timers.span("data"):
             try:
@@ -296,7 +292,7 @@ class Loop:
         )
 
     def _network(self) -> dict[str, Any]:
-        """Request to NCCL and its outcome, from rank 0's own log."""
+        """Requested and effective settings of NCCL; from rank 0's log."""
         path = nccl_log.log_of_process(os.environ, os.getpid())
         log = None if path is None else nccl_log.read(path)
         backend = dist.get_backend() if dist.is_initialized() else "one process"

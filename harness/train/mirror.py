@@ -1,6 +1,6 @@
-"""Rank 0's end of the wandb mirror: a process of its own that follows the record, and can neither slow nor stop a run.
+"""Rank 0's end of the wandb mirror: a separate process that reads the record, and cannot slow or stop a run.
 
-See `harness.mirror`. A mirror that ends before the run does is told once, on the terminal and in `status.json`.
+See `harness.mirror`. A mirror that ends early is reported once, on the terminal and in `status.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.store.provenance import PACKAGE
 from harness.store.reading import read_text
 
 CLOSE_S, HURRY_S = 60.0, 10.0
-"""How long a run that is done, and one that must make room, waits for what is still to be sent."""
+"""Seconds to wait for the mirror, of a done run, and of one that must make room."""
 LOG = "mirror.log"
 
 
@@ -36,12 +36,9 @@ class Mirror:
 
     @classmethod
     def open(cls, config: Config, run_dir: Path, warn: Callable[[str], None]) -> Mirror:
-        """Start mirroring where that is asked for.
+        """Start a mirror, if requested.
 
-        Args:
-            config: the run's.
-            run_dir: its directory; `metrics.jsonl` exists, cut back to where the run goes on.
-            warn: is told, in a line, that the mirror failed.
+        Args: run_dir: with `metrics.jsonl`, truncated to the resumed step. warn: called once with a line on failure.
         """
         mirror = cls(run_dir, None, warn)
         try:
@@ -53,12 +50,11 @@ class Mirror:
         return mirror
 
     def check(self) -> None:
-        """Tell once if it has ended too early; costs a system call."""
         if self._process is not None and self._process.poll() is not None:
             self._ended()
 
     def close(self, *, hurry: bool = False) -> None:
-        """No line follows: wait until all are sent, for a bounded time. A second call does nothing."""
+        """Wait until all lines are sent, for a bounded time; idempotent."""
         if self._process is None:
             return
         patience_s = HURRY_S if hurry else CLOSE_S

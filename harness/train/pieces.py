@@ -1,4 +1,4 @@
-"""What this rank holds of weights and optimizer state, by whichever engine; and moments put together from it."""
+"""Pieces of weights and optimizer state on this rank, and moments assembled from them, for any engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ WEIGHTS = "weights/"
 
 
 def pieces_of(engine: Engine) -> dict[str, Piece] | None:
-    """This rank's piece of everything in an engine's state, by key; None where the state does not say which rank has
-    what of it. *Collective* where the engine's state is."""
+    """This rank's piece of every tensor of an engine's state, by key; None if the state has no places.
+
+    Collective over all ranks where the engine's state is.
+    """
     if getattr(type(engine), "state", None) is Engine.state:  # a copy of what has no places
         return None
     try:
@@ -30,10 +32,10 @@ def pieces_of(engine: Engine) -> dict[str, Piece] | None:
 
 
 def whole_moments(session: Session, control: Control, entries: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Whole moments as `<parameter>/<entry>`, on the CPU and in their dtype, of the parameters that have them all.
+    """Unsharded moments as `<parameter>/<entry>`, on the CPU and in their dtype, of parameters with all of them.
 
-    Added up in fp64 on a group of the harness's own, each element from one rank: no engine's gather is trusted here.
-    *Collective*; nothing where the state does not say which rank has what.
+    Summed in fp64 over a separate group, each element from one rank, independent of the engine's gathers. Collective
+    over all ranks; empty if the state has no places.
     """
     found = pieces_of(session.engine)
     weights = [piece for key, piece in (found or {}).items() if key.startswith(WEIGHTS)]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a line a step in `metrics.jsonl`, and `summary.json` at the end. Rank 0 writes both.
+"""Record of a run: a line a step in `metrics.jsonl`, and `summary.json` at the end, both written by rank 0.
 
 A line holds the metrics that `harness.store.fields` declares.
 
@@ -39,7 +39,6 @@ from harness.store.metrics import encode
 
 
 def global_loss(losses: Sequence[float]) -> float:
-    """Mean of the global microbatches' losses, added one after the other in global order."""
     total = 0.0
     for loss in losses:
         total += loss
@@ -53,7 +52,7 @@ def weights_digest(
 ) -> str:
     """SHA-256 over every weight's name, dtype, shape and bytes in model order, each cast to `dtype` first if given.
 
-    `alive` is called after each: 70 billion weights take longer than a hang is given.
+    `alive` is called after each: 70 billion weights exceed the hang timeout.
     """
     digest = hashlib.sha256()
     for name, weight in weights:
@@ -72,7 +71,6 @@ class Measured(NamedTuple):
     """Seconds of data, forward_backward, optimizer, and of forward where the engine called a TimedWorkload."""
     exposed_comm_s: float | None
     rows: list[Row]
-    """Collectives issued."""
     scaled: Scaled | None
     counters: Mapping[str, int]
 
@@ -123,7 +121,6 @@ class StepRecords:
 
 
 def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
-    """Seconds of the parts of a step, which do not overlap."""
     forward = spans.get("forward")
     return {
         "data": spans["data"],
@@ -142,7 +139,7 @@ def write_summary(
     facts: Mapping[str, Any],
     rows: Sequence[Row],
 ) -> None:
-    """Write `summary.json` from the run's whole record; `first_steps` are left out of the quartiles (they warm up)."""
+    """Write `summary.json` from the run's entire record; quartiles exclude `first_steps` (warm-up)."""
     last: Mapping[str, Any] = records[-1] if records else {}
     warm = set(first_steps)
     times = [record["step_time_s"] for record in records if record["step"] not in warm]

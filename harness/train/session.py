@@ -1,4 +1,4 @@
-"""What the loop is given and what it hands back: everything a worker must put together."""
+"""Input and output of the loop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from harness.probe.meters import Meters
 
 @dataclass(frozen=True)
 class Progress:
-    """One finished step as its rank saw it, for the terminal and the hang watch; the record says the same in full."""
+    """One finished step on its rank, for the terminal and the hang watch."""
 
     rank: int
     step: int
     """Steps done, counted from 1."""
     steps: int
     loss: float
+    """Mean loss of the global batch, in nats a token."""
     step_time_s: float
     tokens: int
     memory_bytes: int
+    """Device memory allocated, or the resident set of the process on CPU."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,22 @@ class Session:
     loader: Loader
     meters: Meters
     control: dist.ProcessGroup | None
-    """A gloo group of all ranks for the loop's own few numbers a step; None with one rank."""
+    """Gloo group of all ranks for control messages; None with one rank."""
     run_dir: Path
-    """The run's directory. Rank 0 writes metrics.jsonl, summary.json and capture/; every rank its part of ckpt/."""
+    """Run directory. Rank 0 writes metrics.jsonl, summary.json and capture/; every rank its part of ckpt/."""
     should_stop: Callable[[], bool]
-    """True if this rank was asked to stop; asked once a step. One rank's yes stops all at the same step boundary."""
+    """True if this rank was asked to stop; polled once a step. Any rank stops all at the same step boundary."""
     progress: Callable[[Progress], None]
     warn: Callable[[str], None] = print
-    """Told what a person should know at once; called by rank 0."""
+    """Called by rank 0 with a warning."""
     alive: Callable[[], None] = lambda: None
-    """Called by every rank between the parts of work that is no step and may take minutes in a large model."""
     begins: Callable[[int], None] = lambda _: None
+    """Called by every rank before every step, with its number."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended. Failures are exceptions, not outcomes."""
-
     status: Literal["done", "preempted"]
     step: int
     saved: bool
+    """True if ckpt/ has a checkpoint of exactly this step."""

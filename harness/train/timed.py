@@ -1,4 +1,4 @@
-"""Splits forward from backward without asking the engine: the loss is timed on its way through the workload."""
+"""Separate times of forward and backward without the engine's help: the workload times its loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from harness.probe.timers import Timers
 
 
 class TimedWorkload(Workload):
-    """A workload whose `loss` is a `forward` span, and whose every initial weight is a sign of life; all else is passed
-    on."""
+    """Workload whose `loss` is a `forward` span, and whose initial weights each call `alive`."""
 
     def __init__(self, inner: Workload, timers: Timers, alive: Callable[[], None] = lambda: None) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A run's word for its own steps: what every step is looked at for, beside the engine.
+"""Observations of every step of a run beside the engine.
 
 [Note: Vouching] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
@@ -55,11 +55,11 @@ from harness.train.session import Session
 NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
 
 EXACT = 1e-9
+"""Relative: beyond it, a skipped step has changed something."""
 
 
 def _skipped_before(session: Session, control: Control, done: int) -> int:
-    """How many of the steps that a resumed run has done left their update out; the first rank has the record.
-    *Collective.*"""
+    """Skipped updates among a resumed run's steps, from the first rank's record. Collective over all ranks."""
     if not done or session.config.dtype.loss_scale == "none":
         return 0
     left_out = []
@@ -77,10 +77,10 @@ def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | 
 
 
 class Vouching:
-    """Looks at every step of one run. `open` it after the first weights are there; *collective*.
+    """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks.
 
-    The order in a step: `before`, `work_out_again`, `watch` around the forwards and backwards, `reduced`, `after`;
-    `close` at the end.
+    Order in a step: `before`, `work_out_again`, `watch` around the forwards and backwards, `reduced`, `after`; `close`
+    at the end.
     """
 
     def __init__(self, session: Session, control: Control, pieces: list[Piece], sample: Sample, done: int) -> None:
@@ -96,10 +96,11 @@ class Vouching:
         self.cast = None if compute is main else compute
         self.is_first_rank = session.ranks.rank == 0
         self.left: tuple[Sketch, Values] | None = None
+        """State after the step before: sketches by piece, and the sample."""
         self.whole: Table | None = None
-        """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
+        """Sketches of the unsharded weights after the step before, on the first rank; None if unknown."""
         self.moments: Table | None = None
-        """On the first rank, what the last step before a resume left of the moments; None in any other step."""
+        """Moments of the last step before a resume, on the first rank; else None."""
         self.done = done
         self.again_at = step_of(config)
         self.looks_for_drift = drift.is_looked_for(config, done)
@@ -118,8 +119,8 @@ class Vouching:
 
     @classmethod
     def open(cls, session: Session, control: Control, done: int) -> Vouching | None:
-        """For a run that has done so many steps; None where it is not asked for, or where the engine's state does not
-        say which rank has what of it. *Collective.*"""
+        """Observer of a run resumed after `done` steps; None if not configured, or if the state has no places.
+        Collective over all ranks."""
         config = session.config
         if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
             return None
@@ -145,6 +146,7 @@ class Vouching:
         self.largest = LargestTable(len(self.pieces), SKETCHES)
         self.begun: dict[int, Sketch] = {}
         self.in_forward: dict[int, Tensor] = {}
+        """Weights, by place, whose sketch in `begun` is taken by the step's first forward."""
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
         self.again: Sketch | None = None
@@ -155,7 +157,7 @@ class Vouching:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def before(self) -> None:
-        """Look at what the step begins with, but for what its first forward looks at (`_settle`)."""
+        """Observe the state before the step, except weights left to its first forward (`_settle`)."""
         self._begin()
         if self.cast is None and self.left is not None and self.session.engine.seen() is not None:
             self.in_forward = {place: piece.local for place, piece in enumerate(self.pieces) if piece.is_whole}
@@ -173,8 +175,8 @@ class Vouching:
         return self.signs.sketch(piece.name, piece.shape, piece.local, piece.place, squares=self.left is None)
 
     def _settle(self) -> None:
-        """Put together what the step began with, after the forwards and before the update; what none of them computed
-        with where it is kept is looked at now."""
+        """Complete the sketches before the step, after the forwards and before the update, with weights no forward used
+        in place."""
         seen = {} if self.watching is None else self.watching.begun
         for place in self.in_forward:
             self.begun[place] = seen[place] if place in seen else self._begins(place)
@@ -187,8 +189,8 @@ class Vouching:
             self.summed.put("cast", sketches, self.counted)
 
     def work_out_again(self, step: int) -> None:
-        """Ask the plain model, before the first step and in the last captured one: for this rank's local gradients of
-        that step, and twice for the same; *collective*, before `watch`."""
+        """Recompute local gradients with the plain model, in the last captured step, and evaluate it twice. Collective
+        over all ranks, before `watch`."""
         if step not in (self.done + 1, self.again_at) or self.session.engine.seen() is None:
             return
         of = self.session, self.control, self.names, self.signs
@@ -218,7 +220,6 @@ class Vouching:
         return both
 
     def reduced(self) -> None:
-        """Look at the engine's averaged gradients, before they are clipped."""
         self._settle()
         gradients = self.session.engine.local_gradients()
         if gradients is None:
@@ -229,7 +230,8 @@ class Vouching:
         self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
 
     def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
-        """Look at what the step left, and begin to tell the first rank; what is returned ends it and writes."""
+        """Observe the state after the step, and begin the sum to the first rank; call the result to finish and
+        write."""
         if self.forward is not None:
             self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
@@ -256,8 +258,6 @@ class Vouching:
         return write
 
     def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
-        """The whole weights, too, must be those that the step before left: of a resumed run, those in its stream, and
-        so must its moments, which no rank remembers."""
         if self.whole is not None:
             largest.differ_from(summed, self.whole)
         elif step > 1:
@@ -282,7 +282,7 @@ class Vouching:
         self.largest.clipping[:] = held.clipping
 
     def _tell_forward(self, watch: ForwardWatch) -> None:
-        """Add up what all ranks' forwards gave out; *collective*."""
+        """Sum the forward sketches of all ranks. Collective over all ranks."""
         names = [name for name, _ in watch.module.named_modules()]
         order = [*watch.found, *(name for name in names if name not in watch.found)]
         table = torch.stack([watch.found.get(name, torch.zeros(SKETCHES + 1, dtype=torch.float64)) for name in names])
@@ -316,7 +316,7 @@ class Vouching:
             self.writer.sync()
 
     def close(self, *, finished: bool) -> None:
-        """Look once more at the weights of a run that came to its end, and close the stream. *Collective* then."""
+        """Observe the last weights of a finished run, and close the stream. Collective over all ranks if finished."""
         if finished and self.left is not None:
             self._begin()
             self.largest.kept[:] = self._kept(self._sketches(), self.sample.look())
@@ -332,15 +332,16 @@ class Vouching:
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _sketches(self, of: Callable[[Piece], Tensor] = attrgetter("local"), *, squares: bool = True) -> Sketch:
-        """Sketch this rank's part of something of every tensor [tensors, m]; 0 of what it has no part of."""
+        """Sketches of this rank's parts [tensors, m]; 0 for tensors without one."""
         return self._sketch(
             ((None if piece.place is None else of(piece), piece.place) for piece in self.pieces), squares=squares
         )
 
     def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | None]]:
-        """This rank's part of gradients to look at, where these lie where its pieces do: each of the ranks that
-        keep copies
-        has some of the rows. What one copy has and others have not shows in the weights after the step (`dissent`)."""
+        """This rank's rows of gradients among the ranks with copies, in the places of its pieces.
+
+        Differences between copies show in the weights after the step (`dissent`).
+        """
         for piece, portion in zip(self.pieces, self.portions, strict=True):
             gradient = gradients.get(piece.name)
             if gradient is not None and piece.place is not None and portion is not None:

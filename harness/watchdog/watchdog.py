@@ -191,8 +191,8 @@ class Watchdog:
             self.leave(token)
 
     def check(self) -> None:
-        """Raise CollectiveError where the alarm is over."""
-        if self._message is not None:
+        """Raise CollectiveError where the alarm is over, unless the program has destroyed the groups since."""
+        if self._message is not None and self.groups[0] in dist.distributed_c10d._world.pg_map:
             raise CollectiveError(self._message)
 
     def explain(self, error: Exception) -> Exception:

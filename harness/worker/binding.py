@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which processors are near it."""
+"""Device of a rank, and nearby processors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ PCI = Path("/sys/bus/pci/devices")
 
 
 def device_index(local_rank: int, ranks_per_device: int, visible: int) -> int:
-    """The CUDA device of a rank, of those that this process sees; neighbouring ranks share one.
+    """CUDA device index of a rank; neighbouring ranks share one.
 
-    Args:
-        local_rank: the rank's number on its machine.
-        ranks_per_device: how many ranks share a device.
-        visible: devices this process sees. A scheduler that gives each task its own (srun --gpus-per-task) shows every
-            rank one, and that one is number 0.
+    Args: visible: devices of this process; a scheduler with one each (srun --gpus-per-task) shows every rank its own as
+    number 0.
 
-    Raises:
-        ValueError: there are fewer devices than that takes.
+    Raises `ValueError`: there are too few devices.
     """
     index = 0 if visible == 1 else local_rank // ranks_per_device
     if index < visible:
@@ -34,7 +30,7 @@ def device_index(local_rank: int, ranks_per_device: int, visible: int) -> int:
 
 
 def near(device: int, folder: Path = PCI) -> set[int]:
-    """Processors that share a memory controller with a CUDA device; empty where this machine does not tell."""
+    """Processors on the NUMA node of a CUDA device; empty if unknown."""
     facts = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     numbers = [getattr(facts, name, None) for name in names]
@@ -58,11 +54,7 @@ def processors_of(path: Path) -> set[int]:
 
 
 def bind(processors: set[int]) -> None:
-    """Keep this process, and every thread it starts from now on, to those of its processors that are among these.
-
-    What it was given and does not reach is left out; where nothing is left, nothing changes: a far processor is better
-    than none.
-    """
+    """Restrict this process and its future threads to these processors, as far as allowed; no-op if none is left."""
     both = processors & os.sched_getaffinity(0)
     if both:
         os.sched_setaffinity(0, both)

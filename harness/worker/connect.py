@@ -1,4 +1,4 @@
-"""From a place to a member of a process group: device, threads, and the group all ranks share."""
+"""Device, threads, and the default process group of a rank."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from harness.worker.rendezvous import LOOPBACK, Meeting, interface_towards, meet
 from harness.worker.signing import sign_pickles
 
 MEETING_TIMEOUT_S = 600.0
-"""How long ranks wait for each other at the start: nodes load the environment at very different speeds."""
+"""Seconds that ranks wait for each other at the start: nodes load the environment at very different speeds."""
 
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def set_up_torch(config: Config, place: RankPlace) -> torch.device:
-    """Threads, determinism and device of this process; on CUDA also its processors, and fp32 that is fp32.
+    """Set threads and determinism, and return the device; on CUDA also bind processors, and disable TF32.
 
-    Raises:
-        ValueError: this process sees no CUDA device for this rank.
+    Raises `ValueError`: this process sees no CUDA device for this rank.
     """
     torch.set_num_threads(config.cluster.threads_per_rank)
     if config.numerics.mode is not Numerics.fast:
@@ -58,11 +57,7 @@ def set_up_torch(config: Config, place: RankPlace) -> torch.device:
 
 
 def check_sharing(config: Config) -> None:
-    """Refuse to share devices with an NCCL that would say no more than "duplicate GPU", or wait for ever.
-
-    Raises:
-        RuntimeError: ranks are to share devices, and the NCCL that is loaded cannot.
-    """
+    """Raises `RuntimeError`: ranks share devices, which the loaded NCCL does not support."""
     shared = config.cluster.ranks_per_device
     if shared == 1 or config.cluster.device is not Device.cuda:
         return
@@ -77,9 +72,9 @@ def check_sharing(config: Config) -> None:
 
 
 def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) -> Ranks:
-    """Become a member of the default group. *Collective.*
+    """Join the default group. Collective over all ranks.
 
-    The group's own timeout stays beyond the hang watch: a hang is reported with every rank's stack, not as a timeout.
+    The group's own timeout exceeds the hang watch: a hang is reported with every rank's stack, not as a timeout.
     """
     check_sharing(config)
     ownership = SharpOwnership(device)
@@ -98,12 +93,11 @@ def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) 
 
 
 def owner_is_default(config: Config) -> bool:
-    """True if the communicator of sharp.group is that of all ranks: the inner axis, where there is no outer one."""
+    """True if sharp.group's communicator is the default one: the inner axis, without an outer one."""
     return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
 
 
 def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> None:
-    """Create the default group; on CUDA bound to the device, which creates its communicator `at_once`."""
     common: dict[str, Any] = {
         "backend": "nccl" if device.type == "cuda" else "gloo",
         "timeout": timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s)),
@@ -114,7 +108,7 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
 
 
 _MET: list[Meeting] = []
-"""Kept as long as this process: torch holds a store's C++ half alone, whose methods are those of the Python one."""
+"""Kept for the process's life: torch holds only a store's C++ half, whose methods call the Python one."""
 
 
 def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
@@ -129,8 +123,11 @@ def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
 
 
 def _choose_interfaces(host: str) -> None:
-    """Let gloo and NCCL listen on loopback where all ranks are on one host, whatever variables say. Over hosts, let
-    gloo use the interface that leads to rank 0, unless a variable names one; host names often lead elsewhere."""
+    """Make gloo and NCCL listen on loopback where all ranks are on one host, whatever variables say.
+
+    Over hosts, gloo uses the interface that leads to rank 0, unless a variable names one; host names often lead
+    elsewhere.
+    """
     interface = interface_towards(host)
     if interface is None:
         return
@@ -141,15 +138,16 @@ def _choose_interfaces(host: str) -> None:
 
 
 def abandon() -> None:
-    """Drop the default group of a rank that lives on after its run: the one inside its launcher, which has no peers."""
+    """Drop the default group of a rank inside its launcher, without peers."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def leave(ranks: Ranks, met_in: Path | None) -> None:
-    """Leave the default group after all ranks have come here, so that none takes the end of another for a fault.
+    """Leave the default group after a barrier, so that no rank takes another's end for a fault. Collective over all
+    ranks.
 
-    met_in: the folder of their meeting, which rank 0 removes; None where a launcher does.
+    met_in: folder of their meeting, which rank 0 removes; None if a launcher does.
     """
     if ranks.world_size > 1:
         dist.barrier()

@@ -1,5 +1,4 @@
-"""What classes of the user's own are, and faults: imported, tried on something small, and told as JSON;
-or why they cannot be used.
+"""Description of the user's own classes and faults as JSON: imported and tried, or refused.
 
 `python -m harness.worker.describe`, with {"targets": [[kind, setting, name], ...], "config"} on its input, is run by
 the desk (`harness.config.own`), which never loads torch itself.
@@ -30,17 +29,18 @@ from harness.fsdp.options import steps_elementwise
 from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
+"""Weights above which a model's loss is not tried before ranks start."""
 
 SAMPLE = 16
-"""Sequences of a source that are looked at."""
 
 ZEROS = "its entries set to zeros of the weight's shape, as a checkpoint has them before the first step"
 
 WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
+"""Methods of a model's class; `harness.engines.protocol.Workload` defines them."""
 
 
 def main() -> int:
-    """Print a JSON object for each class; whatever the classes print goes to stderr."""
+    """Print a JSON object for each class; output of the classes goes to stderr."""
     asked = json.load(sys.stdin)
     for kind, setting, name in asked["targets"]:
         # A fork each: what one class imports is no source of another's, and one that ends the process ends its own.
@@ -66,10 +66,9 @@ def _tell(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> NoR
 
 
 def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts about the class, the folder its module is imported from, and the sources it loads from there.
+    """Description of a class with its import folder and sources.
 
-    Raises:
-        Unusable: the module or class is not there, or is not what its kind demands.
+    Raises `Unusable`: the module or class is missing, or does not fit its kind.
     """
     module = imported(name.partition(":")[0])
     attribute = name.partition(":")[2]
@@ -88,11 +87,7 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
 
 @contextmanager
 def trying(what: str) -> Iterator[None]:
-    """Turn an error of the user's code into one sentence with its place.
-
-    Raises:
-        Unusable: in place of any other exception.
-    """
+    """Raises `Unusable`, with one sentence and its place, for any error of the user's code."""
     try:
         yield
     except Unusable:
@@ -174,7 +169,6 @@ def _check_loss(workload: Any, config: Config) -> None:
 
 
 def _check_buffers(workload: Any, model: nn.Module) -> None:
-    """Some engines build on meta and materialise, others build on their device: both must train one model."""
     with trying("materialise_buffers"):
         workload.materialise_buffers(model, torch.device("cpu"))
     direct = dict(workload.build("cpu", torch.float32).named_buffers())
@@ -216,7 +210,6 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
-    """Let it step two small weights, and hold what it keeps of them against what it declares."""
     if not issubclass(kind, torch.optim.Optimizer):
         raise Unusable("is no torch.optim.Optimizer", fix=f"class {kind.__name__}(torch.optim.Optimizer)")
     kept = []
@@ -242,6 +235,7 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:
+    """The class must be complete; it is made where it runs."""
     if not issubclass(kind, Callback):
         raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
     if inspect.isabstract(kind):
@@ -250,7 +244,7 @@ def try_callback(kind: type, config: Config) -> dict[str, Any]:
 
 
 def try_fault(function: Callable[..., Any], config: Config) -> dict[str, Any]:
-    """Callable with a configuration and what builds a session; it is called where it runs."""
+    """The function must be callable with a configuration and `build`; it is called where it runs."""
     try:
         inspect.signature(function).bind(config, None)
     except TypeError as error:

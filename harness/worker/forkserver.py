@@ -1,11 +1,9 @@
-"""A process that has imported torch once and forks ranks from there: what costs a rank seconds costs it milliseconds.
+"""Process that has imported torch once and forks ranks: milliseconds instead of seconds each.
 
 `python -P -m harness.worker.forkserver FD` reads requests from the socket FD, a JSON message each with descriptors
-beside it, and answers with the new rank's process id. It runs no torch operation and starts no thread, so that a fork
-copies a process in which nothing is under way; `harness.launch.local.forking` is the other end.
-
-A rank is forked twice, and the process between ends at once: the rank then belongs to the launcher, which declared
-itself the reaper of such orphans, and is watched and buried there like a rank that was started the usual way.
+beside it, and answers with the new rank's process id. It runs no torch operation and no thread, so that a fork is safe;
+`harness.launch.local.forking` is the other end. A rank is forked twice, and the intermediate process ends at once: the
+rank becomes a child of the launcher, a subreaper.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from typing import Any
 from harness.store.rank_place import DIES_WITH, FORK_FDS
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): a signal that this process is sent when its parent ends."""
+"""prctl(2): signal to this process when its parent ends."""
 
 MESSAGE_BYTES = 1 << 20
 
@@ -51,7 +49,6 @@ USED_BY_ALL = (
 
 
 def serve(connection: socket.socket) -> None:
-    """Fork a rank for every request, until the launcher is gone."""
     for module in USED_BY_ALL:
         importlib.import_module(module)
     gc.collect()
@@ -70,11 +67,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _fork(connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-    """The process id of a new rank that is nobody's child but the reaper's.
-
-    Raises:
-        RuntimeError: an import has started a thread, and a fork would copy a process in the middle of something.
-    """
+    """Process id of a new rank, a child of the reaper. Raises `RuntimeError`: an import has started a thread."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"{threads} threads run here")
@@ -118,9 +111,9 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel end this process when its launcher dies: it holds the lock of a run that is still to be forked.
+    """End this process when its launcher dies: it holds the lock of a run that is still to be forked.
 
-    Ranks that it has forked by then end by their own leash.
+    Forked ranks end by their own pipe.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it was gone before we asked

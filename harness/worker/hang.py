@@ -13,6 +13,7 @@ from typing import IO
 from harness.worker.report import Reporter
 
 BACKUP_S = 30.0
+"""Delay of the dump that needs no interpreter lock."""
 
 
 class Hang(RuntimeError):
@@ -24,7 +25,7 @@ def stacks_file(attempt: Path, rank: int) -> Path:
 
 
 def dump_on_request(attempt: Path, rank: int) -> None:
-    """Write the stack of every thread to the attempt's folder on SIGUSR1, also while stuck in C code."""
+    """Dump the stack of every thread to the attempt's folder on SIGUSR1, also while stuck in C code."""
     faulthandler.register(signal.SIGUSR1, file=_open(attempt, rank), all_threads=True, chain=False)
 
 
@@ -35,8 +36,8 @@ def _open(attempt: Path, rank: int) -> IO[str]:
 class HangWatch:
     """Ends this rank when nobody calls `step` for `timeout_s` seconds.
 
-    For ranks without a launcher of ours. Every rank of a hung collective comes here at about the same time, so every
-    stack is kept. Unarmed, it does nothing: the launcher watches.
+    For ranks without a launcher of ours. All ranks of a hung collective dump their stacks at about the same time.
+    Unarmed, it is a no-op: the launcher watches.
     """
 
     def __init__(self, timeout_s: float, reporter: Reporter, *, armed: bool) -> None:

@@ -1,4 +1,4 @@
-"""A rank that its launcher started dies with it, and with all it has started, whatever it is stuck in."""
+"""A rank ends with its launcher, and with it all of its children, wherever it is stuck."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from harness.store.rank_place import LEASH
 
 
 def hold_on(environment: Mapping[str, str]) -> None:
-    """Tie this process group to the launcher at the other end of the leash; without a leash, do nothing.
+    """Tie this process group to the launcher at the other end of a pipe; no-op without one.
 
-    The leash is a pipe nothing is ever written to: it becomes readable when the launcher is gone, however that died. On
-    Linux the kernel is asked to kill the group then, so that code which never lets go of the interpreter lock dies too;
-    elsewhere, and for a launcher that was gone before we asked, a thread does it.
+    Nothing is written to the pipe: it becomes readable when the launcher ends. On Linux the kernel kills the group too,
+    even where the interpreter lock is held; elsewhere, or if the launcher was gone before, a thread does it.
     """
     if LEASH not in environment:
         return

@@ -1,4 +1,4 @@
-"""The rank's part of provenance: what torch, the threads and the machines really are."""
+"""The rank's part of provenance: actual torch, threads and machines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from harness.store import provenance
 
 
 def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resuming: bool) -> None:
-    """Complete `provenance.json`. *Collective.*
+    """Complete `provenance.json`. Collective over all ranks.
 
-    Raises:
-        RuntimeError: the run resumes from a checkpoint, and the sources that can change its numbers are others now.
+    Raises `RuntimeError`: a resumed run has other sources now.
     """
     machines = gather_json({"host": socket.gethostname(), **_machine(ranks)}, control)
     if ranks.rank == 0:
@@ -30,7 +29,6 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
 
 
 def find_own(run: Path) -> None:
-    """Let Python find the modules of the user's own where the desk did, wherever this rank was started."""
     for each in provenance.read(run).get("own", ()):
         if (folder := each.get("copy", each["root"])) not in sys.path:
             sys.path.insert(0, folder)

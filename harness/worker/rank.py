@@ -1,7 +1,7 @@
-"""From a frozen cell to an exit code: the only place that knows every part of a rank.
+"""From a frozen cell to an exit code: the composition root of a rank.
 
-Torch is imported late, after the rank is tied to its launcher and listens to signals: the seconds of that import are
-when an impatient user kills a run.
+Torch is imported late, after the rank is tied to its launcher and handles signals: an impatient user interrupts during
+that import.
 """
 
 from __future__ import annotations
@@ -39,17 +39,11 @@ DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
 
 def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: Listener | None = None) -> int:
-    """Be one rank of an attempt whose folder exists.
+    """Be one rank of an attempt whose folder exists; returns the exit code.
 
-    Args:
-        run_dir: the run directory.
-        attempt: number of the attempt.
-        place: who this process is; read from the environment (our launcher, srun, torchrun) where not given.
-        listener: is given every message that a launcher would be told; for the rank that runs inside its launcher.
-
-    Returns:
-        The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled or interrupted. A KeyboardInterrupt, of a second
-        Ctrl-C, is passed on.
+    0 done, 1 failed, 75 preempted, 130 cancelled or interrupted. A KeyboardInterrupt, of a second Ctrl-C, is passed on.
+    Args: place: from the environment by default. listener: called with every message to a launcher, for a rank inside
+    its launcher.
     """
     place = place or rank_place(os.environ)
     lifeline.hold_on(os.environ)
@@ -71,21 +65,19 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
 
 
 def _mark_failure(run: RunDir, place: RankPlace) -> None:
-    """Tell the study's other jobs that this run failed (launch.fail_fast). Never raises: the disk may be full."""
     with contextlib.suppress(OSError, StoreError):
         if place.job and run.setting("launch.fail_fast"):
             first_failure.tell(run)
 
 
 def _after_interrupt(place: RankPlace) -> Any:
-    """Handler of a second Ctrl-C, which ends a rank at once, also one that waits for others inside a collective."""
     if place.watched:
         return None
     return signal.default_int_handler if place.world_size == 1 else signal.SIG_DFL
 
 
 def _ownership(run_dir: Path, place: RankPlace) -> AbstractContextManager[object]:
-    """The run's lock, for rank 0 of a job: one believed lost and its successor must not write side by side."""
+    """Lock of the run, for rank 0 of a job: one believed lost and its successor must not write side by side."""
     if place.launcher == "slurm" and place.job and place.rank == 0:
         return RunDir(run_dir).lock(timeout_s=10)
     return nullcontext()
@@ -135,7 +127,6 @@ def _check_size(config: Config, place: RankPlace) -> None:
 
 
 def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter) -> None:
-    """Once a run: what it asks of a backend that it does not have. The record says the same with its reason."""
     import torch.distributed as dist
 
     from harness.probe.network import without_effect
@@ -146,8 +137,6 @@ def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter
 
 
 class Divergence:
-    """The first step of this start whose loss was not finite."""
-
     step = 0
 
     def see(self, step: int, loss: float) -> None:
@@ -167,6 +156,7 @@ def _progress(reporter: Reporter, watch: HangWatch, seen: Divergence) -> Callabl
 
 
 HEARTBEAT_S = 1.0
+"""Seconds between signs of life without a step."""
 
 
 class Signs(NamedTuple):
@@ -176,8 +166,10 @@ class Signs(NamedTuple):
 
 
 def heartbeat(reporter: Reporter, watch: HangWatch) -> Callable[[], None]:
-    """To be called between the parts of long work that is no step: filling or reading every weight of a large model.
-    The launcher and this rank's own watch are told, as seldom as they need it."""
+    """Callback during long work outside steps, such as reading all weights of a large model.
+
+    It notifies the launcher and this rank's own watch, rate-limited.
+    """
     last = time.monotonic()
 
     def beat() -> None:

@@ -1,9 +1,9 @@
-"""How ranks find each other: rank 0 leaves a key and a way to a store in a folder that only its user can enter.
+"""Rendezvous of ranks: rank 0 leaves a key and a store's address in a folder that only its user can enter.
 
-[Note: Who is believed] The ports of gloo, NCCL and torch's TCPStore ask for no password, and anybody who reaches them
-may answer. Ranks on one host need no port to meet: their store is a file of that folder, and what they listen on
-afterwards is on loopback. Ranks on several hosts share the folder and meet in a TCPStore, of which they believe what
-is signed with the key (`harness.worker.signed_store`). Key and folder are of one start: no other's is met in them.
+[Note: Who is believed] The ports of gloo, NCCL and torch's TCPStore ask for no password. Ranks on one host need no port
+to meet: their store is a file of that folder, and later ports are on loopback. Ranks on several hosts share the folder
+and meet in a TCPStore, of which they accept values signed with the key (`harness.worker.signed_store`). Key and folder
+belong to one start.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Meeting:
-    """Facts shared by the ranks of one start.
+    """Store and host of one start.
 
-    host: an address by which all of them reach rank 0; `LOOPBACK` where they are on one host.
+    host: address of rank 0 for all ranks; `LOOPBACK` on one host.
     """
 
     store: Store
@@ -48,12 +48,10 @@ class Meeting:
 
 
 def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Meeting:
-    """A store all ranks of this start share. *Collective over them.*
+    """Store shared by all ranks of this start. Collective over them.
 
-    Raises:
-        TimeoutError: rank 0 has not published the way within `timeout_s` seconds.
-        StoreError: other users may look into the attempt's folder, or put something there.
-        ValueError: the ranks have no start in common.
+    Raises `TimeoutError`: rank 0 has not published within `timeout_s` seconds. `StoreError`: other users can enter the
+    attempt's folder. `ValueError`: the ranks have no start in common.
     """
     if not place.start:
         raise ValueError(f"{place.launcher} started these ranks, and they know no common start: let it start run.py")
@@ -84,6 +82,7 @@ def _check_private(folder: Path) -> None:
 
 
 def _publish(path: Path, address: Mapping[str, Any]) -> None:
+    """Not by `write_atomic`, which replaces secrets."""
     temporary = path.with_suffix(".part")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w", encoding="utf-8") as file:
         json.dump(address, file)
@@ -121,11 +120,10 @@ def is_one_host(place: RankPlace, environment: Mapping[str, str]) -> bool:
 
 
 def reachable_host(place: RankPlace, environment: Mapping[str, str]) -> str:
-    """An address of this machine that every rank reaches: loopback on one host; else the one SLURM knows the node by,
-    or under torchrun the one that leads to MASTER_ADDR, which is on rank 0's machine or near it.
+    """Address of this machine for every rank: loopback on one host; else SLURM's node name, or under torchrun the
+    address towards MASTER_ADDR.
 
-    Raises:
-        ValueError: torchrun's MASTER_ADDR is missing, or nothing leads there.
+    Raises `ValueError`: torchrun's MASTER_ADDR is missing, or unreachable.
     """
     if is_one_host(place, environment):
         return LOOPBACK
@@ -151,7 +149,7 @@ def _node_address(node: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface this machine reaches `host` by; None where it cannot be told. gloo is given this one."""
+    """Interface through which this machine reaches `host`, for gloo; None if unknown."""
     import psutil
 
     address = _address_towards(host)

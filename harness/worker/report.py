@@ -1,4 +1,4 @@
-"""What a rank tells the outside: progress to its launcher, tracebacks to files, its end to `status.json`."""
+"""Reports of a rank: progress to its launcher, tracebacks to files, its end to `status.json`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
 
 ECHO_PATIENCE_S = 5.0
+"""Seconds that a rank which only lost its peer waits for that peer's cause."""
 
 LONGEST = 2000
-"""Characters of a log line that are told: a message must fit into a pipe at once."""
+"""Most characters of a forwarded log line: a message must fit into a pipe at once."""
 
 ERROR_PATIENCE_S = 2.0
+"""Seconds that a rank waits for room in its launcher's pipe to hand over a traceback."""
 
 
 Listener = Callable[[dict[str, Any]], None]
 
 
 class ProgressPipe:
-    """The rank's end of its launcher's pipe. It never blocks training: a message that finds no room is dropped."""
+    """Rank's end of its launcher's pipe. It never blocks training: a message without room is dropped."""
 
     def __init__(self, environment: Mapping[str, str], listener: Listener | None = None) -> None:
         self._listener = listener
@@ -42,7 +44,7 @@ class ProgressPipe:
             os.set_blocking(self._descriptor, False)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Write one message of less than a pipe's atomic size; dropped where there is no launcher or no room."""
+        """Write one message below a pipe's atomic size; dropped without launcher or room."""
         if self._listener is not None:
             self._listener({"kind": kind, **fields})
         if self._descriptor >= 0:
@@ -50,7 +52,7 @@ class ProgressPipe:
                 os.write(self._descriptor, _line(kind, fields))
 
     def send_patiently(self, kind: str, **fields: Any) -> None:
-        """Write one message of any size, waiting a little for room; the last word of a dying rank."""
+        """Write one message of any size, with a short wait for room; for a dying rank."""
         data = _line(kind, fields)
         deadline = time.monotonic() + ERROR_PATIENCE_S
         while self._descriptor >= 0 and data and time.monotonic() < deadline:
@@ -76,18 +78,15 @@ class Reporter:
         failure.forget(self.folder, place.rank)
 
     def started(self) -> None:
-        """Rank 0 marks the run as running, where no launcher of ours has done so.
-
-        Raises:
-            StoreError: what it would go on from was damaged since it was preempted.
-        """
+        """Mark the run as running on rank 0, unless our launcher has. Raises `StoreError`: the record was damaged since
+        the preemption."""
         if self.place.rank == 0 and not self.place.watched:
             checksums.demand(self.run)
             keeper = Keeper.slurm if self.place.job else Keeper.process
             self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
 
     def is_superseded(self) -> bool:
-        """True if a job starts too late: its run was cancelled, or given to a newer attempt because it seemed lost."""
+        """True if a job starts too late: its run was cancelled, or given to a newer attempt."""
         present = status.read(self.run)
         if self.place.watched or present is None:
             return False
@@ -97,14 +96,13 @@ class Reporter:
         return over
 
     def warn(self, text: str) -> None:
-        """Tell one line to whoever watches: the launcher, which prints it, or else this rank's log."""
+        """Print one line at the launcher, or else in this rank's log."""
         self.pipe.send("warning", text=text)
         if not self.place.watched and self.place.launcher != "inline":
             sys.stderr.write(f"warning: {text}\n")
 
     @contextlib.contextmanager
     def relaying(self, logger: str) -> Iterator[None]:
-        """Warn of what the package of this name logs as a warning."""
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.warn(record.getMessage()[:LONGEST])  # type: ignore[method-assign]
         logging.getLogger(logger).addHandler(handler)
@@ -114,15 +112,13 @@ class Reporter:
             logging.getLogger(logger).removeHandler(handler)
 
     def ended(self, state: State, reason: str) -> None:
-        """Rank 0 lists what the run recorded, and marks it as ended."""
+        """Write checksums of the record and the final status, on rank 0."""
         if self.place.rank == 0:
             self._write(state, reason, checksums=checksums.write(self.run))
 
     def failed(self, error: BaseException) -> None:
-        """Tell the traceback to whoever can still hear: the launcher, the attempt's folder, the log.
-
-        Never raises: the disk may be full, which may be the very cause.
-        """
+        """Report the traceback to the launcher, the attempt's folder, and the log. Never raises: the disk may be
+        full."""
         text = redacted("".join(traceback.format_exception(error)))
         self.pipe.send_patiently("error", text=text)
         with contextlib.suppress(OSError):
@@ -134,7 +130,6 @@ class Reporter:
             self._tell_cause(text)
 
     def _tell_cause(self, text: str) -> None:
-        """Where no launcher sees all ranks: the rank that failed says so itself, and an echo waits for the cause."""
         if failure.is_echo(text):
             _wait_until(lambda: failure.has_cause(self.folder), ECHO_PATIENCE_S)
         found = failure.Failure(self.place.rank, text)

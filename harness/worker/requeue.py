@@ -1,4 +1,4 @@
-"""What a preempted SLURM job asks of its scheduler."""
+"""Requeueing of a preempted SLURM job."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from harness.store.rank_place import RankPlace, stop_signals_blocked
 
 TIMEOUT_S = 60.0
 TRIES, PAUSE_S = 3, 2.0
-"""How often a job asks to be put back, and the seconds between: a busy controller loses requests."""
+"""Attempts to requeue, and the seconds between: a busy controller loses requests."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """Decision of SLURM about a job that was sent SIGTERM."""
-
     cancelled: bool = False
+    """True if somebody cancelled the job; scancel and preemption send the same signal."""
     requeued: bool = False
+    """True if the job is in the queue again already."""
 
 
 def fate(place: RankPlace) -> Fate:
-    """Ask SLURM about this job; called by rank 0."""
     if not place.job:
         return Fate()
     return judge(_scontrol("--oneliner", "show", "job", place.job).stdout, place.job, restarts())
 
 
 def judge(text: str, job: str, restarts: int) -> Fate:
-    """Read `scontrol --oneliner show job`: a requeue counts a restart at once, and a cancelled job completes without.
+    """Fate from `scontrol --oneliner show job`: a requeue counts a restart at once, and a cancelled job completes
+    without.
 
-    Only the record of `job` (`123` or `123_4`) is looked at. The last element of an array has the array's own number
-    as its JobId, and whoever asks for that is told of every element.
+    Only the record of `job` (`123` or `123_4`) counts: the last element of an array has the array's own number as its
+    JobId, whose query prints every element.
     """
     # the first of a name: comments and command lines, which say anything, come late
     records = (dict(reversed(re.findall(r"\b(\w+)=(\S*)", line))) for line in text.splitlines())
@@ -60,10 +60,8 @@ def restarts() -> int:
 
 
 def requeue(place: RankPlace, run: Path) -> bool:
-    """Put this job, which runs `run`, back into the queue; returns whether SLURM took it. Called by rank 0.
-
-    Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.
-    """
+    """Requeue this job; True if SLURM accepted. Called by rank 0, after the checkpoint is complete: SLURM kills the job
+    at once."""
     for _ in range(TRIES):
         done = _scontrol("requeue", place.job)
         if done.returncode == 0:

@@ -1,9 +1,9 @@
-"""A store whose values prove who wrote them, over one that anybody on the network may write to.
+"""A store with authenticated values, over one that anybody on the network may write to.
 
 [Note: What the store underneath is believed] torch's TCPStore asks for no password: whoever reaches its port lists,
-reads, replaces and removes keys. Here every value carries a proof over its key (`harness.worker.signing`), and none is
-handed out, and no key counted as present, without one. Counters, which the server would add up itself, are values that
-are replaced by comparison. What remains to a stranger is to remove a key, or to put back what was under it before.
+reads, replaces and removes keys. Here every value carries a proof over its key (`harness.worker.signing`), and values
+and keys without one are ignored. Counters, which the server would add up itself, are replaced by compare-and-set. An
+attacker can still remove a key, or restore its earlier value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.worker.signing import Signer
 
 
 class SignedStore(Store):
-    """`inner`, through which only ranks of this start are heard; reading what another wrote raises `NotOfThisStart`.
+    """`inner` restricted to values of this start; a foreign value raises `NotOfThisStart`.
 
     Keys are those that `inner` knows, with all prefixes. Values are `bytes`, or `str` as UTF-8.
     """

@@ -1,4 +1,4 @@
-"""Proofs that a rank of this start wrote what another one reads: an HMAC under a key that only their user can read."""
+"""HMAC of messages between ranks of this start, under a key that only their user can read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ _PICKLE = "pickle of torch.distributed"
 
 
 class NotOfThisStart(RuntimeError):
-    """Bytes that no rank of this start wrote: somebody else answers in the place of a rank."""
+    """Bytes from no rank of this start: somebody else answers in the place of a rank."""
 
 
 class Signer:
-    """One rank's hold of the key.
+    """Key of one rank.
 
-    Args:
-        key: `KEY_BYTES` random bytes, of this start alone: what another start has signed proves nothing here.
-        rank: who signs.
+    Args: key: `KEY_BYTES` random bytes, of this start alone. rank: signer.
     """
 
     def __init__(self, key: bytes, rank: int) -> None:
@@ -32,19 +30,14 @@ class Signer:
         self.rank = rank
 
     def signed(self, name: str, value: bytes) -> bytes:
-        """`value` behind this rank's number and the proof; two calls never give the same bytes.
-
-        Args:
-            name: what is spoken of: the proof holds for it alone.
-        """
+        """`value` with this rank's number and proof, valid for `name` alone; never the same bytes twice."""
         head = _HEAD.pack(self.rank) + secrets.token_bytes(_SALT_BYTES)
         return head + self._proof(name, head, value) + value
 
     def verified(self, name: str, signed: bytes) -> bytes:
-        """The value in what `signed` gave on some rank for the same name.
+        """Value signed by some rank for this name.
 
-        Raises:
-            NotOfThisStart: it is forged, cut, of another name, or of another start.
+        Raises `NotOfThisStart`: it is forged, cut, of another name, or of another start.
         """
         at = _HEAD.size + _SALT_BYTES
         head, proof, value = signed[:at], signed[at : at + _PROOF_BYTES], signed[at + _PROOF_BYTES :]
@@ -61,12 +54,10 @@ class Signer:
 
 
 def sign_pickles(signer: Signer) -> None:
-    """From now on torch's object collectives of this process sign what they pickle, and read nothing else.
+    """Make torch's object collectives of this process sign their pickles, and read nothing else.
 
-    Our own collectives pickle nothing. DCP, torch's FSDP and other engines do, over sockets that anybody reaches.
-
-    Raises:
-        RuntimeError: this torch pickles in another way.
+    DCP, torch's FSDP and other engines pickle over open sockets. Raises `RuntimeError`: this torch pickles in another
+    way.
     """
 
     class Pickler:

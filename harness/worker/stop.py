@@ -1,4 +1,4 @@
-"""Requests to stop: a signal only raises a flag, and the loop reads it at a step boundary."""
+"""Requests to stop: a signal only sets a flag, which the loop reads at a step boundary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 
 
 class StopFlag:
-    """Whether, and why, this rank was asked to stop. Calling it answers for the loop.
+    """True, with a reason, if this rank was asked to stop; called by the loop.
 
-    Args:
-        after_interrupt: what a second Ctrl-C does, as `signal.signal` takes it; None where a launcher sees to that.
+    Args: after_interrupt: handler of a second Ctrl-C, as in `signal.signal`; None under a launcher.
     """
 
     def __init__(self, after_interrupt: Any = None) -> None:
@@ -28,6 +27,7 @@ class StopFlag:
         self.first: signal.Signals | None = None
         self.cancelled = False
         self.rehearsed = False
+        """True if the rehearsed stop came first."""
         self._rehearsed_after = 0
         self._asked = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -40,14 +40,13 @@ class StopFlag:
         return bool(self.reason)
 
     def rehearse(self, steps: int) -> None:
-        """Ask this rank to stop after so many steps: the loop asks this flag once a step."""
+        """Stop after so many steps: the loop calls this flag once a step."""
         self._rehearsed_after = steps
 
     def listen(self) -> None:
-        """Turn the stop signals into this flag, also those that came before (the starter may have blocked them).
+        """Handle the stop signals, also pending ones (the starter may have blocked them).
 
-        What a terminal sends stays ignored where whoever started us has ignored it (`nohup`, a shell's `&`); a
-        launcher's word does not.
+        Ignored signals of a terminal stay ignored (`nohup`, a shell's `&`), a launcher's do not.
         """
         for number in STOP_SIGNALS:
             if number not in OF_TERMINALS or signal.getsignal(number) is not signal.SIG_IGN:
@@ -59,7 +58,7 @@ class StopFlag:
             signal.signal(number, handler)
 
     def watch_cancel(self, run: Path, attempt: int) -> None:
-        """Obey `harness cancel` too, on ranks that no launcher of ours watches."""
+        """Obey `harness cancel` too, on ranks without our launcher."""
 
         def watch() -> None:
             while not cancel_requested(run, attempt):

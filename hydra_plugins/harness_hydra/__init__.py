@@ -1,4 +1,4 @@
-"""What Hydra must find under its own namespace: the sweeper, and `sweeps/` as the config group `study`.
+"""Plugin that Hydra finds under its own namespace: the sweeper, and `sweeps/` as the config group `study`.
 
 There is no `__init__.py` beside this package: `hydra_plugins` is a namespace that other distributions share.
 """
@@ -27,7 +27,7 @@ ConfigStore.instance().store(
 
 
 class StudySource(FileConfigSource):
-    """Shows `study://sweeps` as a folder that holds one group, `study`, whose options are the files of `sweeps/`."""
+    """`study://sweeps` as a folder with one group, `study`, whose options are the files of `sweeps/`."""
 
     GROUP = "study"
 
@@ -53,7 +53,6 @@ class StudySource(FileConfigSource):
         return name is not None and super().is_config(name)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read a study; its name is its file's unless the file gives one."""
         from harness.study.file import normalise
 
         name = self._name(config_path) or config_path
@@ -65,7 +64,6 @@ class StudySource(FileConfigSource):
         return result
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Names in the root (the group) or in the group (the studies)."""
         if config_path == "":
             return [] if results_filter is ObjectType.CONFIG else [self.GROUP]
         if config_path != self.GROUP or results_filter is ObjectType.GROUP:
@@ -74,14 +72,12 @@ class StudySource(FileConfigSource):
 
 
 class StudySweeper(Sweeper):
-    """`run.py -m ...`: the whole request becomes one list of cells, and one call carries it out."""
+    """`run.py -m ...`: expand the whole request to one list of cells, and carry it out in one call."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what composing needs; Hydra's launchers are not used."""
         self._loader, self._config = hydra_context.config_loader, config
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Expand, compose and carry out; ends the process with the launch's exit code."""
         from harness.study.request import sweep
 
         raise SystemExit(sweep(self._loader, self._config, arguments))

@@ -28,7 +28,7 @@ from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
-MOST = {"no_shard": 396, "optim": 421, "optim_grads": 489, "optim_grads_params": 775}
+MOST = {"no_shard": 396, "optim": 425, "optim_grads": 500, "optim_grads_params": 790}
 """Calls of the engine's functions, for each further unit of two parameters, on one of two ranks. Only under `no_shard`
 are they the same each time: elsewhere sums are made early where others have come already."""
 

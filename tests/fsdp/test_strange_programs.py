@@ -216,7 +216,8 @@ def test_what_would_be_ignored_is_refused() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_parameters_changed_after_sharding_are_noticed(strategy: str) -> None:
     for change, says in (
-        (lambda m: m.double(), "no longer the engine's"),
+        (lambda m: m.double(), "cannot be cast or moved"),
+        (lambda m: m[0].double(), "no longer the engine's"),
         (
             lambda m: torch.utils.swap_tensors(m[0].linear.bias, nn.Parameter(torch.ones(6))),
             "no longer the engine's" if strategy == "no_shard" else "Cannot swap",  # torch's own words

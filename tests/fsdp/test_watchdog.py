@@ -305,7 +305,7 @@ def mismatched(rank: int) -> list[Told]:
         dist.barrier()
     _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
     values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
-    found.append(provoke(lambda: wrapped._parts.everyone.sum_scalars(values, "lengths")))
+    found.append(provoke(lambda: wrapped._parts.meshes.everyone.sum_scalars(values, "lengths")))
     return found
 
 

@@ -1,8 +1,8 @@
-"""What must hold between settings, and in the world, before ranks start: one file a group, every violation at once.
+"""Rules between settings, and on the world, before ranks start: one file a group, every violation at once.
 
-A rule is a function of a `Request` that yields violations, and names the settings it reads: where one of these is
-outside its own range, `numbers` has said so and the rule is left out. Rules never raise and never change anything; only
-those of `data`, `ckpt` and `environment` look at the machine.
+A rule is a function of a `Request` that yields violations, and names the settings it reads. A rule is skipped where
+`numbers` finds one of these out of range. Rules never raise and never change anything; only those of `data`, `ckpt` and
+`environment` look at the machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, overrides: Sequence[str] = ()) -> list[Violation]:
-    """Apply every rule; `overrides` are the request as typed: a knob without effect is told from a default."""
     request = Request(config, tuple(overrides))
     out_of_range = numbers.check(request)
     found = list(out_of_range.values())

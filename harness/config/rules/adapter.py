@@ -1,4 +1,4 @@
-"""An engine of one's own is named, found, complete, and says what it can do."""
+"""Rules of a user's own engine: named, found, complete, with capabilities."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from harness.config.schema import EngineName
 
 @rule()
 def adapter_is_named(request: Request) -> Iterator[Violation]:
-    """engine=ext says which class it is."""
     engine = request.config.engine
     if engine.name is EngineName.ext and engine.adapter is None:
         yield Violation(
@@ -22,7 +21,6 @@ def adapter_is_named(request: Request) -> Iterator[Violation]:
 
 @rule()
 def adapter_is_an_engine(request: Request) -> Iterator[Violation]:
-    """The class is there, is a whole engine, and declares its capabilities, which the rules of `engine` then hold."""
     engine = request.config.engine
     if engine.name is EngineName.ext and engine.adapter is not None:
         found = describe(engine.adapter)

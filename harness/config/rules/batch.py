@@ -1,4 +1,4 @@
-"""How a global batch is cut into microbatches, ranks and machines; and the steps things happen at."""
+"""Rules of microbatches, ranks, machines and scheduled steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from harness.config.schema import Config
 
 @rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
 def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
-    """Every rank runs the same number of microbatches of the same size."""
     t, ranks = request.config.train, data_ranks(request.config)
     unit = t.microbatch_size * ranks
     if t.global_batch_size % unit == 0:
@@ -39,7 +38,6 @@ def _smaller_microbatch(batch: int, ranks: int) -> str:
 
 @rule("mesh.world_size", "cluster.nodes")
 def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
-    """Every machine has the same number of ranks."""
     ranks, nodes = request.config.mesh.world_size, request.config.cluster.nodes
     if ranks % nodes:
         yield Violation(
@@ -52,7 +50,6 @@ def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
 
 @rule("train.steps", "train.warmup_steps")
 def warmup_ends(request: Request) -> Iterator[Violation]:
-    """The learning rate reaches its peak before the run ends."""
     t = request.config.train
     if t.warmup_steps > t.steps:
         yield Violation(
@@ -65,7 +62,6 @@ def warmup_ends(request: Request) -> Iterator[Violation]:
 
 @rule("train.steps", "measure.capture_steps", "measure.update_steps")
 def captured_steps_are_reached(request: Request) -> Iterator[Violation]:
-    """A step that is to be captured is one that happens."""
     steps = request.config.train.steps
     for path in ("measure.capture_steps", "measure.update_steps"):
         wanted = request.value(path) or ()

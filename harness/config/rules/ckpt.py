@@ -1,4 +1,4 @@
-"""What a run begins from, what it saves, and when it stops: steps that must fit each other."""
+"""Rules of checkpoints: where a run begins, saves and stops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ STEP = "step-"
 
 @rule("ckpt.load", "train.steps")
 def checkpoint_is_there(request: Request) -> Iterator[Violation]:
-    """What a run begins from holds a checkpoint this version reads, of a step within the run; that its bytes are intact
-    is seen when it loads."""
+    """`ckpt.load` holds a checkpoint of this version and of a step within the run.
+
+    Its bytes are checked when it is loaded.
+    """
     named, steps = request.config.ckpt.load, request.config.train.steps
     if named is None:
         return
@@ -37,14 +39,12 @@ def checkpoint_is_there(request: Request) -> Iterator[Violation]:
 
 
 def checkpoint_steps(path: Path) -> list[int]:
-    """Steps a path offers to begin from, ascending: of a run, of its ckpt folder, or of one step-* folder."""
     names = [path.name] if path.name.startswith(STEP) else folder_names(checkpoint_folder(path))
     numbers = (name.removeprefix(STEP) for name in names if name.startswith(STEP))
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
 
 def checkpoint_problem(path: Path) -> str:
-    """Why no checkpoint can be taken from a path; empty if one can."""
     try:
         if not path.is_dir():
             return f"{path} is no folder"
@@ -60,7 +60,6 @@ def checkpoint_problem(path: Path) -> str:
 
 @rule("ckpt.every", "train.steps")
 def saves_happen(request: Request) -> Iterator[Violation]:
-    """A save that is asked for at a cadence happens at least once."""
     every, steps = request.config.ckpt.every, request.config.train.steps
     if every > steps and request.config.ckpt.policy is not CkptPolicy.none:
         yield Violation(
@@ -70,7 +69,6 @@ def saves_happen(request: Request) -> Iterator[Violation]:
 
 @rule("launch.preempt_at", "train.steps")
 def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
-    """A stop that is rehearsed comes before the end, and what it stops can go on."""
     at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config
     if at >= steps:
         yield Violation(

@@ -1,4 +1,4 @@
-"""Whether the data is there, long enough, and made of ids the model knows."""
+"""Rules of data: it exists, is long enough, and fits the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ _READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
 def _inspected(
     kind: DataKind, path: str | None, seq_len: int, width: TokenDtype, header: int, count: int
 ) -> SourceFacts:
-    """Facts of a source, looked up once for all cells of a request that share it."""
     return inspect(
         DataConfig(kind, path=path, seq_len=seq_len, token_dtype=width, header_bytes=header, num_sequences=count)
     )
 
 
 def _facts(config: Config) -> SourceFacts | str | None:
-    """Facts of the configured source, or what is wrong with it; nothing of one's own that has a rule's word already."""
     data = config.data
     if data.kind is DataKind.ext:
         found = described("data", config)
@@ -41,7 +39,6 @@ def _facts(config: Config) -> SourceFacts | str | None:
 
 @rule(*_READS)
 def source_is_readable(request: Request) -> Iterator[Violation]:
-    """The source exists, can be read, and holds at least one sequence."""
     facts = _facts(request.config)
     if isinstance(facts, str):
         data = request.config.data
@@ -50,7 +47,6 @@ def source_is_readable(request: Request) -> Iterator[Violation]:
 
 @rule(*_READS, "train.global_batch_size")
 def source_fills_a_batch(request: Request) -> Iterator[Violation]:
-    """One global batch is made of distinct sequences."""
     facts, batch = _facts(request.config), request.config.train.global_batch_size
     if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
         yield Violation(
@@ -63,7 +59,6 @@ def source_fills_a_batch(request: Request) -> Iterator[Violation]:
 
 @rule(*_READS, "model.vocab_size")
 def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
-    """Every token id has a row in the embedding; of token files a sample is looked at."""
     facts, vocab = _facts(request.config), request.config.model.vocab_size
     if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
         yield Violation(

@@ -1,4 +1,4 @@
-"""No knob without effect: a setting that was typed must change something under the choices it stands beside."""
+"""Rule: a typed setting has an effect under the choices beside it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,9 @@ from harness.config.schema import (
 
 @dataclass(frozen=True)
 class Condition:
-    """What a setting needs in order to be read."""
-
     holds: Callable[[Config], bool]
     where: str
-    """The choice it needs, as typed."""
     because: Callable[[Config], str]
-    """The choice that was made instead, as typed."""
 
 
 def _data(*kinds: DataKind) -> Condition:
@@ -221,12 +217,10 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "cluster.slots": _LOCAL,
 }
-"""Settings that only some choices read."""
 
 
 @rule()
 def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
-    """A setting typed where nothing reads it is a misunderstanding, and is said to be one."""
     for key in request.named:
         condition = CONDITIONS.get(key) or CONDITIONS.get(key.rpartition(".")[0])
         if condition and not condition.holds(request.config):
@@ -235,7 +229,6 @@ def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
 
 @rule()
 def engine_takes_its_settings(request: Request) -> Iterator[Violation]:
-    """Settings of the group `engine` belong to the engines that name them."""
     engine = request.config.engine.name
     for key in request.named:
         if key.startswith("engine.") and key != "engine.name" and key not in capabilities_of(request.config).settings:

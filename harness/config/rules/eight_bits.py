@@ -1,4 +1,4 @@
-"""What matrix products in 8 bits (dtype.fp8) ask of engine, ranks, dtypes and sizes."""
+"""Rules of matrix products in 8 bits (dtype.fp8): engine, ranks, dtypes and sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import DTYPE_ROLES, Dtype, EngineName
 
 QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
-"""Dtypes of which 8-bit numbers are made: fp32 holds each of their numbers."""
+"""Dtypes that are quantized to 8 bits: fp32 holds each of their numbers."""
 
 
 @rule()
 def eight_bits_are_built(request: Request) -> Iterator[Violation]:
-    """The engine has layers of the recipe, and the model has projections to make them of."""
     config = request.config
     if config.dtype.fp8 is None:
         return
@@ -47,7 +46,8 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
 
 @rule()
 def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]:
-    """Weights and activations are rounded once on their way to 8 bits: fp32, where scales are applied, holds them."""
+    """Weights and activations are rounded once to 8 bits, because fp32, where scales are applied, holds them
+    exactly."""
     for role in ("compute", "main_params"):
         assert role in DTYPE_ROLES
         dtype = getattr(request.config.dtype, role)
@@ -62,7 +62,6 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
 
 @rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers", "mesh.tp")
 def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
-    """Every projection has sizes that are multiples of what the recipe multiplies, or scales, at once."""
     config, recipe = request.config, request.config.dtype.fp8
     if recipe is None:
         return

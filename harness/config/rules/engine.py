@@ -1,4 +1,4 @@
-"""What the chosen engine can do, and which dtypes go together."""
+"""Rules of the engine's capabilities and of dtypes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ _BITWISE = (Numerics.ordered, Numerics.exact)
 
 @rule()
 def strategy_is_built(request: Request) -> Iterator[Violation]:
-    """The engine splits what is asked."""
     engine, strategy = request.config.engine.name, request.config.sharding.strategy
     valid = capabilities_of(request.config).strategies
     if strategy not in valid:
@@ -52,7 +51,6 @@ def strategy_is_built(request: Request) -> Iterator[Violation]:
 
 @rule()
 def numerics_are_promised(request: Request) -> Iterator[Violation]:
-    """The engine keeps the promise about the order of arithmetic."""
     engine, mode = request.config.engine.name, request.config.numerics.mode
     valid = capabilities_of(request.config).numerics
     if mode not in valid:
@@ -66,7 +64,6 @@ def numerics_are_promised(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.world_size", "mesh.tp")
 def ranks_are_possible(request: Request) -> Iterator[Violation]:
-    """The engine runs on that many ranks."""
     engine, tp = request.config.engine.name, request.config.mesh.tp
     most = capabilities_of(request.config).max_data_ranks
     if most is not None and data_ranks(request.config) > most:
@@ -80,7 +77,6 @@ def ranks_are_possible(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
 def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
-    """Every replica has the same number of ranks, and an outer strategy has an axis to act on."""
     mesh, ranks, outer = request.config.mesh, data_ranks(request.config), request.config.mesh.dp_outer
     if ranks % outer:
         of = (
@@ -106,7 +102,6 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.dp_outer")
 def hybrid_is_built(request: Request) -> Iterator[Violation]:
-    """The engine has an outer axis, and takes the pair of strategies."""
     sharding, engine = request.config.sharding, request.config.engine.name
     valid = capabilities_of(request.config).hybrid
     if request.config.mesh.dp_outer == 1 or (sharding.strategy, sharding.outer) in valid:
@@ -122,7 +117,6 @@ def hybrid_is_built(request: Request) -> Iterator[Violation]:
 
 @rule()
 def formats_are_known(request: Request) -> Iterator[Violation]:
-    """The engine computes, stores and sends in the dtypes asked for."""
     engine, d = request.config.engine.name, request.config.dtype
     valid = capabilities_of(request.config).formats
     for role in DTYPE_ROLES:
@@ -137,7 +131,6 @@ def formats_are_known(request: Request) -> Iterator[Violation]:
 
 @rule()
 def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    """Main weights and gradients have dtypes the engine keeps; weights are cast only where it casts them."""
     config, can = request.config, capabilities_of(request.config)
     for role in ("main_params", "main_grads"):
         if can.main_formats is not None and getattr(config.dtype, role) not in can.main_formats:
@@ -159,7 +152,6 @@ def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
 
 @rule()
 def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    """Roles for which the engine has one dtype agree; sums are asked only of engines that make them."""
     engine, d, can = request.config.engine.name, request.config.dtype, capabilities_of(request.config)
     for role, other in can.equal_dtypes:
         want, wires = getattr(d, other), can.compressed_wires if role == "grad_comm" else ()
@@ -181,13 +173,12 @@ def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
 
 
 def _holds(dtype: Dtype, other: Dtype) -> bool:
-    """Whether every number of `other` is one of `dtype`."""
     return dtype is other or dtype.bytes > max(2, other.bytes)
 
 
 @rule()
 def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
-    """Sums in 16 bits, or in fewer than arrive, lose small contributions; that needs a word of consent."""
+    """Sums in 16 bits, or in fewer than arrive, lose small contributions, and need consent."""
     d = request.config.dtype
     if d.allow_low_precision_grads:
         return
@@ -211,7 +202,6 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
 
 
 def narrow_waits(config: Config) -> Iterator[tuple[str, str]]:
-    """Where the engine keeps sums over microbatches narrower than main gradients: the dtype's role, and until when."""
     d, can = config.dtype, capabilities_of(config)
     if global_microbatches(config) <= config.mesh.world_size:
         return
@@ -227,7 +217,6 @@ def narrow_waits(config: Config) -> Iterator[tuple[str, str]]:
 
 @rule("mesh.world_size", "mesh.dp_outer", "train.global_batch_size", "train.microbatch_size")
 def microbatches_are_summed_wide(request: Request) -> Iterator[Violation]:
-    """Sums over microbatches that wait for a reduction are as wide as the main gradients; less needs consent."""
     config = request.config
     d, engine = config.dtype, config.engine.name
     for role, until in () if d.allow_low_precision_grads else narrow_waits(config):
@@ -243,7 +232,7 @@ def microbatches_are_summed_wide(request: Request) -> Iterator[Violation]:
 
 @rule()
 def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
-    """Updates of weights that cannot hold what is computed with would be lost at once."""
+    """Main weights narrower than the compute dtype would lose updates at once."""
     d = request.config.dtype
     if not _holds(d.main_params, d.compute):
         yield Violation(
@@ -256,7 +245,7 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
 
 @rule()
 def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
-    """torch's 16-bit add with a factor rounds otherwise at the end of a tensor: only AdamW steps without it."""
+    """torch's 16-bit add with a factor rounds differently at the end of a tensor: only AdamW steps without it."""
     config = request.config
     narrow = config.dtype.main_params.bytes < 4 and config.optimizer.name is not OptimizerName.adamw
     if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
@@ -270,7 +259,7 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
 
 @rule("numerics.exact_bits", "train.global_batch_size", "train.microbatch_size")
 def integers_are_possible(request: Request) -> Iterator[Violation]:
-    """Gradients that become integers have one dtype, fp32 or narrower, and room for the sum of a step."""
+    """Gradients for integer sums have one dtype, fp32 or narrower, and room for the sum of a step."""
     config = request.config
     if config.numerics.mode is not Numerics.exact:
         return
@@ -295,7 +284,6 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
 
 @rule("engine.accumulate_unsharded", "engine.double_buffer", "engine.prefetch")
 def options_go_together(request: Request) -> Iterator[Violation]:
-    """Options that the engine itself refuses beside each other, or under the strategy."""
     config = request.config
     reduces_each = not Placements.of(config.sharding.strategy, None).accumulates_locally
     for each in conflicts(engine_options(config), reduces_each=reduces_each):
@@ -308,7 +296,6 @@ def options_go_together(request: Request) -> Iterator[Violation]:
 
 
 def _as_override(name: str, value: Any) -> str:
-    """A choice of the engine as an override; where a group's options set it, by the group."""
     path = OPTIONS[name].facts.setting if name in OPTIONS else f"sharding.{name}"
     group, _, field = path.partition(".")
     return f"{group if field in ('mode', 'strategy') else path}={as_typed(value)}"
@@ -316,7 +303,6 @@ def _as_override(name: str, value: Any) -> str:
 
 @rule("model.skip_idle")
 def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
-    """A parameter that no token of a microbatch needs does not set the ranks' collectives out of step."""
     config, can = request.config, capabilities_of(request.config)
     if not may_leave_unused(config):
         return
@@ -337,7 +323,7 @@ def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
 def lone_shards_are_right(request: Request) -> Iterator[Violation]:
-    """Gradients are not split over a group of one rank by an engine that scales them wrongly there."""
+    """Some engines scale gradients wrongly over a shard group of one rank."""
     config = request.config
     engine, strategy = config.engine.name, config.sharding.strategy
     splits = not Placements.of(strategy, None).accumulates_locally

@@ -1,6 +1,6 @@
-"""What this machine must offer before ranks start: devices, memory, room on disk, a scheduler, an optional package.
+"""Rules on this machine before ranks start: devices, memory, disk, scheduler, optional packages.
 
-Nothing is written where `launch.dry_run` is set, and nothing is ever left behind.
+Nothing is written under `launch.dry_run`, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ from harness.store.provenance import versions
 from harness.store.screen import counted
 
 ALLOCATORS = ("megatron", "apex")
-"""Packages with an allocator for megatron-fsdp's user buffers."""
 
 PROBED_S = 60.0
-"""Seconds for which that is known."""
 
 
 @rule("mesh.world_size", "cluster.ranks_per_device")
 def devices_exist(request: Request) -> Iterator[Violation]:
-    """A local cuda run finds the devices its ranks need."""
     c, ranks = request.config.cluster, request.config.mesh.world_size
     if c.backend is not Backend.local or c.device is not Device.cuda:
         return
@@ -57,7 +54,6 @@ def devices_exist(request: Request) -> Iterator[Violation]:
 
 @rule("cluster.threads_per_rank", "mesh.world_size")
 def threads_have_processors(request: Request) -> Iterator[Violation]:
-    """A rank on this machine computes with no more threads than there are processors."""
     c, have = request.config.cluster, os.cpu_count() or 1
     if c.backend is Backend.local and c.threads_per_rank > have:
         yield Violation(
@@ -70,7 +66,6 @@ def threads_have_processors(request: Request) -> Iterator[Violation]:
 
 @rule()
 def scheduler_exists(request: Request) -> Iterator[Violation]:
-    """Submitting needs sbatch."""
     c = request.config.cluster
     if c.backend is Backend.slurm and not request.config.launch.dry_run and shutil.which("sbatch") is None:
         yield Violation(
@@ -80,7 +75,6 @@ def scheduler_exists(request: Request) -> Iterator[Violation]:
 
 @rule()
 def torch_is_installed(request: Request) -> Iterator[Violation]:
-    """Ranks on this machine run in this interpreter; a preview does without torch."""
     c = request.config
     here = c.cluster.backend is Backend.local and not c.launch.dry_run
     if here and importlib.util.find_spec("torch") is None:
@@ -89,7 +83,6 @@ def torch_is_installed(request: Request) -> Iterator[Violation]:
 
 @rule()
 def project_has_a_name(request: Request) -> Iterator[Violation]:
-    """What W&B refuses would be found when the mirror starts, or at a sync after the training."""
     project = request.config.wandb.project
     if not 0 < len(project) <= 128 or set(project) & set(r"/\#?%:"):
         yield Violation(
@@ -102,7 +95,6 @@ def project_has_a_name(request: Request) -> Iterator[Violation]:
 
 @rule()
 def mirror_can_start(request: Request) -> Iterator[Violation]:
-    """The mirror is an optional package; online it needs a key, which nobody can be asked for later."""
     subject = request.show("wandb.mode")
     try:
         mode = mirror_mode(request.config.wandb.mode, os.environ)
@@ -124,7 +116,6 @@ def mirror_can_start(request: Request) -> Iterator[Violation]:
 
 @rule()
 def engine_is_installed(request: Request) -> Iterator[Violation]:
-    """A peer's package is there, in the version its adapter was written against."""
     engine = request.config.engine.name
     can = capabilities_of(request.config)
     wanted = can.package
@@ -142,8 +133,10 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
 
 @rule()
 def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
-    """Segments that grow have no fixed extent to register, which torch handles from 2.11 on. Of this very machine:
-    another one's environment is asked by its ranks."""
+    """Expandable segments have no fixed extent to register, which torch handles from 2.11 on.
+
+    Checked for this machine; elsewhere ranks check it themselves.
+    """
     mode, here = request.show("nccl_ub.mode"), request.config.cluster.backend is Backend.local
     if request.config.nccl_ub.mode is Registration.none or not here:
         return
@@ -162,8 +155,10 @@ def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
 
 @rule()
 def own_allocator_is_there(request: Request) -> Iterator[Violation]:
-    """megatron-fsdp takes the allocator of its user buffers from one of two packages that it does not bring. Of this
-    very machine, and where there is NCCL."""
+    """megatron-fsdp needs one of two packages, not its dependencies, to allocate user buffers.
+
+    Checked for this machine, where there is NCCL.
+    """
     config = request.config
     here = config.cluster.backend is Backend.local and config.cluster.device is Device.cuda
     asks = config.engine.name is EngineName.megatron_fsdp and config.nccl_ub.mode is not Registration.none
@@ -178,8 +173,10 @@ def own_allocator_is_there(request: Request) -> Iterator[Violation]:
 
 @rule("model.skip_idle")
 def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
-    """What an engine makes of a parameter that only some ranks have used is torch's doing, in some versions. Of this
-    machine's torch, which is also that of jobs, unless they bring their own."""
+    """Parameters used on some ranks only depend on torch's version.
+
+    Checked for this machine's torch, the default of jobs too.
+    """
     config, least = request.config, capabilities_of(request.config).idle_parameters_torch
     torch = versions(("torch",)).get("torch")
     brings_own = config.cluster.backend is not Backend.local and config.cluster.python is not None
@@ -205,7 +202,6 @@ _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads"
 
 @rule(*_SIZES, "mesh.world_size", "mesh.dp_outer")
 def model_fits_in_memory(request: Request) -> Iterator[Violation]:
-    """Weights, gradients and optimizer state of all local CPU ranks fit this machine; activations come on top."""
     cfg = request.config
     if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
         return
@@ -222,7 +218,6 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
 
 @rule(*_SIZES)
 def disk_takes_the_run(request: Request) -> Iterator[Violation]:
-    """The root can be made and written, and has room for captures and a checkpoint."""
     cfg = request.config
     problem = probe(Path(cfg.launch.root), written(cfg), write=not cfg.launch.dry_run)
     if problem:
@@ -230,10 +225,10 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
 
 
 def probe(root: Path, need: int, *, write: bool) -> str:
-    """What keeps `need` bytes from being written under `root`; empty if nothing does.
+    """Reason why `need` bytes cannot be written under `root`; empty if they can.
 
-    Free space is asked for, and a file is written, synced and removed, because quotas and thin volumes answer one thing
-    and do another. Without `write` only the folder is looked at: nothing is about to be stored there.
+    A file is written, synced and removed, because quotas and thin volumes report too much free space. Without `write`
+    only the folder is looked at.
     """
     try:
         folder = nearest(root)
@@ -261,10 +256,6 @@ def _no_room(folder: Path, need: int) -> str:
 
 @lru_cache
 def _write_and_remove(folder: Path, size: int, now: int) -> None:
-    """Once for the thousand cells of a request, each of which would wait for the disk; what fails is tried again.
-
-    `now` is the time in units of `PROBED_S`: an answer is not believed for longer.
-    """
     handle, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     try:
         with open(handle, "wb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""A sample fault is one that there is, in the engine and mesh that it is written for; a fault begins within the run."""
+"""Rules of faults: a known sample that fits engine and mesh, and begins within the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from harness.config.schema import NO_FAULT, EngineName
 
 @rule("fault.name", "engine.name", "mesh.tp")
 def sample_acts(request: Request) -> Iterator[Violation]:
-    """What is no function of one's own (`harness.config.own`) is a sample."""
     config = request.config
     name, subject = config.fault.name, request.show("fault.name")
     if name == NO_FAULT or ":" in name:
@@ -32,7 +31,6 @@ def sample_acts(request: Request) -> Iterator[Violation]:
 
 @rule("fault.begins_at", "train.steps")
 def fault_begins(request: Request) -> Iterator[Violation]:
-    """A fault begins at a step of the run."""
     begins, steps = request.config.fault.begins_at, request.config.train.steps
     if begins > steps:
         text, path = f"begins after the run has ended, train.steps={steps}", "fault.begins_at"

@@ -1,4 +1,4 @@
-"""How a request can be carried out: in this process, on this machine, by a scheduler."""
+"""Rules of launching: in this process, on this machine, by a scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from harness.store.redaction import redacted
 
 @rule("mesh.world_size")
 def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
-    """A rank in this process is the only one, and no scheduler's."""
     if not request.config.launch.inline:
         return
     if request.config.mesh.world_size > 1:
@@ -31,7 +30,6 @@ def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
 
 @rule("cluster.nodes")
 def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
-    """A local launch starts ranks on this machine only."""
     c = request.config.cluster
     if c.backend is Backend.local and c.nodes > 1:
         yield Violation(
@@ -41,7 +39,6 @@ def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
 
 @rule("cluster.time_min", "cluster.grace_s")
 def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
-    """A run is asked to save before its time limit, not before it starts."""
     c = request.config.cluster
     if c.backend is Backend.slurm and c.grace_s >= 60 * c.time_min:
         yield Violation(
@@ -54,7 +51,6 @@ def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
 def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
-    """The scheduler is asked for as many devices as the ranks on a machine need."""
     c, ranks = request.config.cluster, request.config.mesh.world_size
     if c.backend is not Backend.slurm or c.device is not Device.cuda or ranks % c.nodes:
         return
@@ -84,7 +80,7 @@ def devices_are_asked_for_once(request: Request) -> Iterator[Violation]:
 
 @rule()
 def shared_devices_have_no_switch(request: Request) -> Iterator[Violation]:
-    """NVLink SHARP adds what devices send; ranks of one device have but one to send."""
+    """NVLink SHARP sums over devices; ranks that share one cannot use it."""
     config = request.config
     if config.cluster.ranks_per_device > 1 and config.sharp.group.is_asked and config.sharp.nvlink:
         yield Violation(
@@ -110,17 +106,15 @@ OF_SETTINGS = {
     "signal": "cluster.grace_s",
     **dict.fromkeys(("array", "job-name", "output", "error", "open-mode", "requeue", "no-requeue", "wrap", "parsable")),
 }
-"""sbatch's options that a setting gives, or (None) that finding a run's job again relies on."""
+"""Options of sbatch given by a setting, or (None) needed to find a run's job again."""
 
 MAY_BE_NONE = frozenset({"export", "propagate", "mail-type", "mem-bind", "gpu-bind"})
-"""sbatch's options of which `none` is a value."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
 @rule()
 def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]:
-    """A further option is a plain word, and none that a setting gives already."""
     c = request.config.cluster
     named = [("cluster.flags", flag) for flag in c.flags]
     named += [(f"cluster.additional.{name}", name) for name in c.additional]
@@ -146,7 +140,7 @@ _WORD = re.compile(r"[^\s'\"\\#-][^\s'\"\\#]*")
 
 @rule("cluster.partition", "cluster.account", "cluster.qos", "cluster.gres", "cluster.python")
 def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
-    """A name is one word: sbatch takes an empty one for none, and what follows a space for another."""
+    """sbatch takes an empty name for none, and text after a space for another argument."""
     for name in ("partition", "account", "qos", "gres"):
         value = getattr(request.config.cluster, name)
         if value is not None and not _WORD.fullmatch(value):
@@ -161,7 +155,6 @@ def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
 
 @rule()
 def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
-    """This interpreter's path means nothing in an image."""
     c = request.config.cluster
     if c.backend is Backend.slurm and c.container_image is not None and c.python is None:
         yield Violation(
@@ -173,7 +166,7 @@ def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
 
 @rule("launch.root")
 def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
-    """The root's name goes into batch scripts and log patterns, where some characters end a line or expand."""
+    """The root's name is part of batch scripts and log patterns, where some characters end a line or expand."""
     root, cluster = request.config.launch.root, request.config.cluster
     if cluster.backend is not Backend.slurm:
         return
@@ -187,7 +180,6 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
 
 @rule()
 def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
-    """A configuration is written down whole, and for all who may read the store."""
     for path, setting in settings().items():
         value = request.value(path)
         if setting.type in (str, list[str], dict[str, str]) and value and redacted(str(value)) != str(value):
@@ -200,7 +192,7 @@ def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
 
 @rule()
 def forks_on_one_machine_untimed(request: Request) -> Iterator[Violation]:
-    """A fork of a process that has touched a device is broken; one that shares pages is not what a benchmark times."""
+    """Forks break a touched device, and shared pages would distort a benchmark."""
     for setting in against_forks(request.config) if request.config.launch.fork else ():
         yield Violation(
             "launch.fork=true", f"is for untimed CPU runs on this machine, not for {setting}", fix="launch.fork=null"

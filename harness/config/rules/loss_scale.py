@@ -1,4 +1,4 @@
-"""The loss scale: a power of two, for engines that have one; and fp16 gradients are not left to vanish without it."""
+"""Rules of the loss scale: a power of two, for engines that have one; fp16 gradients need it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from harness.config.schema import Dtype
 
 @rule()
 def loss_scale_is_one(request: Request) -> Iterator[Violation]:
-    """The setting reads as none, dynamic or a power of two."""
     try:
         loss_scale(request.config)
     except ValueError:
@@ -28,7 +27,6 @@ def loss_scale_is_one(request: Request) -> Iterator[Violation]:
 
 @rule()
 def loss_scale_is_honoured(request: Request) -> Iterator[Violation]:
-    """Only an engine that scales the loss is asked to."""
     engine = request.config.engine.name
     if request.config.dtype.loss_scale != "none" and not capabilities_of(request.config).loss_scale:
         takers = ", or ".join(f"engine={e.name}" for e, can in ENGINES.items() if can.loss_scale)
@@ -42,7 +40,7 @@ def loss_scale_is_honoured(request: Request) -> Iterator[Violation]:
 
 @rule()
 def half_gradients_do_not_vanish(request: Request) -> Iterator[Violation]:
-    """Gradients of fp16 activations below 2^-24 are zero; going without a loss scale needs a word of consent."""
+    """Gradients of fp16 activations below 2^-24 are zero; no loss scale needs consent."""
     d = request.config.dtype
     if d.compute is not Dtype.fp16 or d.loss_scale != "none" or d.allow_low_precision_grads:
         return
@@ -56,7 +54,7 @@ def half_gradients_do_not_vanish(request: Request) -> Iterator[Violation]:
 
 @rule()
 def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
-    """Scaling 16-bit gradients back would round them."""
+    """Unscaling would round 16-bit gradients."""
     d = request.config.dtype
     if d.loss_scale != "none" and d.main_grads in (Dtype.bf16, Dtype.fp16):
         yield Violation(
@@ -69,7 +67,7 @@ def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
 
 @rule()
 def overflows_are_skipped_or_reported(request: Request) -> Iterator[Violation]:
-    """A dynamic scale leaves out updates that overflow; the check for NaN ends the run at the first."""
+    """A dynamic scale skips overflowing updates; the check for NaN ends the run at the first."""
     config = request.config
     if config.dtype.loss_scale == "dynamic" and config.engine.report_nan_in_param_grad:
         yield Violation(

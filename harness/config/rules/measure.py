@@ -1,4 +1,4 @@
-"""What a timed run leaves out, and how long it must be."""
+"""Rules of timed runs: exclusions and length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from harness.config.schema import CkptPolicy, Device, Dtype, EngineName, Measure
 from harness.store.screen import counted
 
 LEAST_WARM_UP = 3
-"""Memory is read in the last warm-up step, and in the one before to see that it has settled; the first makes what is
-made once."""
 
 
 def _is_bench(request: Request) -> bool:
@@ -21,7 +19,6 @@ def _is_bench(request: Request) -> bool:
 
 @rule("measure.capture_steps", "measure.update_steps")
 def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
-    """Work beside training disturbs the steps around it: caches, disk, and other processes."""
     if not _is_bench(request):
         return
     c = request.config
@@ -45,7 +42,6 @@ def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation
 
 @rule("train.steps", "measure.warmup_steps")
 def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
-    """After the warm-up remain a settled step to read memory in, and at least two to time."""
     steps, warm_up = request.config.train.steps, request.config.measure.warmup_steps
     if not _is_bench(request):
         return
@@ -67,7 +63,7 @@ def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
 
 @rule("measure.rounding_draws", "measure.capture_steps")
 def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
-    """Errors are put behind the operations of one process in fp64, at the step whose gradients it captures."""
+    """Perturbations follow the operations of one fp64 process, at the step whose gradients it captures."""
     config = request.config
     if config.measure.rounding_draws == 0:
         return

@@ -1,4 +1,4 @@
-"""Sizes a model can have, by family."""
+"""Rules of a model's sizes, by family."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import ModelFamily
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
-"""Families with attention heads; what sizes a model of one's own can have, it says itself."""
 
 
 @rule("model.dim", "model.num_heads")
 def heads_divide_the_width(request: Request) -> Iterator[Violation]:
-    """Every head has the same, even width: rotary embeddings turn pairs."""
+    """Heads have equal, even widths, because rotary embeddings rotate pairs."""
     m = request.config.model
     if m.family in DECODERS and m.dim % (2 * m.num_heads):
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
@@ -28,7 +27,6 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
 
 @rule("model.num_heads", "model.num_kv_heads")
 def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
-    """Query heads share key and value heads evenly."""
     m = request.config.model
     if m.family in DECODERS and m.num_heads % m.num_kv_heads:
         valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
@@ -43,7 +41,6 @@ def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
 
 @rule("model.num_experts", "model.experts_per_token")
 def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Violation]:
-    """A token goes to distinct experts."""
     m = request.config.model
     if m.family is ModelFamily.moe and m.experts_per_token > m.num_experts:
         yield Violation(
@@ -56,7 +53,6 @@ def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Vio
 
 @rule("data.seq_len", "model.max_seq_len")
 def sequence_fits_the_positions(request: Request) -> Iterator[Violation]:
-    """A sequence is no longer than the positions the model knows."""
     seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
     if seq_len > longest:
         yield Violation(

@@ -1,4 +1,4 @@
-"""What NCCL user buffers and SHARP force and forbid."""
+"""Rules of NCCL user buffers and SHARP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import CtaPolicy, Numerics, Registration, SharpAxis
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
-"""What NCCL_ALGO chooses from."""
 
 
 @rule()
 def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation]:
-    """User buffers are asked of engines that register what they allocate."""
     config = request.config
     can = capabilities_of(config).user_buffers
     if config.nccl_ub.mode is not Registration.none and config.nccl_ub.mode not in can:
@@ -30,7 +28,6 @@ def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation
 
 @rule()
 def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
-    """What is registered stays where it is: user buffers imply the double buffer."""
     if request.config.nccl_ub.mode is Registration.none or request.config.engine.double_buffer:
         return
     if "engine.double_buffer" in request.named:
@@ -44,7 +41,7 @@ def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
 
 @rule("nccl_ub.min_ctas", "nccl_ub.max_ctas")
 def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
-    """NCCL would raise the one or lower the other, and say so in a log alone."""
+    """NCCL would raise the one or lower the other, and only log it."""
     low, high = request.config.nccl_ub.min_ctas, request.config.nccl_ub.max_ctas
     if low is not None and high is not None and low > high:
         yield Violation(
@@ -57,8 +54,11 @@ def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
 
 @rule()
 def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violation]:
-    """Efficiency needs registered buffers that are not symmetric, NVLink SHARP, and NCCL's own choice of
-    algorithm; zero needs symmetric ones. Without them NCCL falls back silently."""
+    """Efficiency needs non-symmetric registered buffers, NVLink SHARP, and NCCL's own algorithm; zero needs symmetric
+    ones.
+
+    NCCL falls back silently.
+    """
     ub, algo = request.config.nccl_ub, request.config.sharp.algo
     policy = request.show("nccl_ub.cta_policy")
     if ub.cta_policy is CtaPolicy.default:
@@ -90,7 +90,6 @@ def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violatio
 
 
 def _without_nvls(request: Request) -> str:
-    """The settings that turn NVLink SHARP off, as typed; empty where NCCL may use it."""
     sharp, cluster, numerics = request.config.sharp, request.config.cluster, request.config.numerics.mode
     if sharp.group is SharpAxis.none:
         return "sharp=none"
@@ -103,7 +102,6 @@ def _without_nvls(request: Request) -> str:
 
 @rule()
 def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
-    """A switch adds in an order that nobody promises."""
     mode = request.config.numerics.mode
     if request.config.sharp.group.is_asked and mode is not Numerics.fast:
         yield Violation(
@@ -116,7 +114,6 @@ def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.dp_outer")
 def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
-    """The axis whose communicator owns SHARP exists, and its communicator is the engine's to create."""
     config = request.config
     group, outer = config.sharp.group, config.mesh.dp_outer
     if group is SharpAxis.dp_outer and outer == 1:
@@ -138,7 +135,6 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
 
 @rule()
 def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
-    """One of the two kinds is wanted, and the algorithm has a name NCCL knows."""
     sharp = request.config.sharp
     if sharp.group.is_asked and not (sharp.nvlink or sharp.infiniband):
         yield Violation(

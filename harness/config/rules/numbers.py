@@ -1,4 +1,4 @@
-"""The range of every number, alone, as its field declares it, and the few lists and names that need more."""
+"""Rules of single values: the declared range of every number, and a few lists and names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from harness.config.rules.request import Request
 from harness.store.identity import slug
 
 T3_MEASURES = ("loss", "grad_norm")
-"""What paired seeds are compared by."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _STUDY_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
 
 
 def check(request: Request) -> dict[str, Violation]:
-    """Violations by the setting that is out of range."""
     found = {}
     for path, setting in settings().items():
         value = request.value(path)
@@ -54,7 +52,6 @@ def _lists(request: Request) -> dict[str, Violation]:
 
 
 def _texts(request: Request) -> dict[str, Violation]:
-    """No text holds a control character: it would end a line of a script, or command a terminal."""
     found = {}
     for path, setting in settings().items():
         value = request.value(path)

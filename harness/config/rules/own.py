@@ -1,4 +1,4 @@
-"""A model, data, an optimizer and callbacks of one's own are named, found, and what they must be."""
+"""Rules of a user's own model, data, optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from harness.config.schema import DataKind, EngineName, MeasureMode, ModelFamily
 
 @rule()
 def own_things_are_named(request: Request) -> Iterator[Violation]:
-    """model=ext, data=ext and optimizer=ext say which class they are."""
     config = request.config
     for kind, asked, name in (
         ("model", config.model.family is ModelFamily.ext, config.model.target),
@@ -28,7 +27,6 @@ def own_things_are_named(request: Request) -> Iterator[Violation]:
 
 @rule()
 def own_things_can_be_used(request: Request) -> Iterator[Violation]:
-    """Each class is there, and passes its trial."""
     for target in targets(request.config):
         found = describe(target, request.config)
         if isinstance(found, Violation):
@@ -37,7 +35,6 @@ def own_things_can_be_used(request: Request) -> Iterator[Violation]:
 
 @rule()
 def parameters_are_counted(request: Request) -> Iterator[Violation]:
-    """The number of weights is a fact of the model."""
     if "model.parameters" in request.named:
         typed = request.named["model.parameters"]
         yield Violation(f"model.parameters={typed}", "is counted from the model and cannot be set", fix="leave it out")
@@ -45,7 +42,6 @@ def parameters_are_counted(request: Request) -> Iterator[Violation]:
 
 @rule()
 def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
-    """Engines that step shards need an elementwise rule; some take none but torch's own."""
     config = request.config
     if config.optimizer.name is not OptimizerName.ext:
         return
@@ -75,7 +71,6 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
 
 @rule()
 def callbacks_are_not_timed(request: Request) -> Iterator[Violation]:
-    """Timed steps differ from one another in nothing."""
     config = request.config
     if config.measure.callbacks and config.measure.mode is MeasureMode.bench:
         yield Violation(request.show("measure.callbacks"), "would run between timed steps", fix="measure=default")

@@ -1,4 +1,4 @@
-"""What tensor parallelism (mesh.tp) asks of engine, model and ranks."""
+"""Rules of tensor parallelism (mesh.tp): engine, model and ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import EngineName, ModelFamily
 
 PLANNED = (ModelFamily.llama,)
-"""Families that declare how they are cut."""
 
 
 @rule("mesh.tp", "mesh.world_size")
 def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
-    """Every tensor-parallel group has all its ranks."""
     mesh = request.config.mesh
     if mesh.world_size % mesh.tp:
         yield Violation(
@@ -28,7 +26,6 @@ def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.tp")
 def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
-    """The engine shards what a plan has cut, the model has one, and what goes with it is built."""
     config = request.config
     if config.mesh.tp == 1:
         return
@@ -59,8 +56,10 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.tp", "model.vocab_size")
 def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
-    """Embedding and output projection are cut as torch cuts, into parts of one size and what is left: torch's lookup
-    fails on a rank for which nothing is left."""
+    """Embedding and output projection are cut into equal parts and a rest, as in torch.
+
+    torch's lookup fails on a rank with an empty part.
+    """
     tp, vocab = request.config.mesh.tp, request.config.model.vocab_size
     if tp == 1 or request.config.model.family not in PLANNED or -(-vocab // tp) * (tp - 1) < vocab:
         return
@@ -74,7 +73,6 @@ def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
 
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
 def parts_are_even(request: Request) -> Iterator[Violation]:
-    """Every tensor-parallel rank has whole heads, as many of the hidden units, and as many positions."""
     config, tp = request.config, request.config.mesh.tp
     if tp == 1 or config.model.family not in PLANNED:
         return
@@ -93,7 +91,6 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
 
 
 def _common(sizes: Sequence[int], most: int) -> int:
-    """The most parts, up to `most`, into which all sizes can be cut: one proposal fits them all, and the ranks."""
     return max(n for n in range(1, most + 1) if not any(size % n for size in sizes))
 
 

@@ -1,25 +1,21 @@
-"""Torch's DistributedDataParallel, used as its users use it; with `sharding=optim` beside ZeroRedundancyOptimizer.
+"""Torch's DistributedDataParallel, as documented; with `sharding=optim` beside ZeroRedundancyOptimizer.
 
 Microbatches accumulate locally in the main dtype under `no_sync`; the last backward all-reduces DDP's buckets. A wire
 narrower than the main gradients is torch's own `bf16_compress_hook` or `fp16_compress_hook`: each bucket is cast to 16
 bits, divided by the number of ranks there, summed by the backend in 16 bits, and cast back.
 
-`sharding=optim`: the all-reduce is DDP's, whole, on every rank; then each rank steps the parameters dealt to it (whole
-ones, largest first, to the rank with least) and sends them to the others, one flat bucket a rank
-(`parameters_as_bucket_view=True`). So gradients cost as much traffic as without it, unlike a reduce-scatter, and a rank
-may hold more than 1/N of the optimizer state where parameters are few. `overlap_with_ddp` is left off: it does not step
-in the first two or three iterations.
+`sharding=optim`: DDP all-reduces the full gradients on every rank; each rank steps its parameters (unsharded ones,
+largest first, to the rank with least) and broadcasts them, one flat bucket a rank (`parameters_as_bucket_view=True`).
+So gradients cost as much traffic as without it, and a rank may hold more than 1/N of the optimizer state.
+`overlap_with_ddp` is off: it does not step in the first two or three iterations.
 
-`find_unused_parameters` is on where the model may leave parameters unused; without it, an unused parameter ends the
-next forward in torch's "Expected to have finished reduction". It costs DDP a walk over the graph and one more
-all-reduce a step, of 4 bytes a parameter tensor. It is on under numerics=deterministic too, because it keeps DDP's
-first buckets: without it DDP lays them out anew after its first step, in the order gradients came, and the order of
-sums then depends on how many steps ago the process began. A resumed run would not repeat the bits of one never stopped.
-The first step that uses all parameters makes torch advise against the flag, once, in a rank's log: that comes from C++
-straight to stderr, and nothing silences it alone.
+`find_unused_parameters` is on where the model may leave parameters unused, which otherwise ends the next forward in
+"Expected to have finished reduction". It costs a walk over the graph and one more all-reduce a step, of 4 bytes a
+parameter tensor. It is on under numerics=deterministic too: without it DDP rebuilds its buckets after the first step,
+and a resumed run would not repeat the bits of one never stopped.
 
 Limits, on torch 2.13: gradients have the dtype of the main weights; a wire of 16 bits goes with any of these, one of
-more bits must be theirs. The compute dtype is not DDP's doing: `replicated` casts all weights before each forward.
+more bits must be theirs. The compute dtype is cast by `replicated` before each forward.
 """
 
 from __future__ import annotations
@@ -45,18 +41,13 @@ COMPRESSION: dict[Dtype, Callable[..., Any]] = {
     Dtype.bf16: lambda group, bucket: bf16_compress_hook(group, bucket),
     Dtype.fp16: fp16_compress_hook,
 }
-"""Hooks that send gradients in another dtype than they are stored in, by that dtype."""
 
 
 class DdpEngine(ReplicatedEngine):
-    """Every rank holds all weights and gradients, and all optimizer state or its part of it."""
+    """Every rank has all weights and gradients, and all optimizer state or its share."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build and wrap the model.
-
-        Raises:
-            ValueError: gradients are to travel in a dtype that DDP has no way to send, or as `ReplicatedEngine`.
-        """
+        """Raises `ValueError`: DDP cannot send gradients in this dtype, or as `ReplicatedEngine`."""
         wire = config.dtype.grad_comm
         if wire is not config.dtype.main_grads and wire not in COMPRESSION:
             raise ValueError(
@@ -94,7 +85,7 @@ class DdpEngine(ReplicatedEngine):
         return sharded, sharded.optim
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """One microbatch, its loss scaled by 1 / k; DDP itself divides by the number of ranks."""
+        """Loss scaled by 1 / k; DDP divides by the number of ranks."""
         with nullcontext() if last else self.replica.no_sync():
             loss = self.workload.loss(self.replica, batch)
             (loss / self.microbatches_per_rank).backward()

@@ -42,10 +42,7 @@ MAIN_BYTES = 4
 
 
 class DeepspeedEngine(Engine):
-    """One DeepSpeedEngine; what differs between its optimizers is which flat tensors hold the main weights."""
-
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build the model, fill it by name, hand it to DeepSpeed, and give its main weights the unrounded values."""
         self.workload, self.config, self.ranks = workload, config, ranks
         self.stage = STAGES[config.sharding.strategy]
         self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
@@ -75,7 +72,6 @@ class DeepspeedEngine(Engine):
             create_state(self.base)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """Run one microbatch; `last` is DeepSpeed's accumulation boundary."""
         with _surroundings(self.ranks):
             self.engine.set_gradient_accumulation_boundary(last)
             loss = self.workload.loss(self.engine, batch)
@@ -83,7 +79,7 @@ class DeepspeedEngine(Engine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping, `inf` where the step was skipped."""
+        """Norm before clipping; `inf` where the step was skipped."""
         optim.set_lr(self.base, lr)
         norm = norms.euclidean_norm(self._gradients_here(), self.ranks.device) if self.stage == 0 else 0.0
         if self.stage == 0:
@@ -94,7 +90,7 @@ class DeepspeedEngine(Engine):
         return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole fp32 gradients, put together one by one."""
+        """Unsharded fp32 gradients, gathered one by one."""
         from deepspeed.utils import safe_get_full_grad
 
         for name, param in self.trained.items():
@@ -104,7 +100,7 @@ class DeepspeedEngine(Engine):
             yield name, gradient.detach().to("cpu", torch.float32, copy=True).view(self.shapes[name])
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole fp32 main weights, put together one by one; frozen ones as they are computed with."""
+        """Unsharded fp32 main weights, gathered one by one; frozen ones in their compute dtype."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -118,7 +114,7 @@ class DeepspeedEngine(Engine):
                 yield name, whole
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's main weights and optimizer state, as DeepSpeed keeps them: flat, one tensor a parameter group."""
+        """This rank's main weights and optimizer state: flat, one tensor a parameter group."""
         with self._listed():
             moments = optim.optimizer_state(self.base, {tensor: name for name, tensor in self.main.items()})
         weights = {f"weights/{name}": tensor.detach() for name, tensor in self.main.items()}
@@ -126,12 +122,11 @@ class DeepspeedEngine(Engine):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back main weights and optimizer state, and compute with them from now on."""
         optim.load_state(self.state_dict(), state)
         self._publish()
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes by role. ZeRO-1 keeps the whole gradient between microbatches, ZeRO-2 and 3 this rank's part."""
+        """Bytes by role. ZeRO-1 keeps the full gradient between microbatches, ZeRO-2 and 3 this rank's share."""
         trained = sum(self.shapes[name].numel() for name in self.trained)
         flat = sum(tensor.numel() for tensor in self.main.values())
         spare = self._padding_here()
@@ -193,7 +188,6 @@ class DeepspeedEngine(Engine):
 
     @contextmanager
     def _listed(self) -> Iterator[None]:
-        """Show the base optimizer the tensors it steps; ZeRO-3 lists them for the time of a step only."""
         before = [group["params"] for group in self.base.param_groups]
         if self.stage == 3:
             for group, flat in zip(self.base.param_groups, self.main.values(), strict=True):
@@ -203,7 +197,6 @@ class DeepspeedEngine(Engine):
             group["params"] = params
 
     def _gradients_here(self) -> list[Tensor]:
-        """ZeRO-0: the averaged gradients; what no microbatch used has been given zeros by DeepSpeed's reduction."""
         return [param.grad for param in self.trained.values() if param.grad is not None]
 
     def _padding_here(self) -> int:
@@ -230,7 +223,6 @@ class DeepspeedEngine(Engine):
         return sum(max(min(count - -(-count // size) * rank, -(-count // size)), 0) for count in counts)
 
     def _kept_elements(self) -> int:
-        """Weights that ZeRO-3 keeps whole beside their parts, because they are small."""
         if self.stage < 3:
             return 0
         kept = {id(param) for param in self.engine.optimizer.persistent_parameters}
@@ -248,11 +240,11 @@ class DeepspeedEngine(Engine):
 
 
 def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
-    """Every dtype and every choice that changes numbers, said; and a reduce bucket no larger than the model, because
-    ZeRO-2 and 3 allocate the 500 million elements of the default whether they are filled or not.
+    """Configuration with every dtype and numeric choice explicit.
 
-    On CUDA communication overlaps, as in its documentation's examples, and ZeRO-3 keeps small weights whole as it does
-    by default. On CPU it has no streams to overlap on, and every weight is split, which is what its stages say.
+    The reduce bucket is at most the model's size, because ZeRO-2 and 3 allocate all of the default 500 million
+    elements. On CUDA communication overlaps and ZeRO-3 keeps small weights unsharded, as documented. On CPU there are
+    no streams, and every weight is sharded.
     """
     on_cuda = config.cluster.device is Device.cuda
     zero: dict[str, Any] = {"overlap_comm": on_cuda} | ({} if on_cuda else {"stage3_param_persistence_threshold": 0})
@@ -277,7 +269,6 @@ def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
 
 
 def _quiet_deepspeed() -> Any:
-    """The package, told to log errors only, and not to compile its shared-memory kernel, which is for inference."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

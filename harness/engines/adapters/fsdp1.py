@@ -50,24 +50,17 @@ STRATEGIES = {
     Strategy.optim_grads: (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
     Strategy.optim_grads_params: (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
 }
-"""FSDP1's name of each strategy on one axis, and with an outer axis."""
 
 KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"The `NO_SHARD` sharding strategy is deprecated\. If having issues, please use ", FutureWarning),
     (r"\S* has both parameters with requires_grad=True and False\. We do not recommend wrapping such", UserWarning),
 )
-"""Warnings of FSDP1 about choices made on purpose: the strategy, and units of a model that freezes part of them."""
+"""Warnings of FSDP1 on deliberate choices: the strategy, and partly frozen units."""
 
 
 class Fsdp1Engine(ShardedEngine):
-    """Built on meta, given memory and values one module at a time, and sharded at once."""
-
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build, fill and shard the model.
-
-        Raises:
-            ValueError: a parameter has no dimension.
-        """
+        """Raises `ValueError`: a parameter has no dimension."""
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
         workload.materialise_buffers(model, ranks.device)
@@ -99,6 +92,7 @@ class Fsdp1Engine(ShardedEngine):
                 use_orig_params=True,
             )
         self.whole = strategy is ShardingStrategy.NO_SHARD
+        """True if every rank keeps all weights: pieces are unsharded tensors."""
         self.sums_here = self.whole and config.sharding.strategy is not Strategy.no_shard
         self.sums: dict[nn.Parameter, Tensor] = {}
         weights = {name: filler.made[name] for name in shapes}
@@ -108,7 +102,6 @@ class Fsdp1Engine(ShardedEngine):
         self._finish(weights, shapes, None if self.whole else mesh.get_group("dp_shard"), fused=True)
 
     def _strategy(self, config: Config, ranks: Ranks) -> tuple[ShardingStrategy, DeviceMesh]:
-        """FSDP1's strategy and the mesh it runs on."""
         outer = config.mesh.dp_outer
         if ranks.world_size == outer:  # the inner group, or the only one, has one rank
             mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
@@ -143,7 +136,6 @@ class Fsdp1Engine(ShardedEngine):
         return sum(flat.numel() for flat in flats), sum(flat.numel() for flat in trained)
 
     def _padding_elements(self) -> tuple[int, int]:
-        """Gradients are laid out as flat parameters are: the room of frozen weights in them belongs to none."""
         weights, gradients = self._flat_elements()
         return (
             weights - sum(weight.numel() for weight in self.weights.values()),
@@ -152,13 +144,12 @@ class Fsdp1Engine(ShardedEngine):
 
 
 class _Filler:
-    """FSDP1's `param_init_fn`: gives a module's own meta parameters memory and their initial values, tied ones once."""
+    """FSDP1's `param_init_fn`: allocates and initialises a module's own meta parameters, tied ones once."""
 
     def __init__(self, workload: Workload, model: nn.Module, device: torch.device) -> None:
         self.workload, self.device = workload, device
         self.names: dict[nn.Parameter, str] = {param: name for name, param in model.named_parameters()}
         self.made: dict[str, nn.Parameter] = {}
-        """Parameters by the model's own names, in no particular order."""
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:

@@ -47,7 +47,7 @@ from harness.engines.protocol import Ranks, Seen, State, Workload
 from harness.fsdp import Portion
 
 AGREES_ON_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""True if ranks that left a parameter unused send zeros for it: from torch 2.13 on."""
+"""True if ranks with an unused parameter send zeros for it: from torch 2.13 on."""
 
 TOO_OLD = (
     "engine=fsdp2 on torch {version} reduces only the parameters that this rank used, and the model may leave others"
@@ -56,15 +56,9 @@ TOO_OLD = (
 
 
 class Fsdp2Engine(ShardedEngine):
-    """Sharded on meta, then given memory for shards only, then filled shard by shard."""
-
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build, shard and fill the model.
-
-        Raises:
-            ValueError: a parameter has no dimension to split; or a microbatch may leave parameters unused on some
-                ranks, and this torch's FSDP2 cannot cope.
-        """
+        """Raises `ValueError`: a parameter has no dimension, or this torch's FSDP2 cannot handle parameters unused on
+        some ranks."""
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
         workload.quantize(model, ranks.device)
@@ -111,7 +105,7 @@ class Fsdp2Engine(ShardedEngine):
         self._finish(weights, shapes, group, fused=fused, portions=portions, tensor=tensor)
 
     def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-        """The data-parallel mesh, and the ranks among which the model is cut, as it is then. *Collective.*"""
+        """Data-parallel mesh, and tensor-parallel ranks after cutting the model. Collective over all ranks."""
         config = self.config
         if config.mesh.tp == 1:
             return data_parallel_mesh(config, self.ranks), None
@@ -122,7 +116,6 @@ class Fsdp2Engine(ShardedEngine):
 
     @torch.no_grad()
     def _fill(self, weight: nn.Parameter, value: Tensor) -> None:
-        """Copy this rank's rows of the initial value [shape of the weight's portion], cut as torch.chunk cuts."""
         assert isinstance(weight, DTensor)
         local = weight.to_local()
         begin = self.mesh.get_local_rank("dp_shard") * -(-value.shape[0] // self.mesh["dp_shard"].size())
@@ -134,16 +127,18 @@ class Fsdp2Engine(ShardedEngine):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def seen(self) -> Seen | None:
-        """The wrapped module, in whose slots unsharded parameters stand while it runs; its losses are scaled by 1 / k,
-        which leaves the division by the ranks. None under tensor parallelism, where no rank has whole weights."""
+        """The wrapped module, with losses scaled by 1 / k, so that the divisor is the number of ranks.
+
+        None under tensor parallelism, where no rank has unsharded weights.
+        """
         if self.tensor is not None:
             return None
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def state(self) -> State:
-        """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does.
+        """Sharded parameters and their moments: DTensors, cut as by `torch.chunk`.
 
-        Not detached: who keeps them looks at what torch puts into them in the first forward, and not at what it left.
+        Not detached: torch modifies them in the first forward.
         """
         tensors: dict[str, Tensor] = {f"weights/{name}": weight for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
@@ -165,7 +160,7 @@ class Fsdp2Engine(ShardedEngine):
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Replace each meta parameter by an uninitialised one; unlike `to_empty`, tied parameters stay one."""
+    """Replace meta parameters by uninitialised ones; unlike `to_empty`, it keeps ties."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

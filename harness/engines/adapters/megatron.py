@@ -39,17 +39,16 @@ from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
-"""Names of the mesh's axes; the package wants a tensor-parallel one, of size 1 too."""
+"""Names of the mesh's axes; the package requires a tensor-parallel one, even of size 1."""
 
 
 class MegatronEngine(Engine):
     """All four strategies, HSDP of the sharded ones, HFSDP of `optim_grads_params`."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build on meta where the package can, shard, and wrap the optimizer.
+        """Build on meta where possible, shard, and wrap the optimizer.
 
-        Raises:
-            ModuleNotFoundError: megatron-fsdp is not installed.
+        Raises `ModuleNotFoundError`: megatron-fsdp is not installed.
         """
         if ranks.device.type == "cpu":
             megatron_on_cpu.install()
@@ -90,7 +89,7 @@ class MegatronEngine(Engine):
         self.optimizer = self._optimizer(package)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """One microbatch, its loss scaled by 1 / k; the package divides by the number of ranks."""
+        """Loss scaled by 1 / k; the package divides by the number of ranks."""
         self.model.is_last_microbatch = last
         loss = self.workload.loss(self.model, batch)
         (loss / self.microbatches_per_rank).backward()
@@ -100,11 +99,7 @@ class MegatronEngine(Engine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping.
-
-        Raises:
-            RuntimeError: no microbatch was marked as the step's last one.
-        """
+        """Norm before clipping. Raises `RuntimeError`: no microbatch was marked as the last one."""
         if not self.is_reduced:
             raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
         gradients = [_local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
@@ -118,13 +113,12 @@ class MegatronEngine(Engine):
         return norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main gradients on the CPU, gathered one bucket at a time."""
         if not self.is_reduced:
             raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
         return self.buckets.gather(lambda group: group.main_grad_buffer, self.weights)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main weights on the CPU, gathered one bucket at a time; of frozen parameters the compute weights."""
+        """Unsharded main weights on the CPU, gathered one bucket at a time; compute weights of frozen parameters."""
         dtype = TORCH_DTYPES[self.config.dtype.main_params]
         whole: Iterable[tuple[str, Tensor]]
         if self.shards_state:
@@ -137,7 +131,7 @@ class MegatronEngine(Engine):
         return self._norm([_local(weight) for weight in self.weights.values()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parts of main weights and optimizer state by parameter name; not copied."""
+        """This rank's shards of main weights and optimizer state by parameter name; not copied."""
         state = {f"weights/{name}": _local(weight) for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             for entry, value in self.optimizer.state.get(weight, {}).items():
@@ -146,12 +140,11 @@ class MegatronEngine(Engine):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back main weights and optimizer state, all or nothing, and refresh the compute weights."""
         optim.load_state(self.state_dict(), state)
         self.model.install_optimized_model_weights()
 
     def user_buffers(self) -> dict[str, str]:
-        """Request made of the package; whether its registration succeeded it only logs (NCCL's log tells)."""
+        """Settings passed to the package, which reports success of registration in its log only (see NCCL's log)."""
         asked = _user_buffers(self.config, self.ranks.device)
         if not asked:
             return {}
@@ -162,7 +155,7 @@ class MegatronEngine(Engine):
         }
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes by role; gathered weights of modules outside every unit stay, and are counted as compute weights."""
+        """Bytes by role; modules outside units stay gathered, and count as compute weights."""
         total = self.buckets.bytes()
         state = [value for key, value in self.state_dict().items() if key.startswith("optimizer/")]
         total["optimizer"] = sum(value.nbytes for value in state)
@@ -170,7 +163,6 @@ class MegatronEngine(Engine):
         return total
 
     def _build(self) -> nn.Module:
-        """The module in the compute dtype, every parameter ready to give its unrounded initial value."""
         workload, device = self.workload, self.ranks.device
         dtype = TORCH_DTYPES[self.config.dtype.compute]
         module = workload.build("meta", dtype)
@@ -186,7 +178,6 @@ class MegatronEngine(Engine):
         return module
 
     def _mesh(self) -> tuple[Any, dict[str, Any]]:
-        """The mesh, and what the package must be told of its outer axis."""
         outer = self.config.mesh.dp_outer
         inner, kind = self.ranks.world_size // outer, self.ranks.device.type
         if outer == 1:
@@ -200,7 +191,6 @@ class MegatronEngine(Engine):
         }
 
     def _shard_group(self, mesh: Any) -> dist.ProcessGroup | None:
-        """The ranks whose optimizer shards make up the model; None where every rank has all of it."""
         if not self.shards_state:
             return None
         if self.config.mesh.dp_outer > 1 and self.config.sharding.outer is OuterStrategy.optim:
@@ -209,7 +199,6 @@ class MegatronEngine(Engine):
         return group
 
     def _optimizer(self, package: Any) -> Any:
-        """Two groups over the sharded weights, wrapped; see [Note: The step before the first]."""
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, weight in self.weights.items():
             if weight.requires_grad:
@@ -227,19 +216,16 @@ class MegatronEngine(Engine):
         return norms.euclidean_norm(tensors, self.ranks.device, self._total)
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Sum over the shard group, in place. *Collective.*"""
+        """Sum over the shard group, in place. Collective over it."""
         if self.shard_group is not None:
             dist.all_reduce(squares, group=self.shard_group)
         return squares
 
 
 class Buckets:
-    """The package's buffers, read from outside: whole tensors by name, and bytes.
+    """The package's buffers, read from outside: unsharded tensors by name, and bytes.
 
-    Args:
-        storage: the model's `param_and_grad_buffer`.
-        sharded: whether main weights and reduced gradients are cut over the ranks.
-        ranks: where this process stands.
+    Args: storage: the model's `param_and_grad_buffer`. sharded: True if main weights and reduced gradients are sharded.
     """
 
     def __init__(self, storage: Any, sharded: bool, ranks: Ranks) -> None:
@@ -252,10 +238,10 @@ class Buckets:
         self.orders = self._orders(ranks.device)
 
     def gather(self, pick: Callable[[Any], Any], names: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of one buffer of every bucket, on the CPU, in the order of `names`. *Collective.*
+        """Unsharded tensors of one buffer kind, on the CPU, in the order of `names`. Collective over all ranks.
 
-        A bucket is gathered when its first parameter comes and dropped after its last. Parameters of a bucket without
-        that buffer (frozen ones have no gradients) are left out.
+        A bucket is gathered at its first parameter and dropped after its last. Buckets without that buffer (frozen ones
+        have no gradients) are left out.
         """
         left = [len(group.params) for group in self.groups]
         whole: dict[int, Tensor] = {}
@@ -274,6 +260,7 @@ class Buckets:
                 del whole[number]
 
     def bytes(self) -> dict[str, int]:
+        """Bytes of persistent storage by role, padding apart."""
         total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
         for group in self.groups:
             compute = group.hfsdp_helper_wbuf or group.model_weight_buffer
@@ -317,8 +304,6 @@ class Buckets:
 
 
 def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:
-    """Arguments for the package about NCCL user buffers, which imply its double buffer; nothing where there is no
-    NCCL."""
     if config.nccl_ub.mode is Registration.none or device.type != "cuda":
         return {}
     return {"nccl_ub": True, "disable_symmetric_registration": not config.nccl_ub.symmetric}
@@ -347,7 +332,6 @@ def _filler(part: nn.Module, prefix: str, workload: Workload) -> Callable[[], No
 
 
 def _fill(param: Any, name: str, workload: Workload) -> None:
-    """Give a parameter its initial value, and let the package ask for the unrounded one; see [Note: Main weights]."""
     with torch.no_grad():
         param.copy_(workload.initial_weight(name, param.shape))
     param.get_high_precision_init_val = lambda: workload.initial_weight(name, param.shape)

@@ -37,15 +37,14 @@ import torch.distributed as dist
 CPU = torch.device("cpu")
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+"""Collectives that the package may leave in flight."""
 
 
 def install() -> None:
-    """Put the stand-in behind the package's modules, for the rest of the process. A second call changes nothing.
+    """Patch the package's modules for the rest of the process; idempotent.
 
-    For ranks that compute on a CPU, whether or not this machine has a GPU as well: a rank computes on one of the two.
-
-    Raises:
-        ModuleNotFoundError: megatron-fsdp is not installed.
+    For ranks on a CPU, whether or not this machine has a GPU. Raises `ModuleNotFoundError`: megatron-fsdp is not
+    installed.
     """
     names = ("megatron_fsdp", "param_and_grad_buffer", "fully_shard", "uneven_dtensor", "utils")
     modules: list[Any] = [import_module(f"megatron_fsdp.{name}") for name in names]
@@ -87,8 +86,6 @@ class _Done:
 
 
 class _Stream:
-    """A stream that never holds anything."""
-
     def __init__(self, *_: object) -> None: ...
 
     def wait_stream(self, _stream: _Stream) -> None: ...
@@ -115,6 +112,5 @@ def _uncoalesced(*_: object, **__: object) -> Iterator[_Done]:
 
 
 def _already_there(*args: Any, **options: Any) -> Any:
-    """A new tensor whose `cuda()` is itself; the package asks that of one kind of tensor only."""
     values = torch.tensor(*args, **options)
     return SimpleNamespace(cuda=lambda: values)

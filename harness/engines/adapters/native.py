@@ -24,8 +24,6 @@ LOSS_SCALE = "loss_scale/"
 
 
 class NativeEngine(Engine):
-    """Built on meta, initialised by name, sharded over the default process group."""
-
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
         self.config = config
@@ -65,14 +63,14 @@ class NativeEngine(Engine):
         self._scaled: Scaled | None = None
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """Run one microbatch; only the last one lets `no_shard` and `optim` communicate."""
+        """Run one microbatch; `no_shard` and `optim` communicate only in the last one."""
         with nullcontext() if last else self.model.no_sync():
             loss = self.workload.loss(self.model, batch)
             (loss if self.loss_scale is None else self.loss_scale.scale(loss)).backward()
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping, NaN where a loss scale overflowed."""
+        """Norm before clipping; NaN where a loss scale overflowed."""
         clip = self.config.optimizer.clip_norm
         if self.loss_scale is not None:
             return self._scaled_step(self.loss_scale, lr, clip)
@@ -90,23 +88,21 @@ class NativeEngine(Engine):
         return outcome.norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main gradients on the CPU, gathered one bucket at a time; not scaled, whatever the loss was."""
         if self.loss_scale is not None:
             self.loss_scale.unscale_()
         return self.model.full_gradients()
 
     def finish_gradients(self) -> None:
-        """Wait for reductions, and begin and end the second leg of all-reduces."""
         self.model.finish_grad_sync()
 
     def local_gradients(self) -> Mapping[str, Tensor]:
-        """This rank's main gradients, where they lie; not scaled, whatever the loss was."""
+        """This rank's main gradients, unscaled, sharing memory."""
         if self.loss_scale is not None:
             self.loss_scale.unscale_()
         return self.model.local_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main weights on the CPU, gathered one bucket at a time; frozen ones are kept in the compute dtype."""
+        """Unsharded main weights on the CPU, gathered one bucket at a time; frozen ones in the compute dtype."""
         main = TORCH_DTYPES[self.config.dtype.main_params]
         return ((name, weight.to(main)) for name, weight in self.model.full_weights())
 
@@ -129,7 +125,6 @@ class NativeEngine(Engine):
             self.loss_scale.load_state_dict(scale)
 
     def state(self) -> State:
-        """Main weights and optimizer state as DTensors over flat storage, and the loss scale where there is one."""
         held, scale = self.model.sharded_state(), self.loss_scale
         scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}
 
@@ -141,12 +136,14 @@ class NativeEngine(Engine):
         return State(held.tensors | scaling, adopt)
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
+        """Persistent bytes by role; main weights that are the compute weights count once, as compute weights."""
         return self.model.persistent_bytes()
 
     def seen(self) -> Seen | None:
-        """The user's module; its losses are unscaled, but for the loss scale of the step. None under tensor
-        parallelism, where no rank has whole weights or gradients to show."""
+        """The user's module; its losses are unscaled, but for the loss scale of the step.
+
+        None under tensor parallelism, where no rank has unsharded weights.
+        """
         if self.config.mesh.tp > 1:
             return None
         factor = 1 if self.loss_scale is None else int(self.loss_scale.value)
@@ -156,11 +153,10 @@ class NativeEngine(Engine):
         return self._scaled
 
     def facts(self) -> dict[str, str]:
-        """How data moves between ranks, and whether work beside the backward has cores of its own."""
+        """Transport between ranks, and spare cores for work beside the backward."""
         return self.model.transport()
 
     def counters(self) -> dict[str, int]:
-        """The model's `counters` of the time since the last call."""
         counted = self.model.counters()
         self.model.reset_counters()
         return counted
@@ -179,7 +175,7 @@ def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:
 
 
 def _axes(config: Config, ranks: Ranks) -> dict[str, Any]:
-    """The mesh of several axes, and their names, as arguments of `fully_shard_model`. *Collective.*"""
+    """Arguments of `fully_shard_model` for several axes. Collective over all ranks."""
     outer = {"dp_outer_dim": "dp_outer"} if config.mesh.dp_outer > 1 else {}
     if config.mesh.tp > 1:
         return {"device_mesh": grid_mesh(config, ranks), "dp_shard_dim": "dp_shard", "tp_dim": "tp"} | outer
@@ -190,7 +186,7 @@ def _axes(config: Config, ranks: Ranks) -> dict[str, Any]:
 
 
 def _sharp_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
-    """The mesh of two axes, one of whose communicators owns InfiniBand SHARP. *Collective.*"""
+    """Two-axis mesh, one of whose communicators owns InfiniBand SHARP. Collective over all ranks."""
     assert ranks.sharp is not None
     owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
     inner, outer = ranks.sharp.axis_groups(config.mesh.dp_outer, owner)

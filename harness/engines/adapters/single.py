@@ -1,4 +1,4 @@
-"""One process that sees the whole global batch: in fp64, what every other engine is held against."""
+"""One process with the entire global batch; in fp64, the reference of every other engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ class SingleEngine(ReplicatedEngine):
     """Plain torch: backward of each microbatch in global order, sums in the main dtype, one division by M."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
-        """Build the model.
-
-        Raises:
-            ValueError: there is more than one rank.
-        """
+        """Raises `ValueError`: there is more than one rank."""
         if ranks.world_size != config.mesh.tp:
             raise ValueError(
                 f"engine=single has one process's data, mesh.world_size={ranks.world_size}: set mesh.world_size=1, or"
@@ -51,11 +47,8 @@ class SingleEngine(ReplicatedEngine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update and drop the gradients; returns the norm before clipping.
-
-        Raises:
-            OverflowError: under numerics=exact, if a gradient could not be written as an integer; no weight changed.
-        """
+        """Norm before clipping. Raises `OverflowError`: under numerics=exact, a gradient exceeded the integers; no
+        weight changed."""
         if self.sums is not None:
             self.sums.refuse()
         return super().step(lr)
@@ -75,7 +68,7 @@ class SingleEngine(ReplicatedEngine):
 
 
 class IntegerSums:
-    """Gradients of a step as integers: what numerics=exact makes of them on any number of ranks."""
+    """Gradients of a step in integers, equal to numerics=exact on any number of ranks."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
         self.fixed = FixedPoint(config.numerics.exact_bits, global_microbatches(config))
@@ -93,14 +86,12 @@ class IntegerSums:
 
     @torch.no_grad()
     def finish(self, divisor: float) -> None:
-        """Give every weight its averaged gradient, and begin again."""
         for weight, total in zip(self.weights, self.sums, strict=True):
             weight.grad = torch.empty_like(weight)
             self.fixed.decode(total, divisor, weight.grad.view(-1))
             total.zero_()
 
     def refuse(self) -> None:
-        """Drop the step's gradients and raise OverflowError if one of them could not be written as an integer."""
         count = int(self.beyond)
         self.beyond.zero_()
         if count:

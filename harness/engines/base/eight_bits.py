@@ -1,5 +1,7 @@
-"""Layers that multiply 8-bit numbers under engines that know nothing of them: the weights are ordinary ones, which each
-layer quantizes at each use, and delayed scaling is looked after here. Our own engine does both itself."""
+"""FP8 layers for engines without support: weights are ordinary ones, quantized at each use.
+
+Delayed scaling is updated here. Our own engine does both itself.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,16 @@ FP8 = "fp8/"
 
 
 def end_step(model: nn.Module, ranks: Ranks) -> None:
-    """Close a step of delayed scaling. *Collective* where there are layers under it and several ranks."""
+    """Close a step of delayed scaling. Collective over all ranks, if any layer uses it."""
     Fp8Linear.update_scales(model, _take_largest if ranks.world_size > 1 else None)
 
 
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
-    """State of delayed scaling, the same on all ranks between steps; the buffers themselves."""
     return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(model).items()}
 
 
 def uncast(model: nn.Module) -> set[int]:
-    """Ids of parameters that layers quantize from the main weights' dtype, as our own engine does: a cast to the
-    compute dtype in between would round twice."""
+    """Ids of parameters quantized from the main weights' dtype: a cast to the compute dtype would round twice."""
     return {id(layer.weight) for layer in model.modules() if isinstance(layer, Fp8Linear) and layer.is_held}
 
 

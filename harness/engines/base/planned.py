@@ -1,8 +1,8 @@
-"""A plan of tensor parallelism under engines that know plain parameters alone.
+"""Tensor-parallel plans for engines with plain parameters only.
 
-Each rank's portion becomes an ordinary parameter of the module, under its name; before every forward a DTensor made of
-it, cast where the compute dtype is another one, shadows it. Autograd brings gradients back through that, plain, a term
-of a sum summed over the axis. So gradients, optimizer and DDP see ordinary tensors.
+Each rank's part becomes an ordinary parameter of the module. Before every forward a DTensor of it, cast to the compute
+dtype, shadows it, and autograd returns plain gradients, summed over the axis where they are partial. So gradients,
+optimizer and DDP see ordinary tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Slots = list[tuple[nn.Module, str, nn.Parameter]]
 class Planned:
     """This rank's part of each weight, by name; all of it without a plan.
 
-    group: ranks of the tensor-parallel axis; None without one. specs: how the cut model has a weight as a DTensor.
+    group: tensor-parallel ranks; None without. specs: DTensor spec of each cut weight.
     """
 
     portions: Mapping[str, Portion]
@@ -34,29 +34,28 @@ class Planned:
     specs: Mapping[str, DTensorSpec] = field(default_factory=dict)
 
     def whole(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of a weight's shape, of every rank's portion. *Collective* over the axis."""
+        """Unsharded tensor of a weight's shape from every rank's part. Collective over the axis."""
         return self.portions[name].join(value.detach(), self.group)
 
     def described(self, name: str, value: Tensor) -> Tensor:
-        """A portion as a DTensor over its own memory, which says where it belongs; what is no DTensor, as it is."""
         spec = self.specs.get(name)
         if spec is None or tuple(value.shape) != self.portions[name].here:
             return value
         return _described(value, spec)
 
     def is_counted(self, name: str) -> bool:
-        """True if this rank counts a weight's elements where each counts once."""
+        """True if this rank counts a weight's elements in sums over ranks."""
         return self.portions[name].is_counted_here
 
     def total(self, counters: Tensor) -> Tensor:
-        """Sum over the ranks of the axis, in place. *Collective.*"""
+        """Sum over the ranks of the axis, in place. Collective over the axis."""
         if self.group is not None:
             dist.all_reduce(counters, group=self.group)
         return counters
 
 
 def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
-    """Make ordinary parameters of what a plan over `axis` has cut; of nothing, where that is None."""
+    """Make ordinary parameters of a plan's DTensors; no-op without an axis."""
     if axis is None:
         return Planned({name: Portion(tuple(param.shape)) for name, param in model.named_parameters()})
     group = axis.get_group()
@@ -71,7 +70,6 @@ def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
 
 
 def slots_of(model: nn.Module) -> Slots:
-    """Every place where a module looks a parameter of its own up."""
     return [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
 
 
@@ -81,12 +79,11 @@ def shadow_weights(
     specs: Mapping[str, DTensorSpec] | None = None,
     uncast: Collection[int] = (),
 ) -> None:
-    """Before every forward of `model`, put a copy of each parameter, in a dtype, where its module looks it up; as a
-    DTensor where `specs` has one of its name. Parameters whose ids are in `uncast` keep their dtype.
+    """Before every forward, shadow each parameter by a copy in `dtype`, as a DTensor where `specs` names it.
 
-    An instance attribute is found before a registered parameter, so `module.weight` is the copy while
-    `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
-    backward must see the same ones.
+    Parameters whose ids are in `uncast` keep their dtype. Python finds an instance attribute before a registered
+    parameter: `module.weight` is the copy, `named_parameters()` still yields the parameter. Copies stay until the next
+    forward, for recomputation in the backward.
     """
     of = {id(param): (specs or {}).get(name) for name, param in model.named_parameters()}
     slots = slots_of(model)

@@ -1,8 +1,8 @@
-"""An engine that keeps the whole model on every rank: what `single` and `ddp` have in common.
+"""Base of engines with the entire model on every rank: `single` and `ddp`.
 
-Main weights are the module's ordinary parameters, so that gradients, norm and optimizer are plain torch in the main
-dtype. Where the compute dtype is another one, every forward first casts all weights and lets the cast copies shadow the
-parameters; autograd brings their gradients back, each cast to the main dtype before it is accumulated.
+Main weights are the module's ordinary parameters: gradients, norm and optimizer are plain torch in the main dtype. For
+another compute dtype, every forward casts all weights to copies that shadow the parameters; autograd casts each
+gradient to the main dtype before it accumulates.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from harness.fsdp import create_state
 
 class ReplicatedEngine(Engine):
     def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
-        """Build the model and fill it by name.
-
-        Raises:
-            ValueError: main gradients are to have another dtype than main weights, which plain torch does not do.
-        """
+        """Raises `ValueError`: main gradients and main weights differ in dtype, which plain torch does not support."""
         if config.dtype.main_grads is not config.dtype.main_params:
             raise ValueError(
                 f"engine={config.engine.name.name} keeps gradients in the dtype of the main weights: "
@@ -67,12 +63,9 @@ class ReplicatedEngine(Engine):
         create_state(self.local_optimizer)
 
     def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """Optimizer that is stepped, and the one that holds this rank's state; of an optimizer over all weights
-        that has no state yet."""
         return whole, whole
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping."""
         gradients = dict(self._gradients())
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
@@ -100,14 +93,15 @@ class ReplicatedEngine(Engine):
         return norms.euclidean_norm(counted, self.ranks.device, self.planned.total)
 
     def seen(self) -> Seen | None:
-        """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks. None under tensor
-        parallelism, where no rank has whole weights to show."""
+        """The user's module; losses are scaled by 1 / k, so that the divisor is the number of ranks.
+
+        None under tensor parallelism, where no rank has unsharded weights.
+        """
         if self.grid is not None:
             return None
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def local_gradients(self) -> Mapping[str, Tensor]:
-        """The gradients themselves, which every rank has whole; under tensor parallelism, its portions."""
         return dict(self._gradients())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -117,7 +111,7 @@ class ReplicatedEngine(Engine):
         return state | {f"optimizer/{key}": value for key, value in moments.items()} | scales_of(self.model)
 
     def state(self) -> State:
-        """The state itself: whole tensors, of portions DTensors; moments only where this rank updates them."""
+        """State itself: plain tensors, DTensors of parts; moments only where this rank updates them."""
         held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}
         moments = optim.optimizer_state(self.local_optimizer, self.names)
         named = ((key, key.rpartition("/")[0], value) for key, value in moments.items())
@@ -125,11 +119,10 @@ class ReplicatedEngine(Engine):
         return State(held | scales_of(self.model), lambda: None)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back main weights and optimizer state; all or nothing."""
         optim.load_state(self.state_dict(), state)
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes by role; gradients are counted as held, though they are freed between steps."""
+        """Bytes by role; gradients count, though they are freed between steps."""
         elements = sum(weight.numel() for weight in self.weights.values())
         kept = uncast(self.model)
         cast = sum(weight.numel() for weight in self.weights.values() if id(weight) not in kept)
@@ -145,7 +138,6 @@ class ReplicatedEngine(Engine):
         }
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Gradients by name; zeros for what no microbatch of the step used, which is then updated like all others."""
         for name, weight in self.trained.items():
             if not self.reduced:
                 raise RuntimeError(f"no gradient for {name}: no microbatch was marked as the step's last one")

@@ -1,12 +1,10 @@
-"""What torch's two FSDP engines have in common once wrapped: a step, a norm, full tensors, and state by name.
+"""Base of torch's two FSDP engines after wrapping: step, norm, full tensors, and state by name.
 
-Both leave on every rank a module whose parameters hold, between steps, this rank's piece of each main weight: the
-elements of the flattened weight from some offset on, in rank order, possibly none. Here everything is said in terms of
-those pieces; how they come about, and when gradients are reduced into them, is for the adapters.
+Between steps a parameter holds this rank's piece of each main weight: consecutive elements of the flattened weight, in
+rank order, possibly none. Adapters define how pieces arise and when gradients are reduced into them.
 
-The norm is made of local squares, which are added over the ranks that share one copy of the model in fp64
-(`harness.engines.norms`). Torch's own `clip_grad_norm_` costs the same, but adds ranks up in the gradient's dtype, and
-FSDP1's needs the root wrapper.
+The norm sums local squares in fp64 over the ranks that share one copy of the model (`harness.engines.norms`). Torch's
+`clip_grad_norm_` costs the same, but sums ranks in the gradient's dtype, and FSDP1's needs the root wrapper.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from harness.fsdp import Portion, create_state
 
 
 class ShardedEngine(Engine):
-    """Everything but construction and the rhythm of reductions.
+    """Everything but construction and the schedule of reductions.
 
     A subclass builds and wraps the model, then calls `_finish` with its parameters by the model's own names.
     """
@@ -57,15 +55,11 @@ class ShardedEngine(Engine):
         portions: Mapping[str, Portion] | None = None,
         tensor: dist.ProcessGroup | None = None,
     ) -> None:
-        """Make the optimizer, and learn how much of each weight lies where.
+        """Make the optimizer, and exchange the extents of pieces. Collective over `group`.
 
-        Args:
-            weights: parameters in model order, each once; their pieces lie on `group`'s ranks, whole where it is None.
-            shapes: full shapes, by the same names.
-            group: the ranks that share one copy of the model.
-            fused: step all tensors of a group in one kernel; else by torch's multi-tensor (foreach) operations.
-            portions: what tensor parallelism left of each on this rank, of which its pieces are; None: all of it.
-            tensor: the ranks that have the other portions; None without tensor parallelism.
+        Args: weights: parameters in model order, each once; pieces lie on `group`'s ranks, unsharded where it is None.
+        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. portions: tensor-parallel parts
+        of which pieces are cut; None: full weights. tensor: tensor-parallel ranks, or None.
         """
         self.portions = portions or {name: Portion(tuple(shape)) for name, shape in shapes.items()}
         self.tensor = tensor
@@ -86,24 +80,24 @@ class ShardedEngine(Engine):
 
     @abstractmethod
     def _piece(self, tensor: Tensor) -> Tensor:
-        """This rank's elements of a weight, a gradient or a moment, as a plain tensor that shares their memory."""
+        """This rank's elements of a weight, gradient or moment, as a plain tensor sharing memory."""
 
     @abstractmethod
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         """Context of one microbatch's forward and backward."""
 
     def _after_backward(self, last: bool) -> None:
-        """Called when a microbatch's gradients have been reduced, or not, as `_rhythm` arranged."""
+        """Hook after a microbatch's reductions, if `_rhythm` arranged any."""
 
     @abstractmethod
     def _padding_elements(self) -> tuple[int, int]:
-        """Elements of this rank's storage of weights that belong to none, and of its storage of gradients."""
+        """Padding elements of this rank's weights, and of its gradients."""
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """One microbatch, its loss scaled by 1 / k; the wrapper itself divides by the number of ranks.
+        """Loss scaled by 1 / k; the wrapper divides by the number of ranks, as documented.
 
-        That is the way both are documented. FSDP2's `set_gradient_divide_factor` could divide by M at once, but where
-        it is not the group's size it takes PREMUL_SUM, which gloo lacks, and on a group of one it divides fp64 twice.
+        FSDP2's `set_gradient_divide_factor` could divide by M, but a factor other than the group's size takes
+        PREMUL_SUM, which gloo lacks, and a group of one divides fp64 twice.
         """
         with self._rhythm(last):
             loss = self.workload.loss(self.model, batch)
@@ -113,7 +107,6 @@ class ShardedEngine(Engine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping."""
         gradients = {name: self._piece(gradient) for name, gradient in self._gradients().items()}
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
@@ -126,7 +119,6 @@ class ShardedEngine(Engine):
         return norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole averaged gradients on the CPU, gathered one at a time."""
         for name, gradient in self._gradients().items():
             yield name, self._gather(name, self._piece(gradient))
 
@@ -148,11 +140,11 @@ class ShardedEngine(Engine):
         return state | scales_of(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` gave; all or nothing. The next forward gathers from the same memory."""
+        """Load all or nothing; the next forward gathers from the same memory."""
         optim.load_state(self.state_dict(), state)
 
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes by role; gradients are counted as held, though they are freed between steps.
+        """Bytes by role; gradients count, though they are freed between steps.
 
         Gathered weights in the compute dtype are gone after the step's last backward, under every strategy.
         """
@@ -168,11 +160,8 @@ class ShardedEngine(Engine):
         }
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients by name; zeros for what no microbatch of the step used.
-
-        Raises:
-            RuntimeError: the step's last microbatch has not been run.
-        """
+        """Reduced gradients by name; zeros where unused in the step. Raises `RuntimeError`: the last microbatch has not
+        been run."""
         if not self.reduced:
             first = next(iter(self.trained), "any weight")
             raise RuntimeError(f"no gradient for {first}: no microbatch was marked as the step's last one")
@@ -188,17 +177,16 @@ class ShardedEngine(Engine):
         return norms.euclidean_norm(counted, self.ranks.device, self._total)
 
     def _total(self, squares: Tensor) -> Tensor:
-        """Sum over the ranks that have the other pieces and the other portions, in place. *Collective.*"""
+        """Sum over ranks with other pieces and parts, in place. Collective over them."""
         for group in (self.group, self.tensor):
             if group is not None:
                 dist.all_reduce(squares, group=group)
         return squares
 
     def _exchange_extents(self) -> dict[str, list[int]]:
-        """Elements of each weight on each rank of the group, in rank order. *Collective.*
+        """Elements of each weight on each rank of the group, in rank order. Collective over the group.
 
-        Raises:
-            RuntimeError: the pieces of a weight do not add up to it.
+        Raises `RuntimeError`: the pieces of a weight do not add up to it.
         """
         own = [self._piece(weight).numel() for weight in self.weights.values()]
         if self.group is None:
@@ -214,9 +202,9 @@ class ShardedEngine(Engine):
 
     @torch.no_grad()
     def _gather(self, name: str, piece: Tensor) -> Tensor:
-        """The full tensor on the CPU, of this rank's piece of it: pieces padded to the longest, gathered, cut again.
+        """Full tensor on the CPU: pieces padded to the longest, gathered, cut again. Collective over the group.
 
-        Not DTensor.full_tensor(): one way for both engines, which does not depend on how placements are interpreted.
+        Not DTensor.full_tensor(): one way for both engines, independent of placements.
         """
         whole = self._gather_portion(name, piece).reshape(self.portions[name].here)
         return self.portions[name].join(whole, self.tensor).to("cpu", copy=True)
@@ -234,7 +222,7 @@ class ShardedEngine(Engine):
 
 
 def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
-    """One axis `dp_shard`, or `dp_outer` x `dp_shard` in outer-major order. *Collective.*"""
+    """One axis `dp_shard`, or `dp_outer` x `dp_shard` in outer-major order. Collective over all ranks."""
     outer = config.mesh.dp_outer
     if outer == 1:
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
@@ -243,17 +231,17 @@ def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
 
 
 def grid_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
-    """Three axes, `dp_outer` x `dp_shard` x `tp`: tensor-parallel ranks are neighbours. *Collective.*"""
+    """Three axes, `dp_outer` x `dp_shard` x `tp`: tensor-parallel ranks are neighbours. Collective over all ranks."""
     outer, tp = config.mesh.dp_outer, config.mesh.tp
     shape = (outer, ranks.world_size // tp // outer, tp)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
 
 
 def units_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """Modules to wrap one by one, innermost first; the model itself is not among them.
+    """Modules to wrap one by one, innermost first, without the model itself.
 
-    A module that shares a parameter with something outside it is left to the root, which both wrappings need: neither
-    takes a parameter in two units, and a copy would silently untie the weights.
+    A module that shares a parameter with another is left to the root: neither wrapper takes a parameter in two units,
+    and a copy would untie the weights.
     """
     users: dict[nn.Parameter, int] = {}
     for module in model.modules():
@@ -274,11 +262,7 @@ def _owns_its_weights(module: nn.Module, users: Mapping[nn.Parameter, int]) -> b
 
 
 def refuse_scalars(engine: str, model: nn.Module) -> None:
-    """Neither wrapping splits a parameter without a first dimension.
-
-    Raises:
-        ValueError: naming the parameters of shape [].
-    """
+    """Raises `ValueError`: parameters of shape [], which neither wrapper shards."""
     scalars = [name for name, param in model.named_parameters() if param.ndim == 0]
     if scalars:
         raise ValueError(

@@ -39,7 +39,7 @@ class Label(NamedTuple):
 
 
 OUTER = " outer"
-"""What a label adds to a bucket's name on the outer axis."""
+"""Suffix of a label on the outer axis."""
 
 CONTROL = Label("control", "")
 """Label of messages about where data lies."""
@@ -160,7 +160,7 @@ def check() -> None:
 
 
 def explained(error: Exception) -> Exception:
-    """What watchers make of an error of a collective: itself where nobody knows more."""
+    """Error of a collective as watchers explain it, or itself."""
     for watcher in _watchers:
         error = watcher.explain(error)
     return error
@@ -203,7 +203,7 @@ class waiting:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What this thread waits for in the body holds nobody up: it is no exposed communication, no watcher observes it,
+    """Waits of this thread in the body hold nobody up: each is no exposed communication, no watcher observes it,
     and it lasts as long as it takes, whatever limit the group has."""
     before = _is_apart()
     _local.apart = True

@@ -1,4 +1,4 @@
-"""What a gradient is between a backward and an update: a floating-point number, or an integer.
+"""Format of a gradient between a backward and an update: a floating-point number, or an integer.
 
 Two of a reduction's four verbs are made of these: *encode* before the traffic and *finish* after it (see [Note: Four
 verbs]); and *absorb*, which adds up microbatches where that is done before any traffic.

@@ -1,4 +1,4 @@
-"""What ranks of one host tell each other about what lies where, through memory that all of them have mapped.
+"""Messages between ranks of one host about buffers, through memory that all of them have mapped.
 
 [Note: Notices] A rank's board is a file without a name in memory, with a ring for each peer: what it tells that peer,
 in order, and how far it has heard the peer's own ring. Telling and hearing are stores and loads, where a message

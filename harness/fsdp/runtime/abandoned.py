@@ -1,4 +1,4 @@
-"""What a model leaves under way when nobody has it any more.
+"""Ending of what a collected model has under way.
 
 [Note: Left under way] Other ranks may still take what a rank has offered, so its memory must stay; and they wait until
 it has read what they offered. Python's collector comes to a model on each rank at another moment, in the middle of

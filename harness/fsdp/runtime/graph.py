@@ -1,4 +1,4 @@
-"""What can be asked of autograd's graph, and the nodes that the engine puts into it.
+"""Questions to autograd's graph, and the nodes that the engine puts into it.
 
 [Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
 storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then

@@ -1,4 +1,4 @@
-"""What follows an update: main weights become compute weights, on this rank and on those that take them from it."""
+"""Installation after an update: main weights become compute weights, here and on ranks that take them from here."""
 
 from __future__ import annotations
 

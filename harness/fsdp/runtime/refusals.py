@@ -1,4 +1,4 @@
-"""What a forward or a backward of a sharded model cannot be, told before it goes wrong."""
+"""Refusals of forwards and backwards that would go wrong."""
 
 from __future__ import annotations
 

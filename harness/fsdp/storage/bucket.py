@@ -63,11 +63,11 @@ class Bucket:
         self.memory = context.plan.memory
         group = None if context.tensor is None else context.tensor.group
         self.portions = {each: Portion.of(each, param, group) for each, param in params}
-        """What of each parameter this rank has, by its name."""
+        """TP shard of each parameter, by name."""
         self.installed_version = 0
         """`main_version` at the last install."""
         self.awaited: Awaited | None = None
-        """What brings others' parts of updated weights, while nobody has waited for it."""
+        """All-gather of updated weights, while nobody has waited for it."""
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
@@ -113,17 +113,16 @@ class Bucket:
 
     @property
     def is_whole_everywhere(self) -> bool:
-        """Whether every rank of the model keeps all of its main weights."""
+        """True if every rank of the model keeps all of its main weights."""
         copied = all(portion.is_copied or portion.is_whole for portion in self.portions.values())
         return self.placements.main_weights == WHOLE and not self.key.expert and copied
 
     def portion_of(self, slot: Slot) -> Portion:
-        """What this rank has of a parameter under tensor parallelism."""
+        """TP shard of a parameter under tensor parallelism."""
         return self.portions[slot.spec.name]
 
     def counted(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank counts of its shards where every element of the model counts once: nothing of what another
-        rank counts."""
+        """Parts of its shards that this rank counts, so that each element of the model counts once."""
         if not self.cuts.is_counted_here:
             return []
         if all(portion.is_counted_here for portion in self.portions.values()):
@@ -137,7 +136,7 @@ class Bucket:
     def _build_weights(self) -> None:
         layout, memory, placed = self.layout, self.memory, self.placements
         self.is_resident = placed.resting_weights == WHOLE
-        """Whether compute weights are whole between uses."""
+        """True if compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
         for encoding in self.encodings:
             encoding.unsharded = make(layout.bucket_numel, self.dtypes.compute)
@@ -206,7 +205,7 @@ class Bucket:
                 shard[kept.offset : kept.offset + kept.numel].copy_(value[kept.start : kept.end])
 
     def given(self, encoding: Encoding) -> list[Tensor]:
-        """What this rank gives to a gather of one encoding, in the compute dtype, a segment each."""
+        """This rank's part of a gather of one encoding, in the compute dtype, a segment each."""
         if encoding.kept is not None:
             return [self.codec.wire(shard) for shard in self.kept_shards(encoding)]
         cast = self.cast_shards(encoding)
@@ -218,7 +217,7 @@ class Bucket:
 
     @property
     def gives_copies(self) -> bool:
-        """Whether what this rank gives to a gather of the weights takes memory of its own."""
+        """True if this rank's part of a gather takes memory of its own."""
         differ = self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
         return self.encodings[0].kept is None and differ
 
@@ -273,7 +272,7 @@ class Bucket:
 
     @property
     def has_room(self) -> bool:
-        """Whether the weights could be given storage now, and be told apart from those of other units."""
+        """True if the weights could get storage now."""
         return self.memory.has_room(self.compute)
 
     def allocate_weights(self, encoding: Encoding) -> None:
@@ -355,7 +354,7 @@ class Bucket:
         return found
 
     def gather_whole(self, shards: Sequence[Tensor], what: str = "weights") -> Tensor:
-        """What every rank's shards of main weights or gradients make together: shape [bucket]. *Collective.*
+        """All-gather of main weights or gradients: shape [bucket]. *Collective.*
 
         Args:
             what: it is, for the label.
@@ -380,7 +379,7 @@ class Bucket:
 
     @property
     def is_stale(self) -> bool:
-        """Whether main weights were written to since they were installed last; not by what is on its way."""
+        """True if main weights were written to since they were installed last; not by what is on its way."""
         return self.awaited is None and self.main_version != self.installed_version
 
     @property

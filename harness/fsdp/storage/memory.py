@@ -52,7 +52,7 @@ class BucketMemory:
         self._placed: dict[int, Turn] = {}
         """By address of the tensor object: buckets that lie in a shared buffer."""
         self._turn: Turn | None = None
-        """What the unit that is being made has of a shared buffer."""
+        """Slot of the double buffer for the unit being built."""
         self._num_units = 0
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class BucketMemory:
         return zeros.pin_memory() if is_queued(self.device) else zeros
 
     def has_room(self, bucket: Tensor) -> bool:
-        """Whether a bucket of `bucket` could be refilled now."""
+        """True if a bucket of `bucket` could be refilled now."""
         turn = self._placed.get(id(bucket))
         return turn is None or turn.can_begin
 
@@ -125,7 +125,7 @@ class BucketMemory:
         self._count(bucket)
 
     def is_filled(self, bucket: Tensor) -> bool:
-        """Whether a bucket has storage, which a bucket without elements always has."""
+        """True if a bucket has storage, which a bucket without elements always has."""
         turn = self._placed.get(id(bucket))
         if turn is not None:
             return id(bucket) in turn.filled

@@ -48,7 +48,7 @@ class Turn:
 
     @property
     def can_begin(self) -> bool:
-        """Whether no other unit has its turn."""
+        """True if no other unit uses the buffer."""
         return self._buffer.user is None or self._buffer.user is self
 
     def begin(self) -> None:

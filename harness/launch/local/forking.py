@@ -1,8 +1,7 @@
-"""Ranks that are forked from a process which has imported torch already (`launch.fork`): the imports of a rank take
-longer than the training of a short run.
+"""Ranks forked from a process that has imported torch (`launch.fork`), which takes longer than a short run.
 
-A server a set of imports: its environment (threads, allocator) must be the rank's, because libraries read it when they
-are loaded, and its sources must be those that the run's digest tells. It lives as long as this process.
+One server for each environment of imports (threads, allocator) and digest of sources, because libraries read variables
+when loaded. It lives as long as this process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from harness.store.provenance import sources_digest
 from harness.store.rank_place import DIES_WITH, STOP_SIGNALS, stop_signals_blocked
 
 PR_SET_CHILD_SUBREAPER = 36
-"""prctl(2): descendants whose parents ended become this process's children."""
+"""prctl(2): orphaned descendants become this process's children."""
 
 REPLY_BYTES = 1 << 12
 
@@ -40,11 +39,7 @@ STACK_S = 1.0
 
 
 def forks(config: Config) -> bool:
-    """True if this run's ranks are forked: as `launch.fork` says; where it says nothing, wherever they can be.
-
-    Raises:
-        OSError: it says so, and this machine cannot.
-    """
+    """True if ranks are forked: by `launch.fork`, else wherever possible. Raises `OSError`: demanded but impossible."""
     if config.launch.fork is None:
         return not against_forks(config) and adopts_orphans()
     if config.launch.fork:
@@ -53,7 +48,7 @@ def forks(config: Config) -> bool:
 
 
 def adopts_orphans() -> bool:
-    """True if this process can be the parent of what a fork server forks; if so, it is from now on."""
+    """True if this process can be the parent of a fork server's ranks; makes it a subreaper."""
     try:
         _adopt_orphans()
     except OSError:
@@ -62,31 +57,27 @@ def adopts_orphans() -> bool:
 
 
 class NotForked(OSError):
-    """A fork server forked no rank: it is gone, cannot, or cannot be told what."""
+    """A fork server forked no rank: it is gone, unable, or cannot be reached."""
 
 
 class ServerHangs(OSError):
-    """A fork server does not come to an end of its imports, which ranks of their own would make too."""
+    """A fork server's imports do not end; separate ranks would import the same."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a fork server is waited for, and who is told meanwhile."""
-
     limit_s: float
     say: Callable[[str], None]
     is_over: Callable[[], bool]
 
 
 class Adopted:
-    """A process that became this one's child; what `subprocess.Popen` offers, as far as a launcher needs it."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def wait(self) -> int:
-        """The process's exit code, negative for a signal; blocks until the process has ended."""
+        """Exit code, negative for a signal; blocks."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -97,25 +88,19 @@ class Adopted:
 
 
 def _tied() -> dict[str, str]:
-    """Have a server end with this process, in the middle of its imports too: until then it holds the run's lock.
+    """Variables that end a server with this process, also amid its imports: it holds the run's lock.
 
-    Linux ends it with the thread that started it; one that other threads may outlive is left to find out by itself.
+    Linux ends it with the thread that started it; otherwise it finds out by itself.
     """
     here = threading.current_thread() is threading.main_thread()
     return {DIES_WITH: str(os.getpid())} if here else {}
 
 
 class ForkServer:
-    """One `harness.worker.forkserver`, started on the first request."""
-
     def __init__(self, environment: Mapping[str, str], log: int) -> None:
-        """
-        Args:
-            environment: what the server imports under.
-            log: where it writes what its imports print, and what they fail of.
+        """environment: of the imports. log: for their output and errors.
 
-        Raises:
-            OSError: it cannot be started.
+        Raises `OSError`: it cannot be started.
         """
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection = ours
@@ -141,16 +126,9 @@ class ForkServer:
     ) -> Adopted:
         """Fork a rank.
 
-        Args:
-            run, attempt: what it is to be a rank of.
-            environment: all its variables, but those of `FORK_FDS`.
-            descriptors: given to it, in the order of `FORK_FDS`.
-            log: where it writes what it prints.
-            patience: with the server, whose imports come before the first rank.
+        Args: environment: without `FORK_FDS`. descriptors: in the order of `FORK_FDS`. log: for its output.
 
-        Raises:
-            NotForked: it did not become one, or nobody wants it any more.
-            ServerHangs: the server did not answer in time.
+        Raises `NotForked`: it failed, or the request was interrupted. `ServerHangs`: no answer in time.
         """
         request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment, "folder": os.getcwd()}
         try:
@@ -197,15 +175,12 @@ def fork_rank(
     log: int,
     patience: Patience,
 ) -> Adopted:
-    """A rank of the server of these imports and of the sources as they are now, which is made where there is none.
+    """Fork a rank from the server of these imports and present sources, started if needed.
 
-    Args:
-        imports: variables under which the server imports. The others are those of `ForkServer.start`.
+    Args: imports: variables of the server; others as in `ForkServer.start`.
 
-    Raises:
-        NotForked: it did not become one. That server is ended: the next rank is asked of a new one.
-        ServerHangs: the server did not answer in time, and is ended too.
-        OSError: no server can be started.
+    Raises `NotForked`: it failed; that server is ended, and the next rank gets a new one. `ServerHangs`: no answer in
+    time; it is ended too. `OSError`: no server can be started.
     """
     key = (sources_digest(), *sorted(imports.items()))
     if key not in _SERVERS:

@@ -1,4 +1,4 @@
-"""One rank in this very process, so that a debugger, a profiler or a print works as in any script."""
+"""One rank in this process, so that a debugger, a profiler or a print works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES = {code: state for state, code in EXIT_CODES.items()}
 
 
 def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None]) -> Ended:
-    """Run an opened attempt of one rank here, and return its end. Owns `lock` from here on."""
+    """Run an opened attempt of one rank here. Owns `lock` from here on."""
     path, attempt = opened.run.path, opened.attempt
     place = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
     os.environ.update(run_environment(opened.cell.typed, opened.run.attempt_dir(attempt)))

@@ -1,7 +1,7 @@
-"""Several runs on one machine: as many side by side as there are slots, and one place that hears signals.
+"""Several runs on one machine, side by side within its slots, with one handler of signals.
 
-A timed run (measure=bench) has the machine to itself as far as runs go: it starts when no other is left, none starts
-beside it, and no other request on this machine runs a timed one meanwhile.
+A timed run (measure=bench) is alone: it starts when no other is left, and none starts beside it, in this request or
+another of this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ TIMING = "timing.lock"
 @dataclass
 class Asked:
     stops: list[signal.Signals] = field(default_factory=list)
-    """In the order they came."""
 
     @property
     def interrupts(self) -> int:
@@ -46,8 +45,10 @@ class Asked:
 
 @contextmanager
 def listening() -> Iterator[Asked]:
-    """Hear Ctrl-C and requests to stop instead of dying of them. Outside the main thread signals stay as they are, and
-    what whoever started us has ignored stays ignored (`nohup`, a shell's `&`)."""
+    """Handle Ctrl-C and requests to stop.
+
+    Outside the main thread signals stay as they are; ignored ones stay ignored (`nohup`, a shell's `&`).
+    """
     asked = Asked()
 
     def on_stop(number: int, _: FrameType | None) -> None:
@@ -97,12 +98,10 @@ class Pool:
         self._asked = Asked()
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
-        """Run what must be run; returns an exit code for each cell that was started or is not done.
+        """Exit code of each cell that was started or is not done.
 
-        Of several cells, one whose folder is damaged or that cannot be started spoils no other.
-
-        Raises:
-            StoreError, OSError: the only cell cannot be started.
+        Among several cells, a damaged or failing one spoils no other. Raises `StoreError`, `OSError`: the only cell
+        cannot be started.
         """
         waiting = list(cells)
         self._several = len(waiting) > 1
@@ -151,7 +150,6 @@ class Pool:
         return not self._running or taken + cell.typed.mesh.world_size <= cell.typed.cluster.slots
 
     def _may_time(self, wanted: bool) -> bool:
-        """Keep or take the machine's one place for timed runs; give it back where it is not wanted any more."""
         if wanted and self._timing is None:
             self._timing = Lock.acquire(own_folder() / TIMING)
         elif not wanted and self._timing is not None:
@@ -183,7 +181,6 @@ class Pool:
         return self._asked.stops[0] if self._asked.stops else None
 
     def _devices(self, cell: Cell) -> list[str]:
-        """CUDA devices no other run of ours uses, as many as its ranks need, or fewer where there are fewer."""
         if cell.typed.cluster.device is not Device.cuda:
             return []
         taken = {device for run in self._running for device in run.devices}
@@ -219,5 +216,5 @@ class Pool:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """One code for many runs: interrupted before failed before preempted before another process's before done."""
+    """Combined exit code: interrupted before failed before preempted before another process's before done."""
     return next((code for code in (130, 1, 75, EXIT_BUSY) if code in codes), 0)

@@ -1,4 +1,4 @@
-"""The processes of one run's ranks on this machine: started, listened to, ended. No policy."""
+"""Processes of one run's ranks on this machine: start, messages, end. No policy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class Rank:
         return self._pipe.fileno()
 
     def poll(self) -> bool:
-        """Notice its end; True the first time."""
         if self.code is not None or not _has_ended(self.pid):
             return False
         self.failed_at = self.failed_at or time.monotonic()
@@ -63,7 +62,6 @@ class Rank:
         return True
 
     def messages(self) -> list[dict[str, Any]]:
-        """Messages of the rank since the last call; its traceback is kept in `text`."""
         with contextlib.suppress(BlockingIOError):
             while chunk := self._pipe.read(65536):
                 self._rest += chunk
@@ -88,14 +86,13 @@ class Rank:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Release what a rank that has ended still holds; end it first if it has not."""
         self.kill()
         self._process.wait()
         self._pipe.close()
         os.close(self._leash)
 
     def failure(self) -> Failure | None:
-        """Why it failed; None if it did not, or only because we killed it."""
+        """Cause of failure; None if it succeeded, or was killed by us."""
         if self.text:
             return Failure(self.number, self.text, self.failed_at)
         if self.code in (None, 0, 75) or self.killed_by_us:
@@ -116,7 +113,6 @@ class Rank:
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    """Message of a rank; None for a line that was cut: one that dies waits for room for a while, and not for ever."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -125,13 +121,14 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 def _has_ended(pid: int) -> bool:
+    """True if a child has ended; it is not reaped, so that its id stays reserved."""
     if hasattr(os, "waitid"):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # macOS before Python 3.13
 
 
 def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
-    """The last lines of a log, within `size` bytes."""
+    """Last lines of a log, within `size` bytes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -150,21 +147,13 @@ def start_ranks(
     patience: Patience,
     devices: Sequence[str] = (),
 ) -> list[Rank]:
-    """Start every rank of a run, each on a leash of its own: when our end closes, also by our death, it dies.
+    """Start every rank of a run; a rank ends when its pipe closes, also by our death.
 
-    Args:
-        run: the run directory.
-        attempt: number of the attempt.
-        config: the cell.
-        start: token of this start.
-        lock: descriptor of the run's lock; ranks keep it, so the run counts as taken until the last of them is gone.
-        patience: with a fork server.
+    Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone. devices:
+    one a rank; empty on CPU.
 
-    Raises:
-        ServerHangs: its imports do not end; the message has its stack.
-        NotForked: the request was asked to end before all ranks were there; those that were have been ended.
-        OSError: a rank cannot be started.
-        devices: CUDA devices, one a rank; empty on CPU.
+    Raises `ServerHangs`, with its stack. `NotForked`: interrupted; ranks already there were ended. `OSError`: a rank
+    cannot be started.
     """
     ranks: list[Rank] = []
     imports = child_environment(run_environment(config), os.environ) if forks(config) else None
@@ -200,7 +189,6 @@ def _start_rank(
     patience: Patience,
     imports: dict[str, str] | None = None,
 ) -> Rank:
-    """`imports`: variables under which a fork server imports; None starts a process of its own."""
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
     listening, telling = os.pipe()
     held, leash = os.pipe()
@@ -232,7 +220,7 @@ def _start_rank(
 
 
 def worker_command(run: Path, attempt: int) -> list[str]:
-    """The command that is one rank; `-P` keeps a stray `harness` in the working directory from being imported."""
+    """Command of one rank; `-P` excludes a stray `harness` in the working directory."""
     return [sys.executable, "-P", "-m", "harness.worker", str(run), "--attempt", str(attempt)]
 
 

@@ -1,8 +1,7 @@
-"""One run on this machine, from its ranks' start to its final status: the policy of ends.
+"""One run on this machine, from its ranks' start to its final status.
 
-A rank that dies takes the others down within seconds, its own traceback first. A request to stop, as the first Ctrl-C
-is one, lets ranks save at the step boundary; a second one does not wait. Ranks that make no step show their stacks
-before they go.
+A dying rank ends the others within seconds, its traceback first. A request to stop, as the first Ctrl-C, lets ranks
+save at the step boundary; a second ends them. Ranks without progress dump their stacks first.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from harness.store.status import State
 LAST_WORDS_S = 1.0
 
 CAUSE_S = 5.0
+"""Seconds in which a rank that only lost a peer is no cause, because the failed one may report late."""
 
 STACKS_S = 2.0
 
@@ -51,8 +51,6 @@ class Ended:
 
 
 class LocalRun:
-    """The ranks of one opened attempt. Call `poll` often; it never blocks for long, and says when the run has ended."""
-
     def __init__(
         self,
         opened: Opened,
@@ -63,9 +61,8 @@ class LocalRun:
     ) -> None:
         """Start the ranks. Owns `lock` from here on.
 
-        Args:
-            listener: given every message of every rank.
-            asked: the signal that has asked the request to end while ranks are being started.
+        Args: listener: called with every message of every rank. asked: returns the signal that interrupted the request
+        during the start.
         """
         self.opened = opened
         self.config: Config = opened.cell.typed
@@ -108,7 +105,6 @@ class LocalRun:
         self._last_step = time.monotonic()
 
     def poll(self) -> Ended | None:
-        """Listen to the ranks and act; the end once all of them are gone."""
         self._listen()
         for rank in self.ranks:
             if rank.poll():
@@ -128,7 +124,6 @@ class LocalRun:
         return cancel_requested(self.opened.run.path, self.opened.attempt)
 
     def stop(self, asked: signal.Signals) -> None:
-        """Ask the ranks by this signal to save and end; asked a second time, end them now."""
         self._stops += 1
         if self._verdict is not None:
             self._end_by(0.0)
@@ -213,7 +208,6 @@ class LocalRun:
         return Ended(state, reason)
 
     def _own_reason(self, *states: State) -> str:
-        """Reason given by rank 0."""
         present = self.opened.run.status()
         return present.reason if present is not None and present.state in states else "ended"
 
@@ -226,7 +220,6 @@ class LocalRun:
         return Ended(State.failed, failures[0].summary(), failure.report(failures))
 
     def _write(self, ended: Ended) -> None:
-        """Make the end last. A full disk must not hide it: it is told on the terminal all the same."""
         path, attempt = self.opened.run.path, self.opened.attempt
         self._try(lambda: status.move(path, attempt, ended.state, ended.reason) if self._is_news(ended) else None)
         if ended.report:
@@ -237,6 +230,7 @@ class LocalRun:
         return present is not None and present.state is not ended.state
 
     def _try(self, write: Callable[[], object]) -> None:
+        """Status and summary are written apart: one may find room where the other does not."""
         try:
             write()
         except (OSError, StoreError) as error:
@@ -247,7 +241,6 @@ class LocalRun:
 
 
 def _end_of(asked: signal.Signals | None) -> tuple[State, str]:
-    """State and reason of a run that this signal ends; None: `harness cancel` does."""
     if asked is None:
         return State.cancelled, "cancelled on request"
     return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)

@@ -1,7 +1,6 @@
-"""An array before it is submitted: which cells stand in it, what it is called, and its script to the letter.
+"""A job array before submission: its cells, name, and exact script.
 
-Everything here follows from the cells, their attempts so far and the code, so that `launch.dry_run=true` shows the very
-script that the request would submit.
+It follows from the cells, their attempts and the code, so that `launch.dry_run=true` shows the same script.
 """
 
 from __future__ import annotations
@@ -25,24 +24,20 @@ Wanted = Sequence[tuple[Cell, Decision]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Cells of one study that are submitted together: an array, or one job where there is one cell."""
-
     study: str
     shape: Shape
     wanted: tuple[tuple[Cell, Decision], ...]
     token: str
-    """Tells this submission from every other one of the user's: hash of the root, the cells and their attempts."""
+    """Unique token of a submission: hash of the root, the cells and their attempts."""
     root: Path
     code: Path
 
     @property
     def name(self) -> str:
-        """The job's name, by which it is found where its number was lost."""
         return f"{self.study}-{self.token}"
 
     @property
     def folder(self) -> Path:
-        """Where submitit keeps the script, what the tasks are, and their logs."""
         return self.root / self.study / SUBMISSIONS / self.token
 
     @property
@@ -51,8 +46,7 @@ class Batch:
 
     @property
     def command(self) -> str:
-        """Command of each rank under srun; -P, so that the working directory's `harness` is not taken for the
-        copy's."""
+        """Command of each rank; `-P` excludes the working directory's `harness`."""
         python = self.shape.python or shlex.quote(sys.executable)
         return f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
 
@@ -62,7 +56,6 @@ class Batch:
         return self.shape.parameters(self.name, self.code) | several
 
     def script(self) -> str:
-        """The batch script as submitit writes it; needs no SLURM."""
         from submitit.slurm.slurm import _make_sbatch_string
 
         text: str = _make_sbatch_string(command=self.command, folder=self.folder, **self.parameters)
@@ -70,13 +63,9 @@ class Batch:
 
 
 def batches(store: Store, wanted: Wanted, *, code: Path, limit: int) -> Iterator[Batch]:
-    """One array for each study and shape, or several where there are more than `limit` cells.
+    """One array for each study and shape, or several beyond `limit` cells.
 
-    Args:
-        store: where the runs lie.
-        wanted: the cells, in the order they are to start.
-        code: folder whose `harness` the jobs run.
-        limit: most elements of an array.
+    Args: wanted: cells in order of start. code: folder whose `harness` the jobs run.
     """
     for study in dict.fromkeys(cell.study for cell, _ in wanted):
         decisions = {cell.signature: decision for cell, decision in wanted}

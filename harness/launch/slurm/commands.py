@@ -9,7 +9,6 @@ from collections.abc import Mapping
 TIMEOUT_S = 60.0
 
 FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
-"""Beginnings of variables by which people have these commands leave out jobs, or ask before they act."""
 
 
 class SlurmError(RuntimeError):
@@ -21,7 +20,7 @@ class NoAnswer(SlurmError):
 
 
 def ask(*command: str) -> str:
-    """Output of a command. Raises `SlurmError` where there is no such command, or it fails or does not answer."""
+    """Output of a command. Raises `SlurmError`: it is missing, failed, or timed out."""
     try:
         done = subprocess.run(
             command,
@@ -44,6 +43,5 @@ def ask(*command: str) -> str:
 
 
 def plain_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables under which a command hides nothing of what it is asked, and prints lists of elements whole."""
     kept = {name: value for name, value in environment.items() if not name.startswith(FILTERS)}
     return kept | {"SLURM_BITSTR_LEN": "0"}

@@ -1,7 +1,7 @@
-"""What a cluster has, held against what is asked of it before anything is submitted.
+"""Checks against a cluster's facts before submission.
 
-SLURM takes a job that can never start (its partition is too small, its limit too long) and lets it wait for ever. What
-is checked here is asked of `sinfo`; where that does not answer nothing is refused, and sbatch has its own say.
+SLURM accepts a job that can never start, and lets it wait. Facts come from `sinfo`; without an answer nothing is
+refused here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Nodes:
     partition: str
     default: bool
     max_min: float
+    """Time limit in minutes; may be infinite."""
     count: int
     cpus: int
     mem_mb: int
@@ -32,8 +33,6 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Need:
-    """Something a shape asks of each node."""
-
     setting: str
     wanted: float
     has: Callable[[Nodes], float]
@@ -41,11 +40,7 @@ class Need:
 
 
 def check_facts(shapes: Sequence[Shape]) -> None:
-    """Refuse what this cluster can never give.
-
-    Raises:
-        BadRequest: with every violation of every shape.
-    """
+    """Raises `BadRequest`: every violation of every shape."""
     found = partitions()
     violations = [v for shape in shapes for v in misfits(shape, found)] if found else []
     if violations:
@@ -53,7 +48,6 @@ def check_facts(shapes: Sequence[Shape]) -> None:
 
 
 def partitions() -> tuple[Nodes, ...]:
-    """All nodes by partition and kind; empty where sinfo is missing or does not answer."""
     if shutil.which("sinfo") is None:
         return ()
     try:
@@ -64,7 +58,7 @@ def partitions() -> tuple[Nodes, ...]:
 
 
 def parse_sinfo(text: str) -> Iterator[Nodes]:
-    """Nodes of `sinfo --exact --format=%P|%l|%D|%c|%m|%G`; a line that is not one is left out."""
+    """Nodes of `sinfo --exact --format=%P|%l|%D|%c|%m|%G`; other lines are skipped."""
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) == 6 and all(field.isdigit() for field in fields[2:5]):
@@ -81,7 +75,7 @@ def parse_sinfo(text: str) -> Iterator[Nodes]:
 
 
 def minutes(limit: str) -> float:
-    """SLURM's `days-hours:minutes:seconds`, `infinite` or `n/a` in minutes."""
+    """Minutes of SLURM's `days-hours:minutes:seconds`, `infinite` or `n/a`."""
     days, dash, rest = limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdigit() for part in parts) or (dash and not days.isdigit()):
@@ -95,7 +89,6 @@ def minutes(limit: str) -> float:
 
 
 def misfits(shape: Shape, cluster: Sequence[Nodes]) -> Iterator[Violation]:
-    """In what a shape asks for more than any of its partitions has."""
     names = list(dict.fromkeys(nodes.partition for nodes in cluster))
     wanted = shape.partition.split(",") if shape.partition else [n.partition for n in cluster if n.default][:1]
     if not wanted:

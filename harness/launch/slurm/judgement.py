@@ -1,7 +1,6 @@
-"""What a job's state means for the run in it: alive, waiting, held, dead or lost, and why, in a line.
+"""State of a run from its job: alive, waiting, held, dead or lost, with a reason.
 
-What a run says of itself (`status.json`) is believed as long as its job can bear it out. A job that ended while its run
-says otherwise ended it without a word: what SLURM knows of that end is all there is.
+`status.json` is believed while its job is consistent with it. If a job ended first, SLURM's record is all there is.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ ENDS: dict[str, tuple[State, str]] = {
 }
 
 FAILURES = frozenset({"FAILED", "LAUNCH_FAILED", "RECONFIG_FAIL"})
-"""Ends of which nothing more is known. A word that stands nowhere here is a newer version's, and no end for certain."""
 
 ELSEWHERE = "REVOKED"
 
 
 def judge(status: Status, job: Job) -> tuple[State, str] | None:
-    """State and reason of a run that `status.json` calls queued, running or preempted; None: its job adds nothing."""
+    """State and reason of a run whose `status.json` is queued, running or preempted; None: the job adds nothing."""
     where = f"SLURM job {job.id} is {job.state}"
     if job.state in WAITING:
         state = State.preempted if status.state is State.preempted else State.queued

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 SQUEUE = "%F|%K|%T|%r|%N|%j"
+"""Format of squeue; the name is last, because it may contain the separator."""
 SACCT = "JobID,State,ExitCode,NodeList,JobName"
 
 
@@ -17,11 +18,11 @@ class Job:
     name: str
     state: str
     detail: str = ""
+    """Reason of waiting, or exit code."""
     nodes: str = ""
-    """Nodes of its present or last start, in SLURM's notation: `n[1-2]`; empty before the first."""
+    """Nodes of its present or last start, such as `n[1-2]`; empty before."""
 
     command: str = field(default="", compare=False)
-    """All that scontrol says from the batch script's path on: that, unlike the name, nobody can change; else empty."""
 
     @property
     def main(self) -> str:
@@ -29,6 +30,7 @@ class Job:
 
 
 def parse_squeue(text: str) -> list[Job]:
+    """Jobs of `squeue --array --format=SQUEUE`."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 5)
@@ -39,7 +41,7 @@ def parse_squeue(text: str) -> list[Job]:
 
 
 def parse_sacct(text: str) -> list[Job]:
-    """Jobs of `sacct --parsable2 --format=SACCT`; steps are left out."""
+    """Jobs of `sacct --parsable2 --format=SACCT`, without steps."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 4)
@@ -56,9 +58,9 @@ _NUMBER = re.compile(r"(?P<main>\d+)(_(?P<one>\d+)|_\[(?P<several>[^]]*)\])?")
 
 
 def _numbers(main: str, elements: str | None) -> Iterator[str]:
-    """`7_0`, `7_2`, `7_3` of job 7 and its elements `0,2-3%4`; the job itself where it has none.
+    """`7_0`, `7_2`, `7_3` of job 7 and its elements `0,2-3%4`; the job itself without elements.
 
-    Elements that wait are printed together. What is no list of numbers, as where one was cut, is left out.
+    Truncated lists are dropped.
     """
     if elements is None:
         yield main
@@ -70,6 +72,7 @@ def _numbers(main: str, elements: str | None) -> Iterator[str]:
 
 
 def parse_scontrol(text: str) -> list[Job]:
+    """Jobs of `scontrol --oneliner show job`."""
     jobs = []
     for line in text.splitlines():
         words = [word.split("=", 1) for word in line.split() if "=" in word]

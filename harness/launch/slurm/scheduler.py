@@ -1,7 +1,7 @@
-"""What SLURM knows of our jobs, from whichever of its commands exist and answer.
+"""SLURM's facts on our jobs, from its available commands.
 
-squeue tells what waits or runs, and what ended lately; sacct what has ended, where there is accounting; scontrol what
-the controller still remembers. What the controller does not know is gone; what nobody could be asked about is believed.
+squeue knows waiting, running and recent jobs, sacct ended ones (with accounting), scontrol the controller's memory. A
+job unknown to the controller is gone; without any answer the status is believed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from harness.store.batch_log import SUBMISSIONS
 from harness.store.status import State, Status, age_s
 
 SUBMISSION_GRACE_S = 60.0
+"""Seconds for a submission without a job: sbatch is running, or accounting late."""
 
 Jobs = Mapping[str, Job]
 
 
 class Scheduler:
-    """One look at SLURM, taken when first needed and kept: a command for all jobs, or for all of an array."""
-
     def __init__(self) -> None:
         self._queue: Jobs | SlurmError | None = None
         self._ended: dict[tuple[str, str], Jobs | SlurmError] = {}
         self._mute: dict[str, SlurmError] = {}
-        """By command: that it did not answer in time. A look at a hundred arrays does not wait a hundred times."""
 
     def __call__(self, status: Status) -> tuple[State, str] | None:
-        """State of a submitted run in SLURM (`status.JobProbe`); None where it does not answer or adds nothing."""
+        """State of a submitted run (`status.JobProbe`); None without an answer or news."""
         try:
             job = self.job_of(status)
         except SlurmError:
@@ -40,7 +38,7 @@ class Scheduler:
         return _missing(status) if job is None else judge(status, job)
 
     def queue(self) -> Jobs:
-        """Jobs that wait, run or ended lately, by id. Raises `SlurmError` where the controller does not answer."""
+        """Waiting, running and recent jobs, by id. Raises `SlurmError`: the controller does not answer."""
         if self._queue is None:
             try:
                 mine = f"--user={os.getuid()}"  # all of a large cluster's jobs would take long
@@ -53,10 +51,9 @@ class Scheduler:
         return _told(self._queue)
 
     def job_of(self, status: Status) -> Job | None:
-        """The job of a submitted run, found by its id or, where a crash lost that, by the token in its name.
+        """Job of a submitted run, by its id, or by the token in its name if a crash lost the id.
 
-        Raises:
-            SlurmError: nobody who would know has answered.
+        Raises `SlurmError`: no command with the facts has answered.
         """
         try:
             queued = self._queued(status)
@@ -78,7 +75,6 @@ class Scheduler:
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
 
     def _renamed(self, status: Status, job: Job) -> Job | None:
-        """The job under a run's number, if its script is the run's though its name is not: somebody renamed it."""
         try:
             told = _told(self._array("scontrol", job.main)).get(job.id)
         except SlurmError:
@@ -86,7 +82,6 @@ class Scheduler:
         return job if _of(status, told) else None
 
     def _of_another(self, number: str) -> Job | None:
-        """A job that waits or runs for another user of the store: of an array's waiting elements only squeue tells."""
         try:
             return _told(self._array("squeue", number.partition("_")[0])).get(number)
         except SlurmError:
@@ -125,8 +120,10 @@ class Scheduler:
 
 
 def _of(status: Status, job: Job | None) -> Job | None:
-    """The job, if it is this run's: numbers begin again where a controller lost its state. Its name holds a token, and
-    so does the folder of its script, which stays where somebody renames the job."""
+    """Job, if it is this run's: numbers restart where a controller lost its state.
+
+    Its name holds a token, and so does the folder of its script, which survives renaming.
+    """
     if job is None or not status.submission:
         return job
     ours = job.name.endswith(f"-{status.submission}") or f"/{SUBMISSIONS}/{status.submission}/" in job.command
@@ -181,19 +178,17 @@ def _missing(status: Status) -> tuple[State, str] | None:
 
 
 def probe() -> Scheduler | None:
-    """A fresh look at SLURM; None on a machine without it."""
     return Scheduler() if any(map(shutil.which, ("squeue", "scontrol", "sacct"))) else None
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """scancel. Raises `SlurmError`."""
+    """Raises `SlurmError`."""
     numbers = list(jobs)
     if numbers:
         ask("scancel", *numbers)
 
 
 def max_array_size() -> int:
-    """Most elements of one array here; SLURM's default where it does not say."""
     try:
         text = ask("scontrol", "show", "config")
     except SlurmError:

@@ -1,4 +1,4 @@
-"""What an array asks of SLURM: everything its cells must have in common, and how sbatch and srun are told of it."""
+"""Shape of an array: resources common to its cells, as parameters of sbatch and srun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SAME = (
     *("nodes", "gpus_per_node", "gres", "mem_gb", "partition", "account", "qos", "time_min", "grace_s"),
     *("array_parallelism", "python", "container_image"),
 )
-"""Settings of `cluster` that are a shape's own, under their names."""
 LISTS = ("setup", "teardown", "flags", "srun_args", "container_mounts")
 
 UNLIMITED = 1_000_000
@@ -25,8 +24,6 @@ UNLIMITED = 1_000_000
 
 @dataclass(frozen=True)
 class Shape:
-    """Facts that cells of one array share."""
-
     root: str
     nodes: int
     ranks_per_node: int
@@ -52,7 +49,7 @@ class Shape:
 
     @classmethod
     def of(cls, cell: Cell) -> Shape:
-        """The shape of a cell. Read from its plain values: typing a thousand cells takes a minute."""
+        """Reads plain values, because typing a thousand cells takes a minute."""
         cluster: dict[str, Any] = cell.config["cluster"]
         lists: dict[str, Any] = {name: tuple(cluster[name]) for name in LISTS}
         return cls(
@@ -66,12 +63,7 @@ class Shape:
         )
 
     def parameters(self, name: str, code: Path) -> dict[str, Any]:
-        """submitit's parameters for this shape.
-
-        Args:
-            name: of the job.
-            code: folder whose `harness` the job runs.
-        """
+        """Parameters of submitit for SLURM. Args: code: folder whose `harness` the job runs."""
         flags = dict.fromkeys((flag.replace("_", "-") for flag in self.flags), True)
         further = {key.replace("_", "-"): value for key, value in self.additional}
         return {
@@ -103,7 +95,6 @@ class Shape:
         }
 
     def srun_words(self) -> list[str]:
-        """Arguments of the srun that starts the ranks, beside how many there are."""
         # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
         # job began with no variables (SBATCH_EXPORT=NONE) its ranks would lack PYTHONPATH, and run other code
         own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}", "--export=ALL"]
@@ -113,7 +104,6 @@ class Shape:
         return bool(self.teardown) or self.container_image is not None
 
     def _requeue(self) -> list[str]:
-        """An image seldom has scontrol, with which rank 0 puts its job back: then the script, outside of it, does."""
         back = '[ $ranks -ne 75 ] || scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}'
         return [] if self.container_image is None else [f'{back}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"']
 
@@ -132,7 +122,6 @@ def _network(cell: Cell) -> str | None:
 
 
 def shapes(cells: Sequence[Cell]) -> dict[Shape, list[Cell]]:
-    """Cells by shape, in their order."""
     groups: dict[Shape, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(Shape.of(cell), []).append(cell)

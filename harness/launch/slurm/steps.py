@@ -1,9 +1,8 @@
-"""Timed cells inside one allocation: one srun step after another, so that all of them have the same machines.
+"""Timed cells inside one allocation, one srun step after another, on the same machines.
 
-[Note: Why steps] An array's elements run when and where SLURM likes, and step times of different machines or hours are
-not compared. Whoever holds an allocation (salloc, or an sbatch script that calls run.py) has its nodes until the end:
-each cell is a step over as many of them as it asks for, and the next begins when it is over. The request stays, and
-hears the end of each; a rank tells its own status, as in a job.
+[Note: Why steps] Elements of an array run anywhere and any time, so their step times are not comparable. In an
+allocation (salloc, or an sbatch script that calls run.py) each cell is a step over its nodes. The request stays until
+the end; ranks write their own status, as in a job.
 """
 
 from __future__ import annotations
@@ -32,16 +31,12 @@ NODES = "SLURM_JOB_NUM_NODES"
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
-    """True if this process stands in a SLURM job and is none of its ranks."""
+    """True if this process is in a SLURM job and is none of its ranks."""
     return "SLURM_JOB_ID" in environment and not is_slurm_step(environment)
 
 
 def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse cells that this allocation has too few nodes for.
-
-    Raises:
-        BadRequest: one asks for more nodes than there are.
-    """
+    """Raises `BadRequest`: a cell needs more nodes than this allocation has."""
     told = environment.get(NODES, "1")
     if not told.isdecimal():
         raise refuse(f"{NODES}={told}", "is no number of nodes, as SLURM sets it", fix=f"unset {NODES}")
@@ -53,7 +48,6 @@ def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.
 
 
 def step_command(cell: Cell, folder: str) -> list[str]:
-    """The srun that starts a cell's ranks; `folder` tells them which run they are of."""
     shape = Shape.of(cell)
     python = [sys.executable] if shape.python is None else shlex.split(shape.python)
     ranks = shape.ranks_per_node
@@ -62,10 +56,9 @@ def step_command(cell: Cell, folder: str) -> list[str]:
 
 
 def run_step(opened: Opened, lock: Lock) -> Ended:
-    """Run an opened attempt as a step of this allocation, and return its end.
+    """Run an opened attempt as a step of this allocation.
 
-    Raises:
-        KeyboardInterrupt: Ctrl-C; the step was ended, and the run is cancelled.
+    Raises `KeyboardInterrupt`: Ctrl-C; the step was ended, and the run is cancelled.
     """
     path, attempt = opened.run.path, opened.attempt
     folder = opened.run.attempt_dir(attempt)

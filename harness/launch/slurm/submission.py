@@ -1,7 +1,7 @@
-"""Submitting cells to SLURM: one array for each shape of resources, and back at once.
+"""Submitting cells to SLURM, one array for each shape of resources.
 
-Order of bookkeeping: a cell's status says queued, with a token, before sbatch is called; the token is in the job's
-name. Whatever dies between the two, the next look finds the job by its name, or knows that there is none.
+A cell's status is queued, with a token that is also in the job's name, before sbatch is called. After a crash in
+between, the next look finds the job by its name, or knows that there is none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from harness.store.status import JobProbe, Keeper, State, Status
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 UNASKED = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"})
-"""Variables by which sbatch would submit something else than the script says, or stay until the job has ended."""
 
 OPTIONS = {"timelimit": "time", "mem-per-node": "mem", "mem-per-cpu": "mem", "mem-per-gpu": "mem"}
 
@@ -49,7 +48,6 @@ class Array:
     runs: tuple[Path, ...]
 
     def describe(self) -> str:
-        """`4 cells as SLURM job 123`."""
         main = self.jobs[0].partition("_")[0]
         return f"{len(self.runs)} cell{'s' * (len(self.runs) > 1)} as SLURM job {main}"
 
@@ -61,11 +59,10 @@ def is_remote(cell: Cell) -> bool:
 def submit_cells(
     store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
 ) -> list[Array]:
-    """Submit the cells that are neither done nor in somebody's hands; does not wait for them.
+    """Submit cells that are neither done nor in use, without waiting.
 
-    Raises:
-        BadRequest: the cluster has no such partition, or never so much of something.
-        StoreError: sbatch refused; the cells of that array are failed, with its words as their reason.
+    Raises `BadRequest`: no such partition, or too few resources. `StoreError`: sbatch refused; the cells of that array
+    have failed, with its message.
     """
     submitted: list[Array] = []
     check_facts(list(shapes(cells)))
@@ -82,11 +79,7 @@ def submit_cells(
 def planned(
     store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
 ) -> list[Batch]:
-    """Jobs that `submit_cells` would submit, in its order; nothing is started or opened.
-
-    Raises:
-        BadRequest: as `submit_cells`.
-    """
+    """Dry run of `submit_cells`, in its order. Raises `BadRequest`, as there."""
     check_facts(list(shapes(cells)))
     return list(_batches(store, _wanted(store, cells, sources, jobs, on_decision), Snapshot(store.root).path))
 
@@ -131,9 +124,9 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
 
 
 def _taken(batch: Batch, count: int) -> list[str]:
-    """The jobs of a batch that SLURM has although sbatch failed: its answer was lost, or could not be read.
+    """Jobs that SLURM has although sbatch failed, because its answer was lost.
 
-    SLURM takes an array as a whole, so one element tells the numbers of all. Others may have ended and be forgotten.
+    SLURM accepts an array in full, so one element gives all numbers; others may be forgotten already.
     """
     scheduler = Scheduler()
     try:
@@ -188,7 +181,7 @@ def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str
 
 @contextmanager
 def outside_any_job() -> Iterator[None]:
-    """Hide a surrounding job's variables: sbatch would take its node counts and memory for the new job's."""
+    """Hide a surrounding job's variables: sbatch would inherit its node counts and memory."""
     before = dict(os.environ)
     if "SLURM_JOB_ID" in before:
         for name in before:
@@ -202,10 +195,7 @@ def outside_any_job() -> Iterator[None]:
 
 @contextmanager
 def as_written(script: str) -> Iterator[None]:
-    """Hide variables that sbatch takes before what the script says: the script is the request, to the letter.
-
-    What the script leaves open (`SBATCH_ACCOUNT` where there is no cluster.account) they say as ever.
-    """
+    """Hide variables that override the script; those for options it leaves open (`SBATCH_ACCOUNT`) stay."""
     said = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
     hidden = {name: value for name, value in os.environ.items() if name in UNASKED or _option(name) in said}
     for name in hidden:

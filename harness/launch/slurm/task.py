@@ -1,9 +1,8 @@
-"""What a SLURM task does: read which run its array element is, and become the worker.
+"""A SLURM task: find the run of its array element, and become the worker.
 
-[Note: No pickles]
-submitit starts a task with a pickle which it puts in place after sbatch has answered: a submitter that dies in between
-leaves an array of jobs that wait for files nobody writes. Here a submission's folder holds one JSON list of its runs,
-written before sbatch is called, so that whatever SLURM has accepted can run.
+[Note: No pickles] submitit starts a task with a pickle written after sbatch has answered: if the submitter dies in
+between, jobs wait for ever. Here a JSON list of runs is written before sbatch is called, so that all accepted jobs can
+run.
 """
 
 from __future__ import annotations
@@ -29,16 +28,13 @@ TASKS = Each(list, {"run": str, "attempt": int})
 
 
 def write_tasks(folder: Path, tasks: Sequence[tuple[Path, int]]) -> None:
-    """Say which run and attempt each element of an array is, in its order."""
     write_json(folder / FILE, [{"run": str(run), "attempt": attempt} for run, attempt in tasks])
 
 
 def read_task(folder: Path, environment: Mapping[str, str]) -> tuple[Path, int]:
-    """The run and attempt of the array element this process belongs to.
+    """Run and attempt of this process's array element.
 
-    Raises:
-        StoreError: the folder's list is damaged.
-        LookupError: there is no list, or it is shorter than the array.
+    Raises `StoreError`: the list is damaged. `LookupError`: it is missing, or shorter than the array.
     """
     tasks = read_json(folder / FILE, TASKS)
     if tasks is None:
@@ -49,9 +45,9 @@ def read_task(folder: Path, environment: Mapping[str, str]) -> tuple[Path, int]:
 
 
 def become_worker(run: Path, attempt: int) -> None:
-    """Replace this process by the worker, which then has the task's pid, its signals and its exit code.
+    """Exec the worker, which keeps the task's pid, signals and exit code.
 
-    Signals that come meanwhile wait until the worker listens: a preemption in the first second is not lost.
+    Signals stay blocked until the worker handles them: an early preemption is not lost.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     place = rank_place(os.environ)

@@ -1,8 +1,7 @@
-"""What one run says of the weights it ends with: are they those that its last captured update left?
+"""Last weights of one run against those that its last captured update left.
 
-Where the last step was captured, so were the weights before it (or before the updates that lead to it) and the update.
-Their sum is what the step left, up to the rounding of each difference, u(main) of it. Anything beyond was done to the
-weights after the last step, where no loss is left to show it; a run without a stream has no other witness there.
+The captured weights and updates add up to the last weights, up to the rounding of each difference, u(main) of it.
+Anything beyond happened after the last step, where no loss shows it; a run without a stream has no other witness there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ FOLLOWS = "weights at the end follow"
 
 
 def check(run: Record) -> list[Finding]:
-    """A finding a tensor; nothing where the last step or the last weights were not captured."""
     begin = _begin(run)
     if run.final is None or begin is None:
         return []

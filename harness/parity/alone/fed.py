@@ -1,4 +1,4 @@
-"""What a run was fed, against what its data source held: two digests of each step, whatever the engine."""
+"""Fed sequences against those of the data source: two digests of each step, for any engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ WRONG = "it was fed other tokens or targets than its data source holds"
 
 
 def check(run: Record) -> list[Finding]:
-    """The first step that was fed wrongly, and one that stands for all that were fed right."""
     right, seen = right_at(run), seen_at(run)
     wrong = [step for step in range(1, run.length + 1) if seen[step - 1] and not right[step - 1]]
     found = []

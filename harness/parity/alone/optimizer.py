@@ -1,19 +1,15 @@
-"""What one run's updates say of it, without another run: is what a step changed what its optimizer makes of the
-gradients that the step captured?
+"""Updates of one run against its optimizer's rule, without another run.
 
-[Note: Update oracle] From step 1 on, as long as gradients and updates are captured without a gap, the optimizer's whole
-state follows from them: moments begin at zero, weights are captured once. After a gap weights and moments are captured
-anew. The rule is worked out again in fp64 (SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled
-decay; Kingma & Ba 2015, Loshchilov & Hutter 2019, as torch states them), clipping by the norm of the captured gradients
-included, and the run's update must be that update up to its own roundings. No forward, backward or reduction stands
-between, so in fp32 the two agree to about 1e-5 of the update: what the weights' own rounding leaves of a small change.
-A control is not needed, and no fault can hide behind an equal one in it.
+[Note: Update oracle] While gradients and updates are captured without a gap from step 1 on, the optimizer's state
+follows from them: moments begin at zero, weights are captured once. After a gap weights and moments are captured anew.
+The rule is evaluated in fp64 (SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled decay;
+Kingma & Ba 2015, Loshchilov & Hutter 2019, as in torch), clipping by the norm of the captured gradients included.
+Without forward, backward or reduction in between, fp32 agrees to about 1e-5 of the update. No control is needed, and no
+fault can hide behind an equal one in it.
 
-Where the decay is in the gradient, Adam divides by what is left of two numbers that may cancel: no norm of a tensor
-bounds the error of that, so each element is first brought as near as its own roundings explain (`Rule.cancelling`).
-
-Engines that keep main weights in 16 bits keep moments in 16 bits too, where small increments vanish; they are not held
-to this. Nor is an optimizer of the user's own, whose rule is not known here.
+Where the decay is in the gradient, Adam divides by a difference that may cancel, which no norm bounds: each element is
+first moved as near as its own roundings explain (`Rule.cancelling`). Engines with 16-bit main weights keep 16-bit
+moments, where small increments vanish; they are exempt. So is a user's own optimizer.
 """
 
 from __future__ import annotations
@@ -38,11 +34,9 @@ ROUNDINGS = 16
 step (2), decay (2)."""
 
 CLOSE = 0.05
-"""How near an explanation must come, relative to the update."""
 
 
 def check(run: Record) -> list[Finding]:
-    """Every tensor's update at every step that can be worked out; nothing where the evidence was not captured."""
     known = run.config["optimizer.name"] in KNOWN
     if not known or run.config["dtype.main_params"] in SIXTEEN_BITS:
         return []
@@ -57,8 +51,6 @@ def check(run: Record) -> list[Finding]:
 
 
 def _states(run: Record, step: int, rule: Rule) -> dict[str, UpdateState]:
-    """By tensor: what a step begins with, as it was captured. A trained tensor without moments is left out; one that is
-    frozen has none."""
     weights, moments = run.weights[step], run.moments.get(step)
     found = {name: UpdateState(weights.values(name)) for name in weights.tensors}
     for name in [*found] if moments is not None else ():
@@ -118,11 +110,9 @@ def _beyond(update: Float64, predicted: Float64, free: Float64 | float) -> Float
 
 
 def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
-    """True if all updates are off by one factor alone: where gradients were clipped, by another norm or bound. (Adam's
-    updates have lost that factor.) Tensors whose rounding is half of it or more say nothing.
+    """True if all updates deviate by one factor only, as with another norm or bound of clipping (not under Adam).
 
-    Args:
-        judged: updates, each with the distance that rounding explains.
+    Tensors whose rounding is half of it or more do not count. Args: judged: updates, each with its allowed distance.
     """
     telling = [(pair, allowed) for pair, allowed in judged if pair.numel >= HANDFUL and allowed <= abs(pair.b) / 2]
     if 2 * len(telling) <= sum(pair.numel >= HANDFUL for pair, _ in judged):
@@ -133,8 +123,6 @@ def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
 
 
 def _steps(run: Record, rule: Rule) -> Iterator[int]:
-    """Steps whose gradients and updates were captured and are finite, and before which the optimizer's state is known:
-    from captures of it, or from the step before."""
     last = 0
     for step in sorted(run.captures.keys() & run.updates.keys()):
         begins = step in run.weights and (step == 1 or step in run.moments or not rule.entries)
@@ -170,16 +158,18 @@ def _held_against(run: Record, step: int, pair: TensorPair, whole: float, rule: 
 
 
 def _error(run: Record, pair: TensorPair, state: UpdateState) -> float:
-    """Root-mean-square distance that roundings explain: of the arithmetic, of the clipped gradient as it is kept, and
-    of the stored weights, which are rounded twice (decay, step) and lose what lies below half a unit of theirs. Gains
-    of one all lose the same: of the update's scale no more is known than of its elements."""
+    """Allowed root-mean-square distance: of the arithmetic, of the stored clipped gradient, and of stored weights.
+
+    Weights are rounded twice (decay, step) and lose changes below half their unit. Gains of one all lose the same, so
+    the update's scale is known no better than its elements.
+    """
     unit = UNIT[str(run.config["dtype.main_params"])]
     stored = math.sqrt(2) * unit * length(state.weights) / pair.norm
     return RMS * math.hypot(unit * math.sqrt(ROUNDINGS), UNIT[str(run.config["dtype.main_grads"])], stored)
 
 
 def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
-    """Description of an update off by such a factor, in a clause; empty where it is none that is known."""
+    """Known cause of a wrong factor, in a clause; empty without one."""
     ratio = pair.arm_norm / pair.norm
     if pair.distance <= allowed:
         return ""
@@ -192,7 +182,6 @@ def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
 
 
 def _frozen(run: Record, step: int, name: str, update: Float64) -> list[Finding]:
-    """Check that elements without gradient, moment and decay do not move."""
     moved = float(abs(update).max()) if update.size else 0.0
     return [_finding(run, "update without a gradient", moved, 0.0, step, name, "")]
 

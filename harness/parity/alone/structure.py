@@ -1,5 +1,4 @@
-"""What one run says of its own tensors, without another run: replicas that must be equal, weights that must be apart,
-and weights that must be one."""
+"""Structural checks of one run: equal replicas, separate weights, tied weights."""
 
 from __future__ import annotations
 
@@ -10,12 +9,10 @@ from harness.parity.tiers.gradients import HANDFUL
 
 
 def check(run: Record) -> list[Finding]:
-    """Every structural check of one run; of facts that were not recorded nothing is said."""
     return [*_replicas(run), *_memory(run), *_apart(run)]
 
 
 def _replicas(run: Record) -> list[Finding]:
-    """At the end all ranks give the same weights; at captured steps the witnesses have asked the same."""
     others = run.summary.get("other_replicas")
     if others is None:
         return []
@@ -46,7 +43,6 @@ def _memory(run: Record) -> list[Finding]:
 
 
 def _apart(run: Record) -> list[Finding]:
-    """Two weights that hold the same bits after updates that cannot have made them so are one weight."""
     if run.config["dtype.compute"] in SIXTEEN_BITS:  # gains of about one are all one there
         return []
     found = []
@@ -60,7 +56,6 @@ def _apart(run: Record) -> list[Finding]:
 
 
 def _same_bits(run: Record, step: int) -> list[tuple[str, str]]:
-    """Pairs of trained weights of one shape with one checksum, whose last captured gradients differ."""
     held: dict[tuple[int, tuple[int, ...]], str] = {}
     pairs = []
     before = run.captures.get(step - 1)

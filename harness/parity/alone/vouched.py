@@ -1,4 +1,4 @@
-"""What one run says of itself at every step, without another run (its stream, `harness.store.vouching`).
+"""Checks of one run at every step by its own stream (`harness.store.vouching`), without another run.
 
 Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; two
 more once:
@@ -73,18 +73,17 @@ if TYPE_CHECKING:
     from harness.store.vouching import Stream
 
 EXACT = 1e-9
-"""Largest difference of fp64 sums of equal numbers, relative to the norm of what is summed."""
+"""Largest relative difference of fp64 sums of equal numbers."""
 
 RARE = 1e-4
+"""Probability that the largest sketch of a right run exceeds its bound."""
 
 REQUIRED = ("sum", "gather", "kept", "rule", "norm")
-"""Facts that must be seen of a step for it to be right given its past; `replicas` has nothing to compare on one
-rank."""
+"""Columns required for a step to be right given its past; `replicas` compares nothing on one rank."""
 
 
 OF_GRADIENTS = ("sum", "norm")
-"""Checks without meaning in a step whose gradients overflowed and whose update was left out: that nothing was
-changed then its `rule` says."""
+"""Columns undefined in a step skipped for overflow; its `rule` says that nothing changed."""
 
 
 @dataclass(frozen=True)
@@ -126,16 +125,16 @@ TAKEN = Look(
     "the momentum took gradients with another factor than the one that clips",
     since=Stage.clipping,
 )
+"""Meaning of `norm` for SGD where the logged norm itself is right."""
 
 CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
-"""Verdict of `norm` where the logged norm itself is right and moments tell a gradient's factor from their own."""
+"""Meaning of `norm` where the logged norm is right and moments separate the gradient's factor."""
 
 
 RECOMPUTED = "again"
 
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
-    """Every step of a run against its own stream; nothing for a run that has none."""
     if run.stream is None:
         return []
     found = [finding for name in LOOKS for finding in _column(run, run.stream, name, arithmetic)]
@@ -143,7 +142,6 @@ def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
 
 
 def _of_checkpoint(run: Record, finding: Finding) -> Finding:
-    """State missing in the first step after a resume was lost on its way through a checkpoint."""
     resumed = run.summary.get("restored")
     lost = resumed and finding.check == BETWEEN and finding.step == int(resumed["step"]) + 1
     return replace(finding, stage=Stage.checkpoint) if lost and finding.grade is not Grade.ok else finding
@@ -162,7 +160,6 @@ def _left_out(run: Record, stream: Stream) -> list[Finding]:
 
 
 def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> list[Finding]:
-    """One look at all steps that were seen; the row after the last step speaks of the weights a run ended with."""
     import numpy as np
 
     look, values = LOOKS[name], stream.column(name)
@@ -195,14 +192,12 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
 
 
 def _factor(run: Record) -> Look:
-    """Sentence about a wrong factor. SGD's dampening makes the same of gradients as another clipping."""
     if run.config.get("optimizer.name") != "sgd":
         return CLIPPED
     return TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)
 
 
 def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Steps whose logged norm is right: what is wrong is the factor with which gradients entered the moments."""
     import numpy as np
 
     logged = np.array(run.series("grad_norm"), float)[steps - 1]
@@ -214,7 +209,6 @@ def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> N
 
 
 def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[no-untyped-def]
-    """The tensor of the worst, by place; None of what is about all."""
     if name == "norm":
         return lambda at: None
     indices = stream.column(f"{name}_tensor")
@@ -227,7 +221,7 @@ def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[
 
 
 def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tuple[float, float]:
-    """The largest value of a column that is allowed, and the largest that is not refuted."""
+    """Largest value that is allowed, and largest that is not refuted."""
     allowed = bound(name, stream, arithmetic)
     refuted = REFUTED * allowed
     if name not in ONCE:
@@ -265,13 +259,11 @@ def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
 
 
 def _deviations(draws: int) -> float:
-    """How many standard deviations the largest of so many normal draws exceeds with probability `RARE`."""
     return NormalDist().inv_cdf(1 - RARE / (2 * max(1, draws)))
 
 
 def vouched_until(run: Record, arithmetic: Arithmetic) -> int:
-    """The last step up to which a run was fed what its data holds and is right in all that `REQUIRED` names, at every
-    step; 0 for none."""
+    """Last step up to which data and all of `REQUIRED` are right at every step; 0 for none."""
     import numpy as np
 
     if run.stream is None:
@@ -288,8 +280,10 @@ def vouched_until(run: Record, arithmetic: Arithmetic) -> int:
 
 
 def looked_at(run: Record) -> Mapping[str, NDArray[np.bool_]]:
-    """By column of the stream that a pass stands on, and `fed`, whether each step was looked at. What there is nothing
-    to see of, the gradients of a step that was left out, counts as seen."""
+    """True per step that was observed, by column of a pass, and `fed`.
+
+    Gradients of a skipped step, which are undefined, count as observed.
+    """
     import numpy as np
 
     seen = {"fed": np.array(fed.seen_at(run), dtype=bool)}

@@ -1,10 +1,8 @@
-"""What one run's witnesses say of it, without another run: did its forwards compute with its main weights, and is what
-it calls the step's gradient the sum of what its ranks computed?
+"""Witnesses of one run: forwards used its main weights, and the step's gradient is the sum of its ranks' gradients.
 
-Both sides of the second question see the same local gradients, so no forward and no backward stands between them: all
-that rounding can do is the reduction's own, which in fp32 is a few parts in 1e8. An error of a sum is relative to its
-terms, not to what is left of them where they cancel: the bound is taken of the terms' norm where that is larger.
-Under numerics=exact it is absolute, too: the integers that gradients become have one resolution for all sizes.
+Both sides of the sum see the same local gradients, so only the reduction rounds: a few parts in 1e8 in fp32. The error
+is relative to the norm of the terms where that is larger than the sum's. Under numerics=exact it is absolute too:
+integers have one resolution for all sizes.
 """
 
 from __future__ import annotations
@@ -24,13 +22,9 @@ TENSOR_SIGMAS = 6.0
 
 
 def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tuple[float, str]]) -> list[Finding]:
-    """Every check of one run's captured step against its own witnesses.
+    """Findings of one run's captured step against its own witnesses.
 
-    Args:
-        run: has a capture and a testimony of the step.
-        step: counted from 1.
-        arithmetic: the run's own.
-        factors: wrong factors and what would cause them.
+    Args: run: has a capture and a testimony of the step. factors: wrong factors and their causes.
     """
     testimony = run.witnesses[step]
     capture = run.captures[step]
@@ -54,7 +48,6 @@ def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tupl
 
 
 def restored(run: Record) -> list[Finding]:
-    """True if an engine held what a checkpoint gave it; nothing for a run that was never resumed."""
     facts = run.summary.get("restored")
     if not facts:
         return []
@@ -69,6 +62,7 @@ def restored(run: Record) -> list[Finding]:
 
 
 def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[Finding]:
+    """Checksums suffice, because a cast has one result."""
     kind = "weights of the forward"
     if not testimony.wrong_weights:
         return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
@@ -109,11 +103,11 @@ def _piece(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
 
 
 def scale_error(pair: TensorPair, rounding: float) -> float:
-    """Standard error of a tensor's scale. Where few elements carry it, their residual says little of their errors, and
-    what a sum errs by counts where that is more: `rounding`, relative to the sum's norm, by as many elements.
+    """Standard error of a tensor's scale.
 
-    *Seen: a gain of 32 elements, 0.85 of whose norm is one element's, reduced in bf16 on two ranks, lay 6.8 standard
-    errors off.*
+    Where few elements carry it, their residual says little, and the sum's own error counts if larger: `rounding`,
+    relative to the sum's norm, by as many elements. Seen: a gain of 32 elements, 0.85 of whose norm is one element's,
+    reduced in bf16 on two ranks, was off by 6.8 standard errors.
     """
     if pair.carried_by >= HANDFUL:
         return pair.standard_error

@@ -1,7 +1,6 @@
-"""What to type after a verdict: the command that shows what is wrong, or the one that would decide what is not known.
+"""Next commands after a verdict: show the fault, or decide an open question.
 
-Whatever is printed here is accepted when it is typed: steps are those of the run, settings are those that it knows,
-paths are quoted.
+Printed commands are valid: steps exist, settings are known to the run, paths are quoted.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ VOUCH = "measure.vouch"
 
 
 def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
-    """Command that makes two runs comparable; where no command does, the one that says in what they differ."""
+    """Commands that make two runs comparable; else the one that shows their differences."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
     commands = [_renewed(run) for run in (arm, control) if run.problems]
@@ -34,14 +33,12 @@ def _renewed(run: Record) -> str:
 
 
 def _anew(problems: Sequence[str]) -> tuple[str, ...]:
-    """The word without which a request leaves a run as it is: one that is done counts as done, whatever it lost."""
     if any(IS_STALE in each for each in problems):
         return ("launch.rerun=stale",)
     return () if any(NOT_DONE in each or NOT_STARTED in each for each in problems) else (ALWAYS,)
 
 
 def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """The commands after a verdict on comparable runs, the most useful first."""
     judge = verb(f"compare {shown(arm.path)} {shown(control.path)}")
     tensor = next((f for f in findings if f.tensor and f.step in arm.captures and f.step in control.captures), None)
     if tensor is not None and tensor.tensor in arm.captures[tensor.step or 1].tensors:
@@ -55,7 +52,6 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
 
 
 def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
-    """Command that makes the runs anew so that the first thing in doubt, or the first that is wrong, is seen."""
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next((finding for finding in findings if finding.grade is grave), None)
     if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:

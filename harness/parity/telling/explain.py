@@ -1,5 +1,4 @@
-"""What the words of a verdict mean, for whoever reads one for the first time: a sentence an outcome, and for
-`--explain` a sentence a check."""
+"""Meaning of a verdict's words: a sentence an outcome, and for `--explain` a sentence a check."""
 
 from __future__ import annotations
 

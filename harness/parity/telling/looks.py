@@ -1,4 +1,4 @@
-"""How a minimal script sees what each check found: what it captures, what it holds against what, and its measure."""
+"""Recipes of minimal scripts: captures, comparison and measure of each check."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ TESTIMONIES = (("arm", "witness"), ("control", "witness"))
 
 @dataclass(frozen=True)
 class Look:
-    """How a script looks at one check again.
+    """Recipe of a script for one check.
 
-    body: the template under `scripts/`. measure: an expression in it, compared with the bound. constants: names that it
-    needs beside STEP, CHECK and BOUND. sides: runs and kinds of captures that are held against each other. alone: it
-    is about one run. captured: gradients are needed. whole: so is every step. history: so are the gradients and the
-    updates of every step up to it.
+    body: template under `scripts/`. measure: expression compared with the bound. constants: names besides STEP, CHECK
+    and BOUND. sides: runs and kinds of captures to compare. alone: about one run. captured: needs gradients. whole:
+    needs every step. history: needs gradients and updates of every step up to it.
     """
 
     body: str
@@ -108,6 +107,7 @@ STREAMED = (
     ("gradient worked out again", "again", 0),
     ("the same function", "drift", 0),
 )
+"""Checks of a run's stream: column, and True for the row after the step."""
 
 
 def _stream(column: str, after: int) -> Look:
@@ -161,3 +161,4 @@ LOOKS: Mapping[str, Look] = {
     **{f"{key} bits": _series("bits", key) for key in ("loss", "grad_norm", "param_norm")},
     **{f"{key} is finite": _series("finite", key) for key in ("loss", "grad_norm", "param_norm")},
 }
+"""Recipe of each check, by name; other checks have no script."""

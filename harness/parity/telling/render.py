@@ -19,7 +19,6 @@ LISTED = 6
 
 
 def text(verdict: Verdict, *, explained: bool = False) -> str:
-    """A verdict for the terminal, without a trailing newline; `explained` with what its words mean."""
     room = screen.width()
     lines = [*fold(verdict.sentence, room), *fold(explain.OUTCOMES[verdict.outcome], room)]
     lines += ["", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
@@ -38,7 +37,6 @@ def text(verdict: Verdict, *, explained: bool = False) -> str:
 
 
 def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
-    """A study's verdicts for the terminal: a row an arm, then the sentence of each that did not pass."""
     if not study.arms:
         return f"{study.outcome.value}: study {study.study} has no arm to hold against its control."
     room = screen.width()
@@ -95,8 +93,6 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
 
 
 def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:
-    """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again, and
-    for finished ones whose record is not whole those runs anew."""
     if study.study and any(finding.check == "whole record" for arm in failed for finding in arm.findings):
         if anew := [command for arm in failed for command in arm.commands if ALWAYS in command]:
             return list(dict.fromkeys(anew))[:2]
@@ -146,7 +142,6 @@ TENSOR = HEAD.index("tensor")
 
 
 def _ending(names: Sequence[str]) -> str:
-    """Common ending of all names after their last dot, such as `.weight`; nothing where there are fewer than two."""
     found = {f".{name.rpartition('.')[2]}" for name in names if "." in name}
     return found.pop() if len(found) == 1 and len({name for name in names if name}) > 1 else ""
 

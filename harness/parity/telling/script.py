@@ -1,9 +1,9 @@
-"""The minimal script: a verdict's first bad finding again, alone, from nothing but overrides.
+"""Minimal script: reproduces a verdict's first bad finding from overrides alone.
 
 It is written to `<arm>/verdict/<control>.py`, needs no run directory and nothing of this package, and cuts both runs to
 two steps where it can. [Note: Length] The learning rate of a step depends on `train.steps` (cosine and linear reach
-their end at the last one), so that stays as it was and `launch.preempt_at` ends the runs early, unsaved. Only what the
-last step or a mean over many is about, or what acts after a resume, needs whole runs.
+their end at the last one), so that stays and `launch.preempt_at` ends the runs early, unsaved. Findings about the last
+step, a mean over many, or a resume need complete runs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OWN = ("ckpt", "measure")
 
 
 def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
-    """Write the minimal script of every verdict that has one; those verdicts name it.
+    """Write the minimal script of every verdict that has one, and name it there.
 
-    Returns the verdicts, and why scripts could not be written (a store that is read-only); empty if all were.
+    Returns the verdicts, and why scripts could not be written (a read-only store); empty if all were.
     """
     done, complaint = [], ""
     for each in verdicts:
@@ -53,13 +53,10 @@ def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
 
 
 def write_script(verdict: Verdict) -> Path | None:
-    """Write the script of a verdict that is DIFFERENT or UNDECIDED; returns where it lies.
+    """Path of the script of a DIFFERENT or UNDECIDED verdict.
 
-    None where there is nothing to show: no wrong number is at hand (only a lack of evidence), or the two runs differ in
-    no setting, so that overrides alone do not make them.
-
-    Raises:
-        OSError: the arm's directory is not writable.
+    None without a wrong number (only missing evidence), or where the two runs differ in no setting. Raises `OSError`:
+    the arm's directory is not writable.
     """
     path = Path(verdict.arm) / FOLDER / f"{Path(verdict.control).name}.py"
     text = script(verdict)
@@ -71,7 +68,6 @@ def write_script(verdict: Verdict) -> Path | None:
 
 
 def script(verdict: Verdict) -> str | None:
-    """The text of a verdict's script; None where it has none."""
     finding = first_shown(verdict)
     if finding is None:
         return None
@@ -82,15 +78,14 @@ def script(verdict: Verdict) -> str | None:
 
 
 def look_of(finding: Finding) -> Look:
-    """How its check is looked at again; a factor of all tensors together is weighed as the verdict weighs it."""
     look = LOOKS[finding.check]
     pooled = look.measure == MEASURES["scale"] and finding.tensor is None
     return replace(look, body="pooled", measure="", constants=("SIDES",)) if pooled else look
 
 
 def first_shown(verdict: Verdict) -> Finding | None:
-    """The first finding as grave as the verdict that a script can show; for one about all tensors, the one about a
-    tensor that speaks of the same step and stage."""
+    """First finding of the verdict's grade with a recipe; for one about all tensors, a tensor's of the same step and
+    stage."""
     if verdict.outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED):
         return None
     grave = Grade.bad if verdict.outcome is Outcome.DIFFERENT else Grade.doubt
@@ -109,6 +104,7 @@ class _Plan:
     finding: Finding
     look: Look
     runs: Mapping[str, Sequence[str]]
+    """Complete overrides by name, `arm` or `control`."""
     resumed: tuple[str, ...] = ()
     stop: int = 0
     """Step after which runs end; 0: they do not end early."""
@@ -141,7 +137,6 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
 
 
 def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer as torch names it, and its options for matrices; a vector's decay is none."""
     name = str(config["optimizer.name"])
     options: dict[str, Any] = {"weight_decay": config["optimizer.weight_decay"]}
     if name == "sgd":
@@ -186,10 +181,9 @@ def _length(stop: int, steps: int, resumed_after: int | None) -> list[str]:
 
 
 def overrides(config: Mapping[str, Any]) -> list[str]:
-    """All that a frozen configuration differs in from `python run.py` without a word, as `key=value`.
+    """Overrides `key=value` of a frozen configuration against the default.
 
-    Args:
-        config: flat, dotted keys. Where a run lies, how it is started and what is recorded is left out.
+    Args: config: flat, dotted keys. Location, start and records are left out.
     """
     default = _default()
     return [

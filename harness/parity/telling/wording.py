@@ -15,7 +15,6 @@ from harness.store.screen import counted
 
 
 def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:
-    """T0 failed: a fact that should agree does not, or a run is not whole."""
     first = differing[0]
     if first.check == "whole record":
         what = "; ".join(f"{fact.note}: {fact.observed}" for fact in differing[:3])
@@ -53,7 +52,6 @@ def verdict(
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
 ) -> Verdict:
-    """Put a decision on comparable runs into words; `looked_at` has the steps in which both were, by what was."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     return Verdict(
         outcome=outcome,
@@ -138,7 +136,6 @@ def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding
 
 
 def describe(first: Finding, named: Finding, hint: str) -> str:
-    """A finding as a clause: step, stage, tensor, what was measured and what was allowed."""
     tensor = named.tensor
     where = f"at step {first.step}, " if first.step is not None else ""
     subject = f"{first.check} ({first.place}{f', first in {tensor}' if tensor else ''})"

@@ -1,4 +1,4 @@
-"""One tensor of two captures, close up: how far apart, in which pieces, by what factor, with values to look at."""
+"""Close-up of one tensor of two captures: distance, worst pieces, factor, values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,9 @@ VALUES = 3
 def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
     """Text about one tensor of two runs, with its worst pieces and their first values.
 
-    Args:
-        arm: a run directory.
-        control: the run directory it is held against.
-        tensor: name of the parameter.
-        step: a step that both captured.
+    Args: step: captured by both.
 
-    Raises:
-        BadRequest: one of the runs did not capture that step or has no such tensor.
-        StoreError: one of them is no run, or is damaged.
+    Raises `BadRequest`: the capture or tensor is missing. `StoreError`: no run, or damaged.
     """
     for path in (arm, control):
         checksums.demand(Path(path))

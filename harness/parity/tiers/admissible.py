@@ -34,24 +34,25 @@ WITHOUT_EFFECT = (
     "dtype.name",
     *SAME_BITS,
 )
-"""Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
-reductions are issued in static order and a gather does no arithmetic; where buckets come from, and gradients before
-they are sent; whether data is sent or read; and what only watches or looks."""
+"""Prefixes of settings that change no sum: saves, observations and callbacks; prefetch, because a gather does no
+arithmetic; origin of buckets; transport."""
 
 NCCL_ONLY = ("nccl_ub.", "sharp.")
-"""Groups that nothing reads on CPU. On NCCL they choose kernels, and with those the order of sums."""
+"""Groups unused on CPU. On NCCL they choose kernels, and so the order of sums."""
 
 REPEATABLE = ("deterministic", "ordered", "exact")
 
 EXACT_FREEDOM = ("sharding.", "mesh.world_size", "mesh.dp_outer", "engine.")
-"""Prefixes of settings that change no bit under numerics=exact, as long as one of these engines runs them. mesh.tp is
-none: a product over a cut dimension is a sum that torch makes, of products in another order."""
+"""Prefixes of settings that change no bit under numerics=exact, for these engines.
+
+Not mesh.tp: torch sums over a cut dimension in another order.
+"""
 EXACT_ENGINES = ("native", "single")
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The strongest admissible tier, `T1` or `T2`, and the reason as a clause."""
+    """Strongest admissible tier, `T1` or `T2`, and the reason as a clause."""
 
     tier: str
     reason: str
@@ -61,13 +62,7 @@ class Admission:
 
 
 def admissible(arm: Mapping[str, Any], control: Mapping[str, Any], *, resumed: bool = False) -> Admission:
-    """Decide from two frozen configurations (flat, dotted keys).
-
-    Args:
-        arm: one configuration.
-        control: the other.
-        resumed: whether either run was interrupted and resumed; only for the wording.
-    """
+    """Args: arm, control: flat configurations with dotted keys. resumed: for the wording only."""
     differing = sorted(key for key in arm.keys() | control.keys() if matters(key) and arm.get(key) != control.get(key))
     if {run.get("cluster.device") for run in (arm, control)} == {"cpu"}:
         differing = [key for key in differing if not key.startswith(NCCL_ONLY)]
@@ -99,14 +94,13 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
 
 
 def sum_order(strategy: Strategy) -> str:
-    """First sum of a strategy, to follow `adds`; the outer axis changes nothing about it."""
     local = Placements.of(strategy, None).accumulates_locally
     return "microbatches before ranks" if local else "ranks before microbatches"
 
 
 @cache
 def matters(key: str) -> bool:
-    """True if a dotted setting can change a sum, or what is summed."""
+    """True if a dotted setting can change a sum, or its terms."""
     return key.split(".")[0] not in EXCLUDED and not key.startswith(WITHOUT_EFFECT)
 
 
@@ -115,5 +109,4 @@ def microbatches_per_rank(config: Mapping[str, Any]) -> int:
 
 
 def global_microbatches(config: Mapping[str, Any]) -> int:
-    """M of a flat configuration: microbatches of one step over all ranks."""
     return int(config["train.global_batch_size"]) // int(config["train.microbatch_size"])

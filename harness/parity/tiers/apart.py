@@ -1,5 +1,4 @@
-"""How far two runs are apart at every step, tensor by tensor, from the sketches in their streams; and whether that ever
-jumped.
+"""Distance of two runs at every step, tensor by tensor, from the sketches in their streams, and its jumps.
 
 A sketch S_j is linear and the same in every layout, so that E[(S_j(a) - S_j(c))^2] = |a - c|^2: the mean over m of them
 is the squared distance, with the error of a chi-square of m degrees of freedom (a factor of two either way for m = 4).
@@ -53,19 +52,18 @@ if TYPE_CHECKING:
     Float64 = NDArray[np.float64]
 
 BURST = 625.0
-"""Factor by which K may grow in training that is not stable: a difference was seen to grow 600-fold in one step."""
+"""Factor by which K may grow in unstable training: a difference was seen to grow 600-fold in one step."""
 
 JUMP = 15.0
-"""How much farther off a gradient may be, given the weights, than any ever was. Clean pairs in stable training: 8 at
-most (docs/verdicts.md)."""
+"""Largest growth of a gradient's distance, given the weights' distance. Clean pairs in stable training: at most 8
+(docs/verdicts.md)."""
 
 STRIDE = 10.0
-"""How much farther off weights may be than they ever were. Clean pairs in stable training: 3 at most."""
+"""Largest growth of the weights' distance over its past maximum. Clean pairs in stable training: at most 3."""
 
 DRAW = 3.5
-"""Factor by which a distance estimated from four sketches may be too large: the root of a chi-square of four
-degrees of freedom
-over four is beyond that once in 10^9."""
+"""Largest overestimate of a distance by four sketches: the root of a chi-square of four degrees of freedom over four
+exceeds it once in 10^9."""
 
 WINDOW = 8
 
@@ -74,8 +72,10 @@ CHUNK = 256
 
 @dataclass(frozen=True)
 class Apart:
-    """Relative distances of two runs at the steps whose sketches both kept. Arrays are [steps, tensors]; NaN where an
-    engine shows nothing."""
+    """Relative distances of two runs at the steps with sketches of both.
+
+    Arrays are [steps, tensors]; NaN where an engine exposes nothing.
+    """
 
     steps: NDArray[np.int64]
     names: tuple[str, ...]
@@ -84,14 +84,17 @@ class Apart:
     local: Float64
     reduced: Float64
     moved: Float64
-    """The control's weights after the step against those after the kept step before; NaN at the first."""
+    """Change of the control's weights since the kept step before; NaN at the first."""
     whole: Float64
+    """[steps]: of all weights after the step together."""
     norms: Float64
 
     @property
     def before(self) -> Float64:
-        """[steps]: distance of all weights before each kept step; 0 at step 1, at which both begin alike. Where the
-        step before was not kept, the distance after the step itself."""
+        """[steps]: distance of all weights before each kept step; 0 at step 1.
+
+        If the step before was not kept, the distance after the step itself.
+        """
         import numpy as np
 
         shifted = np.concatenate(([0.0], self.whole[:-1]))
@@ -132,8 +135,7 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
 
 
 class _Squares:
-    """Squared distances and norms, [steps, tensors] each, gathered a piece at a time: a stream may be larger than what
-    one wants in memory."""
+    """Squared distances and norms, [steps, tensors] each, added in pieces: a stream may exceed memory."""
 
     def __init__(self, sketches: int) -> None:
         columns = tensor_columns(sketches)
@@ -146,7 +148,7 @@ class _Squares:
         self._last: Float64 | None = None
 
     def add(self, arm: Float64, control: Float64) -> None:
-        """The next steps of both runs, [steps, tensors, columns]."""
+        """Add steps of both runs, [steps, tensors, columns]."""
         import numpy as np
 
         def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:
@@ -171,7 +173,6 @@ class _Squares:
         )
 
     def all(self) -> dict[str, Float64]:
-        """Everything that was added, in order."""
         import numpy as np
 
         return {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
@@ -188,10 +189,9 @@ def _largest(values: Float64, window: int) -> Float64:
 
 @dataclass(frozen=True)
 class Jump:
-    """One kind of distance at every kept step: the tensor that lies farthest out, and its bound."""
-
     steps: NDArray[np.int64]
     tensors: NDArray[np.int64]
+    """Index in `Apart.names`."""
     observed: Float64
     allowed: Float64
 
@@ -202,11 +202,7 @@ class Jump:
 def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady: int) -> Jump:
     """Distances of gradients given those of the weights; see [Note: Jumps].
 
-    Args:
-        found: of the pair.
-        distances: `found.local` or `found.reduced`.
-        envelope: of the pair.
-        steady: the last step at which the control is stable.
+    Args: distances: `found.local` or `found.reduced`. steady: last step at which the control is stable.
     """
     import numpy as np
 
@@ -230,8 +226,10 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
 
 
 def weight_jumps(found: Apart, push: Kick, steady: int) -> Jump:
-    """Distances of weights after each kept step from the second on, against the farthest that they were before; see
-    [Note: Jumps]. `steady`: the last step at which the control is stable."""
+    """Distances of weights from the second kept step on, against their past maximum; see [Note: Jumps].
+
+    `steady`: the last step at which the control is stable.
+    """
     import numpy as np
 
     known = np.nan_to_num(found.weights, nan=0.0)
@@ -245,7 +243,6 @@ def weight_jumps(found: Apart, push: Kick, steady: int) -> Jump:
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:
-    """The tensor that lies farthest out of its bound at each step; steps at which nothing was seen are left out."""
     import numpy as np
 
     seen = ~np.isnan(distances).all(1)

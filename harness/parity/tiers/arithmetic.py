@@ -1,4 +1,4 @@
-"""What one run rounds, where and how often: counted from its configuration.
+"""Roundings of one run, their place and number, counted from its configuration.
 
 Notation: u is the unit roundoff (half the gap between 1 and the next number). One rounding to nearest errs by at most
 u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly).
@@ -41,12 +41,17 @@ from harness.parity.tiers.admissible import global_microbatches, microbatches_pe
 from harness.parity.tiers.orders import noise
 
 SAFETY = 4.0
-"""Allowed over expected. Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare
-embedding rows) err more than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md)."""
+"""Allowed over expected.
+
+Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare embedding rows) err more
+than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md).
+"""
 
 REFUTED = 2.0
+"""Refuted over allowed."""
 
 SIGMAS = 4.0
+"""Standard errors that a signed bias may have."""
 
 FORWARD_BLOCK = 19
 FORWARD_ENDS = 8
@@ -55,16 +60,18 @@ PRODUCTS_ENDS = 1
 GRADIENT_FACTOR = 3
 
 FP8_BLOCK = 4
-"""Products of 8-bit numbers in series in a block: into attention, out of it, into the feed-forward, out of it."""
+"""FP8 products in series in a block: into attention, out of it, into the feed-forward, out of it."""
 
 RARE = 1e-4
+"""Probability that a gradient of fewer elements is smaller than its terms."""
 
 
 MANY = 32
+"""Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
 class Depth(NamedTuple):
-    """Roundings and products that a signal meets on its way through a model, branches side by side counted once."""
+    """Roundings and products in series through a model; parallel branches count once."""
 
     block: int
     ends: int
@@ -85,7 +92,7 @@ ODD_DEPTH = Depth(31, 18, 8, 2)
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Roundings of one run, where and how often. All errors are relative and root-mean-square unless said."""
+    """Roundings of one run. All errors are relative and root-mean-square unless stated."""
 
     compute: str
     wire: str
@@ -98,23 +105,24 @@ class Arithmetic:
     tokens: int
     inner: int
     parameters: int
+    """Weights of the model; only its square root is used."""
     family: ModelFamily = ModelFamily.llama
     num_experts: int = 1
-    """Experts a token chooses among; 1 where nothing is chosen."""
+    """Experts a token chooses among; 1 without routing."""
     experts_per_token: int = 1
     reused: str = ""
+    """Pattern of parameters used more than once in a forward; may be empty."""
     fp8: str = ""
-    """Recipe of 8-bit products; none where empty."""
+    """FP8 recipe; may be empty."""
     exact_bits: int | None = None
-    """Resolution of the integers that gradients become under `numerics=exact`; None where they become none."""
+    """Resolution of integer gradients under `numerics=exact`; else None."""
     seen_forward: float | None = None
-    """Measured on a perturbed reference, in place of the count behind `forward`, for a model of one's own."""
+    """Observed error in place of the count behind `forward`, for a user's own model."""
     seen_gradient: float | None = None
-    """Measured on a perturbed reference, in place of the count behind `gradient`, for a model of one's own."""
+    """Observed error in place of the count behind `gradient`, for a user's own model."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
-        """Read it from a frozen configuration (flat, dotted keys)."""
         model = _model(config)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
         routed = model.family is ModelFamily.moe
@@ -150,14 +158,14 @@ class Arithmetic:
 
     @property
     def local(self) -> float:
-        """Relative rounding error of one rank's gradient, as its backward hands it over."""
+        """Relative rounding error of one rank's gradient after its backward."""
         return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR))
 
     def quantized(self, passes: int = GRADIENT_FACTOR) -> float:
-        """Relative error of 8-bit operands: two roundings a product, of the forward alone, or of the forward, of its
-        activations again, of the backward, and of the product that gives the weight's gradient.
+        """Relative error of FP8 operands: two roundings a product.
 
-        The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
+        Passes are the forward alone, or the forward, its activations again, the backward, and the product of the
+        weight's gradient. The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
         """
         if not self.fp8 or self.family is ModelFamily.ext:  # what is observed has them in it
             return 0.0
@@ -171,10 +179,10 @@ class Arithmetic:
         return RMS * math.sqrt(squares)
 
     def observed(self, reach: Mapping[str, Mapping[str, Mapping[str, float]]], draws: int) -> Arithmetic:
-        """With what a perturbed reference shows in place of counts, where there are none; `reach` as in `Envelope`.
+        """Observed errors in place of missing counts; `reach` as in `Envelope`.
 
-        The loss is one number of few draws and gets their margin. In double precision first-order errors are those of
-        single, smaller by the ratio of the units.
+        The loss is one number of few draws and gets their margin. In fp64, first-order errors are those of fp32 times
+        the ratio of units.
         """
         known = "fp32" if self.compute == "fp64" else reach_name(self.compute, self.fp8)
         seen = reach.get(known, {}).get("", {})
@@ -186,7 +194,6 @@ class Arithmetic:
 
     @property
     def is_bounded(self) -> bool:
-        """True if anything says how far rounding moves this run's gradients."""
         return self.family is not ModelFamily.ext or self.seen_gradient is not None
 
     def _compute(self, passes: int) -> float:
@@ -201,12 +208,12 @@ class Arithmetic:
 
     @cached_property
     def reduction(self) -> float:
-        """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the order that
-        errs most (`orders`)."""
+        """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the worst order
+        (`orders`)."""
         return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
 
     def lost(self, numel: int) -> float:
-        """Norm of what integers cannot hold of an averaged gradient of so many elements, however small that is."""
+        """Norm of an averaged gradient's part below the integers' resolution, for `numel` elements."""
         terms = self.global_microbatches
         return 0.0 if self.exact_bits is None else lost_in_integers(self.exact_bits, terms, numel)
 
@@ -227,18 +234,18 @@ class Arithmetic:
 
     @property
     def coherent(self) -> float:
-        """Largest error that the whole gradient of one tensor can share: one rounding in the forward and one in the
-        backward that all its elements pass through, which no averaging removes."""
+        """Largest error common to a tensor's whole gradient: one shared rounding in the forward and one in the
+        backward."""
         return 2 * UNIT[self.compute] + self.stagnation
 
     @property
     def tilt(self) -> float:
-        """Largest factor that 8-bit operands share: rounding to nearest is blind to direction in first order alone."""
+        """Largest factor common to FP8 operands: rounding to nearest is unbiased in first order only."""
         return 2 * self.quantized() ** 2
 
     @property
     def global_coherent(self) -> float:
-        """Largest error that all gradients can share: the one rounding where the loss enters the backward."""
+        """Largest error common to all gradients: the one rounding where the loss enters the backward."""
         return UNIT[self.compute] + self.stagnation
 
     @property
@@ -248,7 +255,6 @@ class Arithmetic:
 
 
 def _accumulate(config: Mapping[str, Any]) -> str:
-    """The dtype of sums over ranks: as configured, or the engine's own where that is null."""
     if config["dtype.grad_accum"] is not None:
         return str(config["dtype.grad_accum"])
     return own_sum(Dtype[config["dtype.grad_comm"]], ENGINES[EngineName[config["engine.name"]]].sums_itself).name
@@ -269,8 +275,10 @@ def _reused(model: ModelConfig) -> str:
 
 
 def margin(numel: int, draws: int) -> float:
-    """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root of
-    what F with n and n * draws degrees of freedom exceeds once in 10^5."""
+    """SAFETY, and more for few elements, because one error's square is compared with few draws of it.
+
+    Twice the root of the quantile that F with n and n * draws degrees of freedom exceeds once in 10^5.
+    """
     if numel >= MANY:
         return SAFETY
     from scipy.special import fdtri

@@ -1,4 +1,5 @@
-"""T1: every recorded bit. Losses, norms, captured gradients, final weights; the first difference of each kind."""
+"""T1: every recorded bit of losses, norms, captured gradients and last weights, with the first difference of each
+kind."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from harness.parity.record import Record
 from harness.parity.tiers.gradients import Mismatch, TensorPair
 
 LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.clipping), ("param_norm", Stage.optimizer))
-"""Logged numbers in the order in which a step makes them; gradients come between the first two."""
+"""Logged numbers in the order of a step; gradients come between the first two."""
 
 
 def check(
@@ -21,11 +22,7 @@ def check(
 ) -> list[Finding]:
     """One finding a kind: `ok` if all bits agree, else `bad` at the first that do not.
 
-    Args:
-        arm: one run.
-        control: the other, with the same steps.
-        pairs: tensors by captured step.
-        mismatches: tensors without a partner, by captured step.
+    Args: pairs, mismatches: by captured step; mismatches lack a partner.
     """
     gradients = [_gradients(step, pairs[step], mismatches.get(step, ())) for step in sorted(pairs)]
     logged = [_logged(key, stage, arm, control) for key, stage in LOGGED]

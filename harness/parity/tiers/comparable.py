@@ -1,4 +1,4 @@
-"""T0: may two runs be compared at all? Every fact that must agree, and what differs."""
+"""T0: facts that must agree before two runs may be compared."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from harness.store.identity import must_agree
 FREE_OWN = ("engine", "callback", "fault")
 
 FACTS = ("cpu_model", "cpu_capability", "device", "threads_per_rank", "cuda", "nccl", "allow_tf32")
-"""Entries of provenance that must agree."""
 
 VERSIONS = ("torch",)
-"""Packages whose version must agree; numpy only feeds data, and the data's digest is compared itself."""
+"""Packages whose version must agree; numpy only feeds data, whose digest is compared."""
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
 
 NEEDED = ("cpu_model", "threads_per_rank")
-"""Facts that must be known, not merely equal."""
 
 
 def check(arm: Record, control: Record) -> list[Finding]:
-    """All T0 findings. None is in doubt: each is `ok` or `bad`."""
     unfit = [*_problems(arm), *_problems(control)]
     if unfit:
         return unfit
@@ -46,7 +43,6 @@ def _problems(run: Record) -> list[Finding]:
 
 
 def unlisted(arm: Record, control: Record) -> list[Finding]:
-    """A remark on runs whose files are not known to be as they left them, or not all of them."""
     if arm.files == control.files == "whole":
         return []
     note = "not known: an older version made the run and listed no checksums"
@@ -54,7 +50,6 @@ def unlisted(arm: Record, control: Record) -> list[Finding]:
 
 
 def finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
-    """Finding about a fact of the two runs: `ok` if both have the same."""
     verdict = Grade.ok if left == right else Grade.bad
     return Finding("T0", check, stage, verdict, _short(left), _short(right), step=step, note=note)
 

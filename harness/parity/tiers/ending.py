@@ -1,4 +1,4 @@
-"""Weights of the end, tensor by tensor: of two runs that began alike, how far apart can they be at all?
+"""Last weights, tensor by tensor: the largest possible distance of two runs that began alike.
 
 Captured whole where both runs kept them (`harness.config.captured`), else as the last sketches of their streams tell;
 the check's name says which.
@@ -41,13 +41,9 @@ SKETCHED = f"{END}, sketched"
 
 
 def check(arm: Record, control: Record, envelope: Envelope, found: Apart | None) -> list[Finding]:
-    """A finding a tensor; nothing where neither whole weights nor sketches are there.
+    """A finding a tensor; empty without last weights and sketches.
 
-    Args:
-        arm: one run.
-        control: the other, with the same steps.
-        envelope: of the pair.
-        found: what their streams say, if they do.
+    Args: found: distances by the streams, if any.
     """
     import numpy as np
 
@@ -84,7 +80,7 @@ def _graded(
 
 
 def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
-    """How far apart all weights together can be after a step; see [Note: Reach]."""
+    """Largest possible distance of all weights together after a step; see [Note: Reach]."""
     control = runs[1]
     if control.config["optimizer.name"] not in KNOWN:
         return math.inf
@@ -95,7 +91,7 @@ def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
 
 
 def steepest(beta1: float, beta2: float) -> float:
-    """The most that Adam moves a weight by, in units of lr."""
+    """Largest move of a weight under Adam, in units of lr."""
     if beta1 * beta1 >= beta2:
         return math.inf
     return max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))

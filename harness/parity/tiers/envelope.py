@@ -29,20 +29,18 @@ if TYPE_CHECKING:
     from harness.parity.tiers.gradients import TensorPair
 
 FEW = 7
-"""Elements from which on SAFETY covers how much smaller than its terms a gradient may happen to be."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """Bounds by rounding between two runs that start from the same weights and are fed the same tokens."""
-
     arm: Arithmetic
     control: Arithmetic
     same_forward: bool = False
-    """True if the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
+    """True if the losses of step 1 agree in every bit, which excludes swapped routes."""
     reach: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """Reach by the perturbed reference: by compute dtype and parameter, how far its roundings move the gradient."""
+    """Effect of rounding on gradients in the perturbed reference, by compute dtype and parameter."""
     draws: int = 0
+    """Draws that `reach` is the mean square of."""
 
     @classmethod
     def of(cls, arm: Record, control: Record) -> Envelope:
@@ -54,12 +52,11 @@ class Envelope:
 
     @property
     def is_bounded(self) -> bool:
-        """True if anything says how far rounding may drive the two apart: a count of roundings, or a reference."""
         return self.arm.is_bounded and self.control.is_bounded
 
     @property
     def flips(self) -> int:
-        """Most tokens, over all blocks, that rounding sends to another expert at step 1: beaten once in a million.
+        """Most tokens, over all blocks, that rounding sends to another expert at step 1: exceeded once in a million.
 
         Among N scores drawn alike, the last chosen and the first rejected lie within x standard deviations of each
         other with density N * phi(z), z the quantile that K of N exceed. Scores that err by e in the mean square swap
@@ -75,29 +72,31 @@ class Envelope:
 
     @property
     def rerouted(self) -> float:
-        """Bound on a tensor's gradient, fed by all tokens, under flips: each takes one token's share out and puts
-        another one in. An expert's own gradient they may move by anything, where few tokens feed it."""
+        """Effect of flips on a gradient that all tokens feed: each replaces one token's share by another.
+
+        An expert's own gradient may change by anything, where few tokens feed it.
+        """
         return SAFETY * math.sqrt(2 * self.flips / self.arm.tokens)
 
     @property
     def rerouted_scale(self) -> float:
-        """Bound on the scale of such a gradient under flips: shares of tokens that all point one way."""
         return 2 * self.flips / self.arm.tokens
 
     @property
     def rerouted_loss(self) -> float:
-        """Bound on the loss under flips: the loss of as many tokens as flip, in either direction."""
+        """Effect of flips on the loss: that of as many tokens, in either direction."""
         return SAFETY * math.sqrt(self.flips) / self.arm.tokens
 
     @property
     def rerouted_norm(self) -> float:
-        """Bound on the gradient's norm under flips, as a distance without direction does."""
+        """Effect of flips on the gradient's norm: that of a distance without direction."""
         return self.rerouted / math.sqrt(self.arm.tokens) + self.rerouted**2 / 2
 
     def few(self, numel: int) -> float:
-        """How much farther off a tensor of so few elements may lie: a gain's gradient is a sum over all tokens that may
-        happen to cancel, while the rounding of its terms does not. n elements shrink by a factor f with probability
-        f^n."""
+        """Factor on the bound for small tensors, whose gradient may cancel while its terms' rounding does not.
+
+        n elements shrink by a factor f with probability f^n.
+        """
         return max(1.0, RARE ** (-1 / numel) / SAFETY) if numel < FEW else 1.0
 
     @property
@@ -107,16 +106,16 @@ class Envelope:
 
     @cached_property
     def error(self) -> float:
-        """Relative error of both runs' gradients: counted; under FP8 as a perturbed reference shows it, if one does."""
+        """Relative error of both runs' gradients: counted, or for FP8 observed, if a perturbed reference exists."""
         return math.hypot(*(self._of_fp8(run, "distance", run.gradient) for run in (self.arm, self.control)))
 
     def _of_fp8(self, run: Arithmetic, key: str, counted: float, name: str = "") -> float:
-        """Bound of a run under FP8 by a perturbed reference, its reduction included; else what is counted."""
+        """Observed error of a run under FP8, reduction included; else the count."""
         found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name) if run.fp8 else None
         return counted if found is None else math.hypot(found[key], run.reduction)
 
     def _tilts(self, name: str) -> float:
-        """Largest factor that 8-bit operands lend the gradient of a tensor, or of all (""), as shown or counted."""
+        """Largest factor of FP8 operands on the gradient of a tensor, or of all (""), observed or counted."""
         return sum(self._of_fp8(run, "scale", run.tilt / SAFETY, name) * SAFETY for run in self._with_fp8)
 
     @property
@@ -124,8 +123,7 @@ class Envelope:
         return [run for run in (self.arm, self.control) if run.fp8]
 
     def tensor(self, name: str, numel: int) -> float:
-        """Largest relative distance of this tensor's gradient at step 1: from how far the perturbed reference moves it,
-        else from the count."""
+        """Largest relative distance of this tensor's gradient at step 1, observed or counted."""
         moved = [self._moved(run, name) for run in (self.arm, self.control)]
         if None in moved:
             return self.few(numel) * self.distance
@@ -138,19 +136,19 @@ class Envelope:
         return None if found is None else math.hypot(found["distance"], run.reduction)
 
     def share(self, pair: TensorPair) -> float:
-        """How far rounding may move a piece of this tensor, to hold it against pieces of others: one number where
-        roundings are counted, as every tensor has as many. The tensors of a model of the user's own are no kin, and how
-        far each of them moves was observed."""
+        """Effect of rounding on a piece of this tensor, for comparison with pieces of others.
+
+        Counted roundings are equal for every tensor; tensors of a user's own model are observed one by one.
+        """
         if self.arm.family is not ModelFamily.ext or not self.reach:
             return 1.0
         return self.piece(self.tensor(pair.name, pair.numel), pair.block.stop - pair.block.start)
 
     def floor(self, name: str) -> float:
-        """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
-        bits.
+        """Distance that reductions alone explain, also of a single element, to tell equal kernels from equal bits.
 
-        The gradients of a parameter that is used more than once are added in the compute dtype by one engine, in the
-        main gradients' by another: no kernel need differ for that.
+        Gradients of a parameter used more than once are added in the compute dtype by one engine, in the main
+        gradients' by another.
         """
         sums = [run.reduction for run in (self.arm, self.control)]
         if self.arm.reused and re.fullmatch(self.arm.reused, name):
@@ -158,15 +156,20 @@ class Envelope:
         return SAFETY * SIGMAS * math.hypot(*sums)
 
     def piece(self, whole: float, numel: int) -> float:
-        """Largest distance of a piece of a tensor that as a whole may lie so far off: over a half of its own mean
-        square it may lie sqrt(2) farther, and the mean square of n independent errors scatters by a factor
-        1 + sqrt(2 / n) a standard deviation."""
+        """Largest distance of a piece of a tensor with bound `whole`.
+
+        Over a half of its own mean square it may be sqrt(2) larger, and the mean square of n independent errors
+        scatters by a factor 1 + sqrt(2 / n) a standard deviation.
+        """
         return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
 
     @property
     def loss(self) -> float:
-        """Largest relative difference of the loss at step 1: the logits' errors, which are independent from token to
-        token, averaged over the tokens; and the loss itself, rounded in fp32 or wider (microbatch means, their sum)."""
+        """Largest relative difference of the loss at step 1.
+
+        Errors of logits are independent over tokens, and averaged; the loss itself is rounded in fp32 or wider
+        (microbatch means, their sum).
+        """
         tokens = math.sqrt(self.arm.tokens)
         logits = (self._of_fp8(run, "loss", run.forward / tokens) for run in (self.arm, self.control))
         return SAFETY * math.hypot(*logits) + 4 * UNIT[self._wide]
@@ -178,9 +181,8 @@ class Envelope:
     def scale(self, standard_error: float, residual: float, name: str) -> float:
         """Largest |b| of one tensor in g_arm = (1 + b) g_control + r.
 
-        A pure factor leaves no residual, and rounding always does. So what rounding may contribute coherently is
-        bounded by the residual it left as well as by `coherent`: two bf16 runs with equal bits but a factor
-        1 + 1/1024 differ.
+        A pure factor leaves no residual, and rounding always does. So the coherent part of rounding is bounded by the
+        residual as well as by `coherent`: two bf16 runs with equal bits but a factor 1 + 1/1024 differ.
         """
         shared = min(self.arm.coherent + self.control.coherent + self._tilts(name), residual)
         return SIGMAS * standard_error + shared + self._scaling
@@ -196,8 +198,8 @@ class Envelope:
 
     @property
     def norm(self) -> float:
-        """Largest relative difference of the gradient norm at step 1, by the model alone: a scale error, and the
-        second-order share of a distance that has no direction."""
+        """Largest relative difference of the gradient norm at step 1: a scale error, and the second-order share of a
+        distance."""
         error = self.distance
         coherent = self.arm.global_coherent + self.control.global_coherent + self._tilts("")
         return error / math.sqrt(self.arm.tokens) + coherent + self._scaling + error**2 / 2
@@ -214,6 +216,7 @@ class Envelope:
 
 
 def _most(expected: float) -> int:
+    """Smallest n that a Poisson count of this mean exceeds less than once in a million."""
     if expected > 100:
         return math.ceil(expected + 5 * math.sqrt(expected))
     count, term = 0, math.exp(-expected)

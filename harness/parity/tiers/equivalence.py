@@ -35,7 +35,7 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Paired differences of one measure of one arm, held against a margin. Units are the margin's.
+    """Paired differences of one measure of one arm, in units of the margin.
 
     `low`, `high`: the 1 - 2 alpha interval of the mean, uncorrected; nan with fewer than two pairs.
     """
@@ -48,31 +48,28 @@ class PairedTest:
     low: float
     high: float
     p_equivalent: float
+    """p-value of |mean| >= margin, by TOST; small: equivalent."""
     p_different: float
+    """p-value of |mean| <= margin; small: different."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Result of T3 for one arm. p-values are adjusted for the number of arms and measures."""
-
     outcome: Outcome
     tests: tuple[PairedTest, ...]
     p_equivalent: float
     p_different: float
     seeds_needed: int | None
-    """Pairs in all with which an UNDECIDED arm would be decided; None where it is decided or no number up to
-    `MOST_SEEDS` would."""
+    """Pairs in all that would decide an UNDECIDED arm; None where decided or above `MOST_SEEDS`."""
 
 
 def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[str, float]) -> dict[str, Decision]:
-    """Judge all arms of a study.
+    """Decisions of all arms.
 
-    Args:
-        arms: by arm, by measure: one difference a pair.
-        margins: by measure: the largest difference of the mean that does not matter, above 0.
+    Args: arms: by arm, by measure: one difference a pair. margins: by measure: largest irrelevant difference of the
+    mean, above 0.
 
-    Raises:
-        ValueError: a margin is not positive, or an arm lacks a measure that has one.
+    Raises `ValueError`: a margin is not positive, or an arm lacks a measure that has one.
     """
     tests = {
         name: tuple(paired_test(m, differences[m], margins[m]) for m in margins) for name, differences in arms.items()
@@ -95,11 +92,7 @@ def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: f
 
 
 def paired_test(measure: str, differences: Sequence[float], margin: float) -> PairedTest:
-    """Test one measure for equivalence and for difference; p-values are 1 where fewer than two pairs allow no test.
-
-    Raises:
-        ValueError: the margin is not positive.
-    """
+    """p-values are 1 for fewer than two pairs. Raises `ValueError`: the margin is not positive."""
     from scipy.special import stdtr, stdtrit
 
     if not margin > 0:
@@ -136,11 +129,9 @@ def _bonferroni(p_values: Sequence[float]) -> float:
 
 
 def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
-    """Pairs with which every measure would be decided; see [Note: How many seeds].
+    """Pairs that would decide every measure; see [Note: How many seeds].
 
-    Args:
-        tests: of one arm.
-        level: of each one-sided test.
+    Args: tests: of one arm. level: of each one-sided test.
     """
     found = [_needed(each, level) for each in tests]
     return None if any(n is None for n in found) else max((n for n in found if n is not None), default=None)

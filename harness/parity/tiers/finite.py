@@ -1,13 +1,11 @@
-"""Numbers that are none: a NaN or an infinity is never within a tolerance and never equal to another.
+"""Non-finite values: a NaN or an infinity is never within a tolerance and never equal to another.
 
-In one run only it is a difference, unless the control had left stability by then: what overflows in the one may stay
-just below it in the other. In both at the same place the evidence from there on is void: no verdict can call the runs
-the same, so the answer is UNDECIDED.
+In one run only it is a difference, unless the control was unstable by then. In both at the same place the later
+evidence is void: UNDECIDED.
 
-[Note: Left out] A dynamic loss scale tries larger factors until gradients overflow, and leaves that update out: the
-step has no norm by design. In both runs at the same step nothing is wrong. In one of them, whose largest gradient lay
-just above what the format holds, or whose microbatches are smaller, the two have not made the same updates: both are
-right, and nothing is known of what comes after.
+[Note: Left out] A dynamic loss scale tries larger factors until gradients overflow, and skips that update, which has no
+norm by design. In both runs at the same step nothing is wrong. In one of them, the two have not made the same updates:
+both are right, and later steps are unknown.
 """
 
 from __future__ import annotations
@@ -26,13 +24,9 @@ LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.gradient), ("param_norm",
 def check(
     arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], steady: int | None = None
 ) -> list[Finding]:
-    """Findings of values that are not finite, the earliest step first; none where there is no such value.
+    """Findings of non-finite values, the earliest step first.
 
-    Args:
-        arm: one run.
-        control: the other, with the same steps.
-        pairs: tensors by captured step.
-        steady: the last step at which the control was stable (`stability.stable_until`); all where None.
+    Args: steady: last step at which the control was stable (`stability.stable_until`); all where None.
     """
     found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
     for key, stage in LOGGED:
@@ -73,7 +67,6 @@ def _logged(key: str, stage: Stage, arm: Record, control: Record) -> list[Findin
 
 
 def _left_out(arm: Record, control: Record) -> list[Finding]:
-    """The first update that one run alone left out; see [Note: Left out]."""
     step = min(arm.skipped ^ control.skipped, default=None)
     if step is None:
         return []

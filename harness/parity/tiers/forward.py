@@ -1,4 +1,4 @@
-"""Forwards of step 1 in 16 bits and in fp32, module by module: bounds made of what the twin's own kernels do.
+"""Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the twin's own kernels.
 
 Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
 (`harness.probe.vouching.forward`), and with m sketches S_j
@@ -34,20 +34,20 @@ from harness.parity.tiers.envelope import Envelope
 from harness.store.forward import Forward
 
 SAME = 1e-9
-"""Largest difference of fp64 sums of equal numbers, relative to the norm of what is summed."""
+"""Largest relative difference of fp64 sums of equal numbers."""
 
 REORDERED = SAFETY * SIGMAS * RMS * UNIT["fp32"]
-"""Largest difference of equal modules' outputs in fp32, on whose kernels also depends where operands lie."""
+"""Largest fp32 difference of equal modules' outputs, whose kernels also depend on alignment."""
 
 LOSS = 16 * UNIT["fp32"]
-"""Largest difference of equal logits' losses: means over the tokens of microbatches, and of those, in fp32."""
+"""Largest difference of losses of equal logits: fp32 means over tokens and microbatches."""
 
 OUTPUT = "output of a module"
 LOGITS = "loss given the logits"
 
 
 def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding]]:
-    """Findings a kind; nothing where a forward was not looked at, the dtypes differ, or routes may."""
+    """Findings a kind; empty if a forward was not observed, dtypes differ, or routes may."""
     left, right = arm.forward, control.forward
     same_dtype = (envelope.arm.compute, envelope.arm.fp8) == (envelope.control.compute, envelope.control.fp8)
     if left is None or right is None or not same_dtype or left.rows != right.rows or envelope.flips:
@@ -69,8 +69,10 @@ def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding
 
 
 def parts(arm: Record, control: Record) -> bool:
-    """True if some module's outputs differ in step 1 by more than fp32 products of operands that lie elsewhere do, in
-    microbatches of one size: what gradients differ by may then have arisen in the forward."""
+    """True if outputs of some module differ in step 1 beyond alignment in fp32, with microbatches of one size.
+
+    Differences of gradients may then have arisen in the forward.
+    """
     left, right = arm.forward, control.forward
     if left is None or right is None or left.rows != right.rows or left.batch != right.batch:
         return False
@@ -94,7 +96,6 @@ def _finding(name: str, off: float, allowed: float, refuted: float) -> Finding:
 
 
 def _distances(left: Forward, right: Forward) -> dict[str, float]:
-    """Distance of the outputs of every module that both runs looked at, in the order of the control."""
     found = {}
     for name, (theirs, squares) in right.modules.items():
         ours = left.modules.get(name)

@@ -1,9 +1,7 @@
-"""Grades of a whole series at once: a check that is made at every step of a run of 100,000 is one array, and a Finding
-only where it did not pass.
+"""Grades of a whole series at once, with a Finding only for failures.
 
-What is said of a series: each step that did not pass, in order, up to `LISTED` of them; the worst of all further ones,
-standing for them; and the worst of those that passed, standing for these. So a verdict's size does not grow with the
-run, and nothing that a reader looks for (the first step, the worst one, how many) is lost.
+A series yields each failed step, up to `LISTED` of them; the worst of further ones, with their number; and the worst of
+passed ones, with theirs. So a verdict's size is bounded, and still has the first, the worst and the count.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ class Series:
         )
 
     def grade(self, at: int) -> Grade:
-        """As `outcome.grade`; a value that is not a number is `bad`."""
         if self.observed[at] <= self.allowed[at]:
             return Grade.ok
         return Grade.doubt if self.observed[at] <= self.refuted[at] else Grade.bad
@@ -66,7 +63,6 @@ class Series:
         return [self.finding(at) for at in range(len(self.steps))]
 
     def findings(self, tensor: Callable[[int], str | None] = lambda at: None) -> list[Finding]:
-        """Findings of the series; `tensor` names the one that the step at a place is about."""
         import numpy as np
 
         if not len(self.steps):

@@ -1,4 +1,4 @@
-"""One pass over two captures of the same step: per tensor, how far apart, in which direction, and where.
+"""One pass over two captures of the same step: distance, direction and place of the difference, per tensor.
 
 The arm's gradient is fitted as g = (1 + b) c + r to the control's c by least squares. b is a scale error; r, orthogonal
 to c, is everything else. b's standard error must not assume that the elements of r are independent: a rounding of one
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from harness.parity.tensors import Float64
 
 BLOCKS = 32
-"""Consecutive pieces a tensor is cut into: a fault in one rank's shard or in a padded tail shows in a few of them."""
+"""Pieces of a tensor: a fault in one rank's shard or in a padded tail shows in a few of them."""
 
 HANDFUL = 32
-"""Tensors with fewer elements have no scale to speak of: in a gain of one element every error is one of scale, it
-leaves no residual, and a standard error from a few products is a guess."""
+"""Tensors with fewer elements have no usable scale: a gain of one element has no residual, and a standard error from
+few products is a guess."""
 
 
 @dataclass(frozen=True)
 class Block:
     start: int
-    """First element, in flat order."""
     stop: int
     distance: float
+    """Norm of its difference, over the root mean square of its own norm and of an average piece's."""
 
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One tensor in two captures. Distances and b are relative to the control."""
+    """Comparison of one tensor. Distances and b are relative to the control."""
 
     name: str
     bits_equal: bool
@@ -51,27 +51,27 @@ class TensorPair:
     arm_norm: float
     norm: float
     distance: float
+    """Norm of the difference over the control's norm."""
     b: float
     standard_error: float
     residual: float
+    """Norm of r over the control's norm."""
     block: Block
     carried_by: float = math.inf
-    """How many elements of one size would carry b as the control's do: (sum of squares)^2 over the sum of fourth
-    powers. Where that is few, the residual of those is small because b was fitted to them, and so is the standard
-    error."""
+    """Effective number of elements that carry b: (sum of squares)^2 over the sum of fourth powers.
+
+    If small, b was fitted to those elements, so that residual and standard error are too small.
+    """
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor that only one capture has, or that has two shapes."""
-
     name: str
     arm: str
     control: str
 
 
 def names(arm: Capture, control: Capture) -> tuple[list[str], list[Mismatch]]:
-    """Tensors that both have in one shape, and the others."""
     both: list[str] = []
     odd: list[Mismatch] = []
     for name in sorted(arm.tensors.keys() | control.tensors.keys()):
@@ -89,11 +89,7 @@ def compare(arm: Capture, control: Capture) -> Iterator[TensorPair]:
 
 
 def compare_tensor(name: str, arm: Capture, control: Capture) -> TensorPair:
-    """One tensor.
-
-    Raises:
-        KeyError: one of the captures does not have it.
-    """
+    """Raises `KeyError`: one of the captures does not have it."""
     equal = arm.tensors[name].dtype == control.tensors[name].dtype and _same_bits(name, arm, control)
     return compare_values(name, arm.values(name), control.values(name), equal=equal)
 
@@ -126,7 +122,6 @@ def _plain(
     finite: bool = True,
     control_finite: bool = True,
 ) -> TensorPair:
-    """A pair with nothing to fit: equal, or one of them zero or not finite; `off` is its distance everywhere."""
     whole = Block(0, numel, off)
     return TensorPair(name, equal, finite, control_finite, numel, arm_norm, norm, off, off, 0.0, off, whole)
 
@@ -140,8 +135,8 @@ def _same_bits(name: str, arm: Capture, control: Capture) -> bool:
 
 
 def dot(left: Float64, right: Float64) -> float:
-    """Inner product, summed pairwise: more accurate than by BLAS, the same on any number of threads, and none is woken
-    for it, which on a busy machine costs milliseconds a tensor."""
+    """Inner product, summed pairwise: more accurate than BLAS, and independent of threads, which cost milliseconds to
+    wake."""
     return float((left * right).sum())
 
 
@@ -185,7 +180,6 @@ def _edges(size: int) -> NDArray[np.int64]:
 
 
 def _worst_block(apart: Float64, squares: Float64, norm: float) -> Block:
-    """The farthest of `BLOCKS` consecutive pieces, of the squares of what is apart and of the control's elements."""
     import numpy as np
 
     edges = _edges(squares.size)
@@ -201,7 +195,9 @@ class Pooled:
     b: float
     standard_error: float
     residual: float
+    """Norm of all residuals over the norm of the whole gradient."""
     distance: float
+    """Norm of the whole difference over the norm of the whole gradient."""
 
 
 def pool(pairs: list[TensorPair]) -> Pooled:
@@ -209,8 +205,8 @@ def pool(pairs: list[TensorPair]) -> Pooled:
 
     The weights are 1 / (SE^2 + tau^2), where tau is the spread of the tensors' b beyond their standard errors (the
     moment estimate of random-effects meta-analysis). Tensors of one unit (a block) share upstream errors, so the
-    standard error is that of as many independent values as there are units. A handful of elements is left out, where
-    there is anything else.
+    standard error is that of as many independent values as there are units. Tensors below `HANDFUL` are left out, if
+    others exist.
     """
     used = [pair for pair in pairs if pair.norm > 0]  # a norm that is not a number is not above 0
     used = [pair for pair in used if pair.numel >= HANDFUL] or used
@@ -231,7 +227,7 @@ def pool(pairs: list[TensorPair]) -> Pooled:
 
 
 def _spread(pairs: list[TensorPair]) -> float:
-    """tau^2: variance of the tensors' b beyond what their standard errors explain."""
+    """tau^2: variance of the tensors' b beyond their standard errors."""
     if len(pairs) < 2:
         return 0.0
     mean = math.fsum(pair.b for pair in pairs) / len(pairs)
@@ -240,7 +236,7 @@ def _spread(pairs: list[TensorPair]) -> float:
 
 
 def unit(name: str) -> str:
-    """The unit a parameter belongs to: its name up to the first number, or its first part (`blocks.3`, `embedding`)."""
+    """Unit of a parameter: its name up to the first number, or its first part (`blocks.3`, `embedding`)."""
     parts = name.split(".")
     for position, part in enumerate(parts):
         if part.isdigit():

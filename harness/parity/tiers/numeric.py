@@ -1,8 +1,8 @@
 """T2 at captured steps: every gradient against the envelope, and the scale of each and of all.
 
-Three checks a tensor, because no one of them sees every fault. The *distance* sees whatever is large. The *worst piece*
-sees what is large in one place: a rank's shard, a padded tail. The *scale* sees a factor far below the distance that
-rounding causes, because rounding has no direction: a factor 1.02 on gradients that bf16 has moved by 1 % stands out.
+Three checks a tensor, because none sees every fault. The *distance* sees large faults. The *worst piece* sees local
+ones: a rank's shard, a padded tail. The *scale* sees a factor far below the distance that rounding causes, because
+rounding has no direction: a factor 1.02 on gradients that bf16 has moved by 1 % stands out.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import Kick
 
 CEILING = 0.5
+"""Largest allowed distance at which later captured steps are judged."""
 
 
 OUTLIER = 20.0
-"""How much farther than the median tensor's a worst piece may lie; 7 is the most seen in clean pairs."""
+"""Largest ratio of a worst piece to the median tensor's; clean pairs reach 7."""
 
 EXPERT = re.compile(r".*?\bexperts\.\d+\.")
 
@@ -36,13 +37,10 @@ def first_step(
     envelope: Envelope,
     factors: Sequence[tuple[float, str]],
 ) -> list[list[Finding]]:
-    """Every check of the gradients at step 1, a list a kind.
+    """Findings of the gradients at step 1, a list a kind.
 
-    Args:
-        pairs: tensors that both runs have, all finite.
-        mismatches: those that only one has.
-        envelope: of the pair.
-        factors: wrong factors and what would cause them (`suspects`).
+    Args: pairs: common tensors, all finite. mismatches: of one run only. factors: wrong factors and their causes
+    (`suspects`).
     """
     kinds = [
         [_mismatch(odd) for odd in mismatches],
@@ -56,10 +54,10 @@ def first_step(
 
 
 def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Finding]]:
-    """Refuted tensors of experts put in doubt where swapped routes may have moved them: few tokens can feed an expert.
+    """Refuted tensors of experts put in doubt where swapped routes may have moved them.
 
-    A flip takes a token from one expert and gives it to another, so that n flips touch 2n experts at most: where more
-    are off, it was not that.
+    A flip moves a token between two experts, so that n flips touch at most 2n experts; more deviations have another
+    cause.
     """
     off = {name for findings in kinds for finding in findings if (name := _refuted_expert(finding))}
     if not off or len(off) > 2 * envelope.flips:
@@ -68,7 +66,6 @@ def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Fi
 
 
 def _refuted_expert(finding: Finding) -> str | None:
-    """The expert whose gradient this finding refutes; None where it does not, or the gradient is not there at all."""
     if finding.grade is not Grade.bad or isinstance(finding.observed, str):
         return None
     match = EXPERT.match(finding.tensor or "")
@@ -83,15 +80,10 @@ def _doubt(finding: Finding) -> Finding:
 def later_step(
     step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick, grown: float = 0.0
 ) -> list[Finding]:
-    """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell.
+    """Distances at a captured step after the first, against a growing bound; empty once it is too wide.
 
-    Args:
-        step: counted from 1.
-        pairs: tensors that both runs have, all finite.
-        envelope: of the pair; where routes may differ, nothing is refuted.
-        push: what the first updates may differ by.
-        grown: distance that growth explains by what was seen of it before (`stability.grown`); infinite where growth
-            is not bounded, after a step at which the control was not stable.
+    Args: pairs: common tensors, all finite. envelope: possible flips refute nothing. push: difference of the first
+    updates. grown: bound by observed growth (`stability.grown`); infinite after instability.
     """
     drift, worst = (push.weights * growth(rate, step) for rate in (EXPECTED_GROWTH, MOST_GROWTH))
     found = []
@@ -105,13 +97,11 @@ def later_step(
 
 
 def resolution(pairs: Sequence[TensorPair], envelope: Envelope) -> float:
-    """Smallest error in the scale of all gradients that would be DIFFERENT at step 1, given the noise there is."""
     pooled = pool(list(pairs))
     return REFUTED * envelope.global_scale(pooled.standard_error, pooled.residual)
 
 
 def suspects(envelope: Envelope) -> list[tuple[float, str]]:
-    """Factors that a gradient has after a known mistake, and that mistake."""
     n, k = envelope.arm.ranks, envelope.arm.microbatches
     known = [(0.0, "never reduced, or dropped"), (2.0, "counted twice"), (-1.0, "of the wrong sign")]
     if n > 1:
@@ -133,7 +123,7 @@ def suspects(envelope: Envelope) -> list[tuple[float, str]]:
 
 
 def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) -> str:
-    """The factor in words, with the mistakes it fits where one lies within its uncertainty (and no less than 2 %)."""
+    """Factor in words, with the mistakes within its uncertainty (at least 2 %)."""
     factor = 1.0 + b
     nearest = min((value for value, _ in factors), key=lambda value: abs(value - factor))
     if abs(nearest - factor) > max(uncertainty, 0.02 * abs(nearest)):
@@ -157,7 +147,6 @@ def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
-    """Bound that swapped routes add to a tensor that all tokens feed; experts are counted instead (`_excused`)."""
     return 0.0 if EXPERT.match(pair.name) else rerouted
 
 
@@ -178,11 +167,10 @@ def _block(pair: TensorPair, envelope: Envelope) -> Finding:
 
 
 def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
-    """Each tensor's worst piece against those of its fellows: rounding moves all tensors of a pair alike, or by as much
-    of what it may move each (`Envelope.share`).
+    """Worst piece of each tensor against those of the others, relative to `Envelope.share`.
 
     Two bf16 runs with the same kernels agree to 1e-7, and the envelope of bf16 would pass a wrong row in one of them. A
-    kernel may differ for one tensor only, so this can raise a doubt and never refute.
+    kernel may differ for one tensor only, so this raises a doubt and never refutes.
     """
     if not pairs:
         return []
@@ -218,13 +206,9 @@ def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, s
 
 
 def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
-    """True if a run's logged gradient norm is the norm of the gradients it captured: a wrong one clips wrongly.
+    """Logged gradient norm against the norm of captured gradients: a wrong one clips wrongly.
 
-    Args:
-        run: the run.
-        step: the captured step.
-        norms: norms of the captured tensors, in fp64.
-        allowed: `Arithmetic.logged_norm` of the run.
+    Args: norms: of the captured tensors, in fp64. allowed: `Arithmetic.logged_norm` of the run.
     """
     gathered = math.sqrt(math.fsum(norm * norm for norm in norms))
     logged = run.series("grad_norm")[step - 1] or 0.0

@@ -1,10 +1,8 @@
 """Noise of sums over microbatches and ranks, simulated: the same addends in every order that a backend may choose.
 
-Addition is not associative, and nobody knows which order a library takes on a given day: a ring starts each piece at
-another rank, a tree adds pairs of pairs, an exchange of all pieces adds in rank order. So the sums are made in each of
-these orders, in the dtypes of the policy, and held against the same sums in extended precision. What counts is the
-order that errs most, over addends that are independent, that share a mean, and that are nearly equal: kept in 16 bits,
-sums of the latter stagnate.
+A ring starts each piece at another rank, a tree adds pairs of pairs, an exchange of all pieces adds in rank order. Each
+order is simulated in the dtypes of the policy, against extended precision. The worst order counts, over addends that
+are independent, that share a mean, and that are nearly equal: kept in 16 bits, sums of the latter stagnate.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     Round = Callable[[Array], Array]
 
 ADDENDS = ((0.0, 1.0), (1.0, 1.0), (0.9, 0.02))
+"""Mean and standard deviation: independent, sharing a mean, nearly equal."""
 
 ELEMENTS = 1 << 16
 """Numbers drawn a simulation, over all addends; 64 sums at least."""
@@ -28,12 +27,10 @@ ELEMENTS = 1 << 16
 
 @lru_cache(maxsize=256)
 def noise(ranks: int, microbatches: int, wire: str, accumulate: str, main: str) -> float:
-    """Root-mean-square relative error of a step's gradient by its sums alone, in the order that errs most.
+    """Root-mean-square relative error of a step's gradient by its sums alone, in the worst order.
 
-    Args:
-        ranks: N; the sum over them is made in `accumulate`, of contributions that went over the wire.
-        microbatches: k, added on each rank one after the other.
-        wire, accumulate, main: dtypes; the result is rounded to `main`.
+    Args: ranks: N, summed in `accumulate` after the wire. microbatches: k, added on each rank in sequence. main: dtype
+    of the result.
     """
     ranks, microbatches = max(1, ranks), max(1, microbatches)
     of_microbatches = _worst(microbatches, main, main, main, ("in order",))
@@ -48,15 +45,10 @@ def _worst(count: int, wire: str, accumulate: str, main: str, orders: tuple[str,
 
 
 def error(order: str, count: int, wire: str, accumulate: str, main: str, mean: float, deviation: float) -> float:
-    """Root-mean-square relative error of a mean of `count` addends, added in one order.
+    """Root-mean-square relative error of a mean of `count` addends in one of `ORDERS`.
 
-    Args:
-        order: one of `ORDERS`.
-        count: addends.
-        wire: dtype each of them is rounded to first; on a ring and in a tree, partial sums too before they travel.
-        accumulate: dtype of the partial sums.
-        main: dtype of the addends as they are, and of the result.
-        mean, deviation: of the normal distribution they are drawn from.
+    Args: wire: dtype of sent addends, and of partial sums in a ring or tree. accumulate: dtype of partial sums. main:
+    dtype of addends and result. mean, deviation: of their normal distribution.
     """
     import numpy as np
 
@@ -71,7 +63,6 @@ def error(order: str, count: int, wire: str, accumulate: str, main: str, mean: f
 
 
 def _in_order(addends: Array, kept: Round, sent: Round) -> Array:
-    """An exchange of all pieces: every rank's contribution travels once, and is added in rank order."""
     total = kept(addends[0])
     for addend in addends[1:]:
         total = kept(total + addend)
@@ -103,11 +94,10 @@ def _tree(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 ORDERS: dict[str, Callable[[Array, Round, Round], Array]] = {"in order": _in_order, "ring": _ring, "tree": _tree}
-"""How N contributions become one sum, by the order's name."""
 
 
 def rounder(dtype: str) -> Round:
-    """Rounding of values to a dtype, as float64."""
+    """Rounding to a dtype, as float64."""
     import numpy as np
 
     if dtype == "bf16":

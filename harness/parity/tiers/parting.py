@@ -42,11 +42,10 @@ WEIGHTS = "weights given those before"
 
 @dataclass(frozen=True)
 class Parting:
-    """Parting of two runs by their streams.
+    """Growth of the distance of two runs by their streams.
 
-    found: distances. steady: the last step at which the control is stable. first_captured: whether the gradients of
-    step 1 were captured by both, and so are judged elsewhere. gathers_twice: whether one of the two computes a
-    gradient with weights that no look sees.
+    found: distances. steady: last step at which the control is stable. first_captured: gradients of step 1 were
+    captured by both, and are judged elsewhere. gathers_twice: one of the two gathers weights again in the backward.
     """
 
     found: Apart
@@ -69,19 +68,15 @@ class Parting:
 
     @property
     def sees_gradients(self) -> bool:
-        """True if local gradients of step 1 were sketched in both."""
         import numpy as np
 
         return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
 
     def check(self, certain: int, *, wide: bool = True) -> list[list[Finding]]:
-        """Every jump, a list a kind.
+        """Jumps, a list a kind.
 
-        Args:
-            certain: the last step up to which both were seen to be right; weights are asked for up to there, and as
-                long as the control is stable.
-            wide: whether main weights are kept in more than 16 bits, so that what two updates differ by is not what
-                their storage makes of them. Where not, weights are asked for after `certain` alone.
+        Args: certain: last step up to which both are known right; weights are judged up to there, and while the control
+        is stable. wide: main weights have more than 16 bits; otherwise weights are judged after `certain` alone.
         """
         import numpy as np
 
@@ -118,8 +113,7 @@ class Parting:
 
 
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, steady: int) -> list[Finding]:
-    """Losses after step 1 against what the weights' distance explains, up to the step `last`; with more room after the
-    step `steady`."""
+    """Losses after step 1 up to `last` against the weights' distance, with a wider bound after `steady`."""
     import numpy as np
 
     if arm.stream is None or control.stream is None:

@@ -1,11 +1,10 @@
-"""Where in a step a difference arose, as far as it is known: one stage, or "between A and B".
+"""Place of a difference in a step, as far as known: one stage, or "between A and B".
 
-A captured step has a place for what differs: forward and backward where local gradients do, the reduction where these
-agree. Of a step that was not captured only its loss and its norms are known, and a loss that is off may be so by
-anything since the loss before it. What the runs' own witnesses saw to be right is taken off both ends: the sum (no
-reduction), the rule (no optimizer), the logged norm (no clipping), what was gathered and kept (no gather, no weights).
-What was gathered is seen of forwards: where a backward's weights are gathered again, a gather may still be at fault.
-What a run was fed is held against its data, step by step.
+At a captured step: forward and backward where local gradients differ, the reduction where these agree. At others only
+loss and norms are known, and a wrong loss has any cause since the loss before. Stages that the runs' witnesses checked
+are removed from both ends: the sum (reduction), the rule (optimizer), the logged norm (clipping), the gathered and kept
+weights. Gathers are observed in forwards only: one for the backward may still be at fault. Data is compared step by
+step.
 """
 
 from __future__ import annotations
@@ -23,21 +22,15 @@ SEEN = {
     Stage.clipping: ("norm",),
     Stage.optimizer: ("rule",),
 }
-"""Facts that a stream must have seen for a stage to be right."""
 
 ALWAYS = (Stage.record, Stage.data, Stage.checkpoint)
-"""Stages that two comparable runs have shown to be right before anything else is asked; a checkpoint's own witness
-speaks for
-itself."""
+"""Stages cleared by comparability itself; a checkpoint has its own witness."""
 
 
 def cleared(runs: Collection[Record], step: int, wrong: Collection[tuple[int | None, Stage]]) -> set[Stage]:
-    """Stages that both runs' streams saw, at a step and the one before, and found nothing wrong with.
+    """Stages that both runs' streams found right, at a step and the one before.
 
-    Args:
-        runs: the two.
-        step: counted from 1.
-        wrong: step and stage of what their witnesses found.
+    Args: wrong: step and stage of the witnesses' findings.
     """
     found = set(ALWAYS)
     for stage, columns in SEEN.items():
@@ -57,8 +50,7 @@ def _seen(run: Record, column: str, step: int) -> bool:
 
 
 def narrowed(finding: Finding, clear: Collection[Stage]) -> Finding:
-    """The finding without the stages at both ends that are known to be right; all of them would leave none, and then
-    they stay."""
+    """Finding without cleared stages at both ends; unchanged if none would be left."""
     stages = list(finding.stages)
     left = [stage for stage in stages if stage not in clear]
     if finding.grade is Grade.ok or not left:

@@ -24,12 +24,10 @@ Pair = tuple[Record, Record]
 
 
 def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float], window: int) -> list[SeedVerdict]:
-    """Decide every arm that was run with more than one seed.
+    """T3 of every arm with more than one seed.
 
-    Args:
-        pairs: comparable arms and controls, each pair of one seed.
-        margins: by measure, loss or grad_norm: the largest mean difference that does not matter.
-        window: last steps that count; 0 for the later half.
+    Args: pairs: comparable arms and controls, each of one seed. margins: by measure, loss or grad_norm: largest
+    irrelevant mean difference. window: number of last steps; 0 for the later half.
     """
     groups: dict[str, list[Pair]] = {}
     for arm, control in pairs:

@@ -1,4 +1,4 @@
-"""How far bounds on growth hold, and how fast two runs were seen to grow apart.
+"""Range of bounds on growth, and observed growth of a pair.
 
 After the first update a difference between two runs is multiplied step by step. In stable training the factor is small
 (measured: 1.0 to 1.7); training that is hot, which may still train well, was seen to multiply differences by 600 in one
@@ -26,23 +26,20 @@ if TYPE_CHECKING:
 EXPECTED_GROWTH = 1.5
 MOST_GROWTH = 3.0
 UNSTABLE = 2.0
-"""A gradient norm so many times the largest before it is that of a run which leaves stability, and differences with it:
-one of SGD with momentum grew ninefold a step then."""
+"""Ratio of a gradient norm to its past maximum that marks instability; one of SGD with momentum grew ninefold a step
+then."""
 CLIMB = 1.1
-"""A loss so many times the least before it: training goes backwards by more than batches differ (3 % at 256 tokens)."""
+"""Ratio of a loss to its past minimum that marks instability, beyond the difference of batches (3 % at 256 tokens)."""
 HOT_GROWTH = 25.0
-"""Squared, what clean pairs in hot training were seen to grow by in one step (600) before their loss or their gradient
-norm said that it was hot: less than this is not told from chaos by growth alone."""
+"""Square of the largest growth a step (600) that clean pairs showed in hot training before loss or norm did."""
 LEAD = 2
 """Steps by which differences grow before norm or loss do: they begin along the sharp direction as rounding."""
 
 
 def stable_until(norms: Sequence[float | None], losses: Sequence[float | None] = ()) -> int:
-    """The last step for which bounds on growth hold, by a control's record; the last there is where it never bursts.
+    """Last step with valid bounds on growth, by a control's record.
 
-    Args:
-        norms: gradient norms by step; None where there is none.
-        losses: likewise.
+    Args: norms, losses: by step; None where there is none.
     """
     bursts = [_first(norms, UNSTABLE, max), _first(losses, CLIMB, min)]
     first = min((step for step in bursts if step is not None), default=None)
@@ -61,7 +58,7 @@ def _first(values: Sequence[float | None], factor: float, extreme: Callable[[flo
 
 
 def growth(rate: float, step: int) -> float:
-    """Growth at a later step of a difference made by the first update; 0 at step 1, where there was none."""
+    """Growth at a later step of a difference made by the first update; 0 at step 1."""
     return 0.0 if step < 2 else math.exp(min(700.0, (step - 2) * math.log(rate)))
 
 
@@ -74,13 +71,11 @@ def growths(rate: float, steps: NDArray[np.int64]) -> Float64:
 
 
 def grown(differences: Float64, floor: float, steps: NDArray[np.int64] | None = None) -> Float64:
-    """Bound on each difference by the growth that was seen before it: the largest so far, times the square of the
-    largest factor by which one step has raised that (`HOT_GROWTH` at least), for every step between. 0 at the first.
+    """Bound of each difference by the growth before it; 0 at the first.
 
-    Args:
-        differences: in the order of steps; not negative. NaN counts as none.
-        floor: rounding of one observation: below it a difference is not known.
-        steps: at which they were observed; consecutive ones where None.
+    The largest so far, times the square of the largest factor of one step (`HOT_GROWTH` at least), for every step
+    between. Args: differences: not negative; NaN counts as none. floor: rounding of one observation. steps: consecutive
+    where None.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""T2 over the steps: how far losses and norms may drift apart after runs that began alike.
+"""T2 over the steps: drift of losses and norms of runs that began alike.
 
 At step 1 the weights and the data are the same, so the bound is that of one forward and backward (`envelope`). After it
 two runs walk apart, and no bound of that kind exists: differences grow exponentially and end at the level of run-to-run
@@ -44,23 +44,25 @@ if TYPE_CHECKING:
     Int64 = NDArray[np.int64]
 
 LOSS_CEILING = 0.01
-"""Relative. Clean runs that have reached run-to-run noise differ by 1 to 5 % at single steps."""
+"""Relative. Clean runs at run-to-run noise differ by 1 to 5 % at single steps."""
 NORM_CEILING = 0.1
 LOSS_MARGIN = 1e-3
+"""Relative, of a mean over the later half: the usual margin of an equivalence test over seeds."""
 NORM_MARGIN = 0.05
 TAIL = 20
 
 
 @dataclass(frozen=True)
 class Kick:
-    """Relative errors that the updates of the first step may differ by, as seen by the loss and by the weights."""
+    """Relative errors of the first step's updates, as seen by the loss and by the weights."""
 
     loss: float
     weights: float
     signs: bool = True
+    """True if an update is a sign, as Adam's first is, which flips where a gradient is small."""
 
     def given(self, gradients: Float64) -> Float64:
-        """The kick of weights at a step where gradients are seen to be so far apart; at least that of rounding."""
+        """Kick of weights from the observed distance of gradients; at least that of rounding."""
         import numpy as np
 
         moved = np.minimum(1.0, 2 * np.sqrt(2 * gradients / math.pi)) if self.signs else 2 * gradients
@@ -68,12 +70,7 @@ class Kick:
 
 
 def kick(envelope: Envelope, optimizer: str, observed: float | None) -> Kick:
-    """
-    Args:
-        envelope: of the pair.
-        optimizer: `sgd`, `adam` or `adamw`.
-        observed: distance of the whole gradients at step 1; None where none were captured.
-    """
+    """observed: distance of the whole gradients at step 1; None where none were captured."""
     rho = max(2 * (observed or 0.0), _fresh(envelope), 0.0 if observed is not None else envelope.distance)
     if optimizer == "sgd":
         return Kick(rho, rho, signs=False)
@@ -81,8 +78,10 @@ def kick(envelope: Envelope, optimizer: str, observed: float | None) -> Kick:
 
 
 def _fresh(envelope: Envelope) -> float:
-    """Gradient error a later step may add even where step 1 showed none: that of the reduction. With bf16 weights, that
-    of the whole pass: one unit of a main weight can flip a compute weight, and then nothing is the same any more."""
+    """Gradient error of a later step even if step 1 showed none: that of the reduction.
+
+    With bf16 weights, that of the whole pass: one unit of a main weight can flip a compute weight.
+    """
     if envelope.is_low_precision:
         return envelope.error
     return math.hypot(_walk(envelope.arm), _walk(envelope.control))
@@ -101,9 +100,9 @@ ROUNDED = 4 * UNIT["fp32"]
 
 @dataclass(frozen=True)
 class Span:
-    """Which steps are judged, and how.
+    """Judged steps.
 
-    last: the last to look at (before a value that is not finite). steady: the last at which growth is bounded.
+    last: before any non-finite value. steady: last with bounded growth.
     """
 
     last: int
@@ -115,13 +114,8 @@ def check(
 ) -> list[list[Finding]]:
     """Findings of all steps, a list a kind: loss, gradient norm, weight norm, later half.
 
-    Args:
-        arm: the run under test.
-        control: what it is held against; it has the same steps.
-        envelope: of the pair.
-        observed: distance of the whole gradients at step 1; None where none were captured.
-        span: which steps.
-        whole: whether the runs' later halves are looked at too.
+    Args: observed: distance of the whole gradients at step 1; None where none were captured. whole: include the later
+    halves.
     """
     push = kick(envelope, str(control.config["optimizer.name"]), observed)
     kinds = [
@@ -134,7 +128,6 @@ def check(
 
 
 def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Float64, Float64]:
-    """Steps up to the last at which both have a number, and the numbers; a step that was left out has no norm."""
     import numpy as np
 
     left, right = (np.array(run.series(key)[:last], dtype=np.float64) for run in (arm, control))
@@ -152,7 +145,7 @@ def _relative(left: Float64, right: Float64) -> Float64:
 
 
 def losses(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> list[Series]:
-    """The losses: of step 1, and of the later ones, whose weights are what the updates before made."""
+    """Losses of step 1, and of the later ones, which depend on the updates before."""
     import numpy as np
 
     steps, left, right = _pairs("loss", arm, control, span.last)
@@ -191,7 +184,6 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, span: S
 
 
 def _weights(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> Series:
-    """The weights' norm: an update of another size changes it in first order, a direction that wanders in second."""
     import numpy as np
 
     steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.steady))
@@ -205,8 +197,10 @@ def _weights(arm: Record, control: Record, envelope: Envelope, push: Kick, span:
 
 
 def path_lengths(run: Record, parameters: int) -> Float64:
-    """Length of all updates up to each step. Adam moves every weight by about lr; SGD moves all by lr times the clipped
-    gradient, and momentum adds its past."""
+    """Length of all updates up to each step.
+
+    Adam moves every weight by about lr; SGD moves all by lr times the clipped gradient, and momentum adds its past.
+    """
     import numpy as np
 
     rates = np.array([rate or 0.0 for rate in run.series("lr")])
@@ -221,7 +215,6 @@ def path_lengths(run: Record, parameters: int) -> Float64:
 
 
 def _tail(arm: Record, control: Record, envelope: Envelope) -> list[Finding]:
-    """Persistent gaps of the later half. They can raise a doubt, never refute: chaos and fault look alike by then."""
     count = control.length
     if count < TAIL:
         return []

@@ -1,9 +1,9 @@
-"""T2 at captured updates: what a step really did to every weight. Adam divides by the gradient's own size, so a wrong
-gradient can leave no trace in the loss, and a wrong optimizer none in the gradient; here both show.
+"""T2 at captured updates of every weight.
 
-The size of a tensor's update may be off by what rounding does to it: the kick of its own gradient's distance
-(`trajectory`), which grows over the steps, and the rounding of the stored weights, half a unit of weights that are at
-most about 1. A tensor whose gradient is rounding noise has no size worth a comparison and is left out.
+Adam divides by the gradient's own size, so a wrong gradient can leave no trace in the loss, and a wrong optimizer none
+in the gradient; updates show both. An update's size errs by the kick of its gradient's distance (`trajectory`), which
+grows over the steps, and by the rounding of stored weights, half a unit of weights of at most about 1. A tensor whose
+gradient is rounding noise is left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import kick
 
 CEILING = 0.5
+"""Largest allowed error of an update's size at which it is judged."""
 
 
 def check(
@@ -32,15 +33,10 @@ def check(
     gradients: Mapping[str, TensorPair],
     grown: float = 0.0,
 ) -> list[Finding]:
-    """The size of every tensor's update at a step.
+    """Size of every tensor's update at a step.
 
-    Args:
-        step: counted from 1.
-        pairs: updates that both runs have, all finite.
-        envelope: of the pair.
-        runs: the arm and what it is held against.
-        gradients: of step 1 by name; where there are none, the envelope's distance stands in.
-        grown: error of a size that growth explains by what was seen of it before; infinite where it is not bounded.
+    Args: pairs: common updates, all finite. gradients: of step 1 by name; the envelope's distance if missing. grown:
+    bound by observed growth; infinite where unbounded.
     """
     found = []
     for pair in pairs:

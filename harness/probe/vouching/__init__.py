@@ -1,1 +1,1 @@
-"""What is looked at in every step beside the engine; see [Note: Stream of vouching] in `harness.store.vouching`."""
+"""Observations of every step beside the engine; see [Note: Stream of vouching] in `harness.store.vouching`."""

@@ -1,4 +1,4 @@
-"""Sketches of what every module of a forward gives out, in one step: where two runs of one dtype part inside it.
+"""Sketches of the outputs of every module in one step's forward: the first difference of two runs of one dtype.
 
 [Note: Forwards in 16 bits] Two runs of one model in bf16 agree in step 1 to every bit, or to a few flipped roundings,
 where their kernels are the same; what rounding explains of a forward in bf16 (`Envelope.forward`, half a per cent) is a
@@ -26,21 +26,17 @@ ROWS = 1 << 20
 
 
 class ForwardWatch:
-    """A context manager around a step's forwards and backwards; asked afterwards.
+    """Context manager around a step's forwards and backwards.
 
-    Args:
-        module: the model, whose forward is called once a microbatch.
-        signs: of all sketches.
-        rows: positions of the global batch: sequences times tokens of each.
-        first: the first position of this rank.
-        aside: surrounds what its hooks do (`Timers.aside`).
+    Args: module: called once a microbatch. rows: positions of the global batch: sequences times tokens. first: first
+    position of this rank. aside: context of its hooks (`Timers.aside`).
     """
 
     def __init__(self, module: nn.Module, signs: Signs, rows: int, first: int, aside: Aside = nullcontext) -> None:
         self.module, self.signs, self._aside = module, signs, aside
         self.rows, self.next = min(rows, ROWS), first
         self.found: dict[str, Tensor] = {}
-        """By module, in the order of their first calls: m sketches and the sum of squares; fp64 [m + 1], on the CPU."""
+        """By module, in order of first calls: m sketches and the sum of squares; fp64 [m + 1], on the CPU."""
         self._begin, self._called = first, set[str]()
         self._handles: list[Any] = []
 
@@ -56,6 +52,7 @@ class ForwardWatch:
         self._handles.clear()
 
     def _new(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Begin a microbatch, whose first input is [sequences, tokens]."""
         self._begin, self._called = self.next, set()
         self.next += inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
 

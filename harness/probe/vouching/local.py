@@ -1,4 +1,4 @@
-"""Sketches of what only a forward and a backward show: local gradients, and the weights that modules compute with."""
+"""Sketches of local gradients, and of the weights that modules compute with."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ from harness.probe.vouching.sketch import Place, Signs, Sketch
 
 
 class LocalWatch:
-    """A context manager around a step's forwards and backwards; asked afterwards.
+    """Context manager around a step's forwards and backwards.
 
-    Hooks see the gradient that autograd hands to a parameter, before the engine touches it, and a weight as the module
-    looks it up.
-
-    Args:
-        module: whose own parameters autograd hands local gradients to.
-        names: of its parameters, in model order.
-        signs: of all sketches.
-        weights: whether the weights of forwards are looked at too.
-        kept: weights that are kept whole, by the places of their names: where a forward computes with that very memory,
-            the first look at it is `begun`'s too.
-        aside: surrounds what its hooks do (`Timers.aside`).
+    Hooks see autograd's gradient of a parameter before the engine does, and a weight as the module looks it up. Args:
+    names: parameters in model order. weights: observe forwards' weights too. kept: indices of unsharded weights: if a
+    forward uses that very memory, its first sketch is `begun`'s too. aside: context of its hooks (`Timers.aside`).
     """
 
     def __init__(
@@ -44,7 +36,7 @@ class LocalWatch:
         self.module, self._aside = module, aside
         self._kept = dict(kept or {})
         self.begun: dict[int, Sketch] = {}
-        """Sketches, without squares, of the weights in `kept` as a forward of this step first found them there."""
+        """Sketches, without squares, of weights in `kept` at their first use in this step."""
         self._looks_at_weights = weights
         self.signs = signs
         self._places = {name: place for place, name in enumerate(names)}
@@ -52,7 +44,7 @@ class LocalWatch:
         self._weights: list[tuple[int, Sketch]] = []
         self._quantized: set[str] = set()
         self.hidden: set[int] = set()
-        """Tensors whose weights the forward used in 8 bits, by their places."""
+        """Indices of tensors that the forward used in 8 bits."""
         self._hooks = ExitStack()
 
     def __enter__(self) -> LocalWatch:
@@ -87,7 +79,6 @@ class LocalWatch:
 
     @property
     def saw_gradients(self) -> bool:
-        """True if autograd handed this rank any gradient where it was expected."""
         return bool(self._gradients)
 
     def gradients(self) -> Sketch:
@@ -100,8 +91,7 @@ class LocalWatch:
         return found
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """The largest and the least sketch [tensors, m] of what forwards of this rank used; -inf and inf of tensors
-        that none used."""
+        """Largest and least sketch [tensors, m] of weights in this rank's forwards; -inf and inf for unused ones."""
         largest, least = self._table(-math.inf), self._table(math.inf)
         if self._weights:
             places, seen = _together(self._weights)

@@ -1,7 +1,7 @@
-"""What each rank keeps of every tensor, by whichever engine: pieces, how many ranks hold the same one, which counts.
+"""Pieces of every tensor on each rank, for any engine, and ranks with copies.
 
-An engine's state hands out DTensors that say where their rows belong, or whole tensors. Which ranks hold copies of a
-piece is not asked of it: ranks tell each other once what they hold, and equal places are copies.
+An engine's state has DTensors with places, or unsharded tensors. Ranks exchange their places once: equal places are
+copies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ class Piece:
     shape: tuple[int, ...]
     source: Tensor
     place: Place | None
-    """Where this rank's part belongs; None where it holds none."""
+    """Place of this rank's part; None without one."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Piece:
-        """Take a DTensor, whose local part the piece is, or a whole tensor.
+        """Piece of a DTensor (its local part), or of an unsharded tensor.
 
-        Raises:
-            ValueError: the part is not one block of whole trailing dimensions.
+        Raises `ValueError`: the part is not one block of whole trailing dimensions.
         """
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
@@ -44,7 +43,7 @@ class Piece:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, the engine's own memory, as it is now (engines replace the tensor that looks at it)."""
+        """This rank's part, in the engine's present memory (engines replace the viewing tensor)."""
         return local_part(self.source)
 
     @property
@@ -52,7 +51,7 @@ class Piece:
         return self.place == Place.whole(self.shape)
 
     def indices(self, wanted: Sequence[int]) -> Tensor:
-        """Flat indices into `local` of those of the tensor's elements (flat, of the whole) that are here; int64."""
+        """Flat int64 indices into `local` of the wanted global elements that are here."""
         if self.place is None:
             return torch.empty(0, dtype=torch.int64)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
@@ -66,7 +65,7 @@ class Piece:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """A DTensor's local part, not copied; any other tensor itself."""
+    """Local part of a DTensor, not copied; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return tensor._local_tensor.detach()  # to_local() makes a graph, and of ours a whole tensor
@@ -85,17 +84,11 @@ def own_places(pieces: Sequence[Piece]) -> list[int]:
 
 
 def shares(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor]:
-    """How this rank's pieces count: 1 or 0 in sums over the whole tensor, and a weight among copies.
+    """Weights of this rank's pieces, fp64 [pieces] twice: 1 or 0 in sums over the unsharded tensor, and a weight among
+    copies.
 
-    The weights of a piece's copies add up to nought, so that a weighted sum of equal copies does too, and of others
-    does not. A piece of which there is one copy has weight 0. Of a tensor that this rank has no part of, both are 0.
-
-    Returns fp64 [pieces] twice.
-
-    Args:
-        pieces: this rank's.
-        rows: what `own_places` of every rank says, in rank order.
-        rank: this one.
+    The weights of a piece's copies add up to 0, so that a weighted sum vanishes exactly for equal copies. Single and
+    missing pieces have weight 0. Args: rows: `own_places` of every rank, in rank order.
     """
     counted, among = [], []
     for index in range(len(pieces)):
@@ -108,8 +101,10 @@ def shares(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) ->
 
 
 def portions(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> list[Place | None]:
-    """Which part of each piece is this rank's to look at, where each row of a tensor is looked at once, on one of the
-    ranks that keep copies of it; the whole piece where there is one copy. Arguments are those of `shares`."""
+    """Rows of each piece for this rank to observe, so that each row is observed once among its copies.
+
+    The entire piece where there is one copy. Arguments are those of `shares`.
+    """
     found: list[Place | None] = []
     for index, piece in enumerate(pieces):
         copies, earlier = _copies(index, rows, rank)
@@ -123,6 +118,5 @@ def portions(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) 
 
 
 def _copies(index: int, rows: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
-    """How many ranks keep the same part of a tensor as this one, and how many of them come before it."""
     places = [tuple(row[4 * index : 4 * index + 4]) for row in rows]
     return places.count(places[rank]), places[:rank].count(places[rank])

@@ -1,5 +1,5 @@
-"""Single elements of every tensor, followed through every step: what the optimizer's rule makes of them, and whether
-weights and moments are next time what they were left as."""
+"""Sampled elements of every tensor, followed through every step: the optimizer's rule, and unchanged weights and
+moments in between."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from harness.probe.vouching.pieces import Piece
 from harness.store.vouching import MOMENTS
 
 PER_TENSOR = 32
-"""Elements followed of each tensor, over all ranks. A fault in a share p of a tensor's elements is among them with
-probability 1 - (1 - p)^32: 96 % for a tenth of them. What is smaller shows in the sketches."""
+"""Elements followed of each tensor, over all ranks.
+
+A fault in a share p of a tensor's elements is among them with probability 1 - (1 - p)^32: 96 % for a tenth of them.
+Smaller faults show in the sketches.
+"""
 
 ALIKE = 3
-"""Elements that must have been multiplied with one factor for it to be one."""
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -31,7 +33,6 @@ def unit_of(dtype: torch.dtype) -> float:
 
 
 def chosen(name: str, numel: int) -> list[int]:
-    """Flat indices of the elements that are followed of a tensor; the same in every layout and every run."""
     if numel <= PER_TENSOR:
         return list(range(numel))
     return sorted(random.Random(zlib.crc32(name.encode())).sample(range(numel), PER_TENSOR))
@@ -40,10 +41,8 @@ def chosen(name: str, numel: int) -> list[int]:
 @dataclass(frozen=True)
 class Followed:
     tensor: int
-    """The tensor's index in model order."""
     weight: Piece
     moments: tuple[Piece, ...]
-    """None of a tensor that is not trained."""
     indices: Tensor
     """Flat, into the pieces; int64."""
     decay: float
@@ -51,7 +50,7 @@ class Followed:
 
 @dataclass(frozen=True)
 class Values:
-    """Values of a rank's followed elements, one after the other; fp64 [elements] on the CPU."""
+    """Values of a rank's followed elements, concatenated; fp64 [elements] on the CPU."""
 
     weights: Tensor
     moments: tuple[Tensor, ...]
@@ -59,28 +58,21 @@ class Values:
 
 class Made(NamedTuple):
     step: int
-    """Counted from 1."""
     lr: float
     gradient_unit: float
 
 
 class Held(NamedTuple):
-    """How a step was found, where 0 is right."""
-
     ratios: Tensor
-    """By element: distance from the rule over the most that roundings explain; at most 1 where it is right."""
+    """Distance from the rule over the bound of rounding, by element; at most 1 if right."""
     clipping: float
 
 
 class Sample:
-    """The followed elements of one rank.
+    """Followed elements of one rank.
 
-    Args:
-        rule: the optimizer's.
-        weights: this rank's pieces, in model order.
-        moments: by tensor name, those of the rule's moments that this rank has.
-        trained: names of the tensors that have gradients.
-        decay_of: weight decay by name.
+    Args: rule: of the optimizer. weights: this rank's pieces, in model order. moments: by tensor name, this rank's.
+    trained: names of tensors with gradients. decay_of: weight decay by name.
     """
 
     def __init__(
@@ -107,7 +99,7 @@ class Sample:
                 self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay))
         owners = [torch.full((len(each.indices),), each.tensor) for each in self.followed]
         self.tensor_of = torch.cat([torch.empty(0, dtype=torch.int64), *owners])
-        """Index of the tensor that each followed element is of; int64."""
+        """Tensor index of each followed element; int64."""
         signs = [_signs(each.weight.name, len(each.indices)) for each in self.followed]
         self._signs = torch.cat([torch.empty(0, dtype=torch.float64), *signs])
         self._decays = self._spread([each.decay for each in self.followed])
@@ -136,7 +128,7 @@ class Sample:
 
     @torch.no_grad()
     def gradients(self, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Averaged gradients, of trained tensors; 0 of others. `pieces` has them in the places of the weights."""
+        """Averaged gradients of trained tensors; 0 of others. `pieces` has the places of the weights."""
         return self._take([pieces.get(each.weight.name) for each in self.followed])
 
     def _take(self, sources: Sequence[Tensor | None]) -> Tensor:
@@ -149,8 +141,10 @@ class Sample:
         return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
 
     def moved(self, left: Values, found: Values) -> Tensor:
-        """By element: how far weights and moments are from those that were left, relative to themselves; 0 where none
-        moved. What is kept has one value: a moment that is small beside others is held to its own. fp64 [elements]."""
+        """Relative change of weights and moments between two looks, by element; fp64 [elements].
+
+        Each moment is relative to itself, even if small beside others.
+        """
         off = torch.zeros_like(found.weights)
         pairs = ((left.weights, found.weights), *zip(left.moments, found.moments, strict=True))
         for before, now in pairs:
@@ -159,23 +153,18 @@ class Sample:
         return off
 
     def of_moments(self, values: Values, tensors: int) -> Tensor:
-        """The signed sum of each moment's followed elements, by tensor; 0 of one there is not. fp64 [tensors, 2]."""
+        """Signed sum of each moment's followed elements, by tensor; 0 if missing. fp64 [tensors, 2]."""
         found = torch.zeros(tensors, len(MOMENTS), dtype=torch.float64)
         for number, moment in enumerate(values.moments):
             found[:, number].index_add_(0, self.tensor_of, self._signs * moment)
         return found
 
     def held_to_rule(self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made) -> Held:
-        """How far the step is from what the rule makes of it, and from gradients that were clipped as they should.
+        """Deviation of a step from the rule, and from the clipping factor.
 
-        Where all elements follow the rule with another factor than the one that clips, or those of each tensor with
-        one of its own, the rule was followed and the factor is wrong.
-
-        Args:
-            before, after: weights and moments around the step.
-            gradients: averaged, not clipped.
-            clipping: what they should be multiplied with.
-            made: facts of the step.
+        If all elements, or those of each tensor, follow the rule with another factor, the rule is right and the factor
+        wrong. Args: before, after: weights and moments around the step. gradients: averaged, not clipped. clipping:
+        expected factor.
         """
         state = self._state(before)
         ratios = self._ratios(state, after, clipping * gradients, made)
@@ -195,11 +184,10 @@ class Sample:
         return Held(ratios, 0.0)
 
     def _factors_taken(self, taken: Tensor, gradients: Tensor, parts: list[Tensor], clipping: float) -> Tensor:
-        """Factor of gradients, a number an element: one for each part, by the median of its elements
-        whose gradient is not small.
+        """Factor of gradients for each element, fp64 [elements]: by part, the median over elements with gradients that
+        are not small.
 
-        Fewer than `ALIKE` could be wrong in any way: such a part has that of another one, whichever is the nearest, or
-        what it should be. Fp64 [elements].
+        Parts with fewer than `ALIKE` take the nearest factor of others, or the expected one.
         """
         found, few = [clipping], []
         factors = torch.full_like(gradients, clipping)
@@ -224,8 +212,10 @@ class Sample:
         return UpdateState(values.weights, first, second)
 
     def _ratios(self, state: UpdateState, after: Values, gradients: Tensor, made: Made) -> Tensor:
-        """By element: how far the step is from the rule, over the most that roundings explain; at most 1 where it is
-        right. Elements that are not trained must not move at all. fp64 [elements]."""
+        """Distance from the rule over the bound of rounding, by element; at most 1 if right. fp64 [elements].
+
+        Frozen elements must not move at all.
+        """
         units = self.units._replace(gradients=made.gradient_unit)
         rule = self.rule.bounded(state, gradients, made.step, made.lr, self._decays, units)
         ratio = _ratio(after.weights, rule.weights, rule.weights_error)
@@ -236,18 +226,18 @@ class Sample:
         return torch.where(self._trained > 0, ratio, unmoved)
 
     def largest(self, values: Tensor, tensors: int) -> Tensor:
-        """The largest of a number an element, by tensor; 0 where none of it is here. fp64 [tensors]."""
+        """Maximum by tensor; 0 for tensors without elements here. fp64 [tensors]."""
         found = torch.zeros(tensors, dtype=torch.float64)
         np.maximum.at(found.numpy(), self.tensor_of.numpy(), values.numpy())
         return found
 
     def elements(self, tensors: int) -> Tensor:
-        """How many of each tensor's elements this rank follows; fp64 [tensors]."""
+        """Number of followed elements on this rank, by tensor; fp64 [tensors]."""
         return torch.bincount(self.tensor_of, minlength=tensors).to(torch.float64)
 
 
 def _signs(name: str, count: int) -> Tensor:
-    """As many signs, drawn once for a tensor; fp64 [count]."""
+    """Random signs, fixed for a tensor; fp64 [count]."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"moments of {name}".encode()))
     return torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1).to(torch.float64)
 

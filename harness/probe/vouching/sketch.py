@@ -32,15 +32,16 @@ import torch
 from torch import Tensor, nn
 
 SKETCHES = 4
-"""m: a difference that all of so many miss by a factor of twenty has a chance of less than one in 50,000."""
+"""m: all miss a difference by a factor of twenty with a chance of less than one in 50,000."""
 
 AT_ONCE = 1 << 18
-"""Elements widened to fp64 at a time: what fits into a core's own cache."""
+"""Elements widened to fp64 at a time: the size of a core's own cache."""
 
 CELL = 64
-"""Elements of a cell, at most: with four sketches, a sixteenth of a product an element goes into sums of cells."""
+"""Most elements of a cell: with four sketches, sums of cells cost a sixteenth of a product an element."""
 
 CELLS = 8
+"""Least cells of a row, if it has as many elements."""
 
 
 class Sketch(NamedTuple):
@@ -53,8 +54,7 @@ class Sketch(NamedTuple):
 
     @classmethod
     def stack(cls, several: Sequence[Sketch]) -> Sketch:
-        """Put several together, on the CPU: [n, m] and [n]. One copy from a device for all; those that are of nothing
-        may be on the CPU before."""
+        """Stack on the CPU: [n, m] and [n], with one copy from a device; empty ones may be on the CPU before."""
         device = next((each.values.device for each in several if each.values.device.type != "cpu"), torch.device("cpu"))
         values, squares = (torch.stack([each[part].to(device) for each in several]).cpu() for part in (0, 1))
         return cls(values, squares)
@@ -62,18 +62,14 @@ class Sketch(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Which rows and columns of a tensor, seen as a matrix, a piece has; columns of all dimensions but the first."""
+    """Rows and columns of a piece in its tensor as a matrix; columns are all dimensions but the first."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
     @classmethod
     def of(cls, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
-        """Find the place of a piece that is whole in all dimensions but the first two.
-
-        Raises:
-            ValueError: it is cut in another dimension.
-        """
+        """Place of a piece that is whole in all dimensions but the first two. Raises `ValueError`: another is cut."""
         if not shape:
             return cls((0, 1), (0, 1))
         if any(size != full for size, full in zip(sizes[2:], shape[2:], strict=True)):
@@ -86,22 +82,24 @@ class Place:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Place:
-        """All rows and columns of a tensor of this shape."""
         return cls.of(shape, [0] * len(shape), list(shape))
 
 
 def cell_of(width: int) -> int:
-    """Elements of a cell in rows of this width, a divisor of it; see [Note: Cells]."""
+    """Elements of a cell, a divisor of the row's width; see [Note: Cells]."""
     longest = max(1, min(CELL, width // CELLS))
     return next(length for length in range(longest, 0, -1) if width % length == 0)
 
 
 class Drawn(NamedTuple):
-    """One tensor's signs, fp64."""
+    """Signs of one tensor, fp64."""
 
     rows: Tensor
+    """[m, rows]"""
     cells: Tensor
+    """[m, cells of a row]"""
     within: Tensor
+    """[elements of a cell]"""
 
 
 class Signs:
@@ -110,7 +108,7 @@ class Signs:
         self._drawn: dict[tuple[str, torch.device], Drawn] = {}
 
     def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place, *, squares: bool = True) -> Sketch:
-        """Sketch this piece of the tensor that has the name and the full shape; `squares`: of it are wanted, too."""
+        """Sketch of a piece of the tensor with this name and full shape; `squares`: with the sum of squares."""
         drawn = self._of(name, shape, piece.device)
         (top, bottom), (left, right), length = place.rows, place.columns, len(drawn.within)
         matrix = piece.detach().reshape(bottom - top, right - left)  # detached: no graph is made
@@ -137,12 +135,12 @@ class Signs:
 
 
 class _Scratch(threading.local):
-    """Memory of a thread, kept: taken anew for each part it would cost more than the numbers, in page faults."""
+    """Buffer of a thread, kept: new ones would cost more in page faults than the arithmetic."""
 
     held: Tensor | None = None
 
     def widen(self, part: Tensor) -> Tensor:
-        """The part in fp64, until the next one."""
+        """Part in fp64, valid until the next call."""
         if part.dtype is torch.float64:
             return part
         if part.device.type != "cpu" or part.numel() > AT_ONCE:
@@ -156,10 +154,9 @@ _scratch = _Scratch()
 
 
 def sketch(matrix: Tensor, signs: Drawn, *, squares: bool = True) -> Sketch:
-    """Sketch a matrix of whole cells, a part at a time, with the signs of its rows and cells.
+    """Sketch a matrix of whole cells, in parts, with the signs of its rows and cells.
 
-    Args:
-        squares: whether they are wanted; 0 where not.
+    Args: squares: compute them; else 0.
     """
     length = len(signs.within)
     step = max(1, AT_ONCE // max(1, matrix.shape[1]))

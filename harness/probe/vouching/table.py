@@ -1,4 +1,4 @@
-"""What ranks add up and compare at the end of a step, and the numbers that come of it."""
+"""Sums and maxima over ranks at the end of a step, and the resulting numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ Table = NDArray[np.float64]
 
 WITH_SQUARES = ("reduced", "before", "after")
 SUMMED = ("local", "reduced", "before", "cast", "after", "dissent")
-"""Sketches that are added up over ranks: of local gradients; of reduced ones; of weights before the step, and cast to
-the compute dtype; of weights after it; and those of copies, each times its weight (`pieces.shares`)."""
+"""Sketches summed over ranks: of local and reduced gradients, of weights before the step, in the main and compute
+dtype, and after it.
+
+Those of copies count with their weight (`pieces.shares`).
+"""
 BLIND = ("blind", "blind_twice")
-"""Above 0 where a rank could not work out local gradients again, or ask the plain model twice."""
+"""Above 0 where a rank could not recompute local gradients, or evaluate the plain model twice."""
 
 ORDER = 1e-12
-"""Relative: how far sums in fp64 of the same numbers may be apart, in another order or on other ranks."""
+"""Largest relative difference of fp64 sums of the same numbers in another order."""
 
 
 class SummedTable:
+    """Sums of one rank in a step; a row a tensor."""
+
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
         self._places: dict[str, slice] = {}
@@ -49,19 +54,19 @@ class SummedTable:
         return self.values[:, self._places[name]]
 
     def put(self, name: str, found: Sketch, shares: Tensor) -> None:
-        """Put sketches of this rank's pieces [tensors, m], each times its share [tensors]."""
+        """Store sketches of this rank's pieces [tensors, m], each times its share [tensors]."""
         self.part(name)[:] = shares[:, None] * found.values
         if name in WITH_SQUARES:
             self.part(f"{name}_squares")[:, 0] = shares * found.squares
 
     def read(self, name: str) -> Table:
-        """Array of `part`, without the last axis where it is of length one."""
+        """`part` as an array, without a last axis of length one."""
         values = self.part(name).numpy()
         return values if self._places[name].stop - self._places[name].start > 1 else values[:, 0]
 
 
 class LargestTable:
-    """One rank's candidates for a step's largest values; a row a tensor."""
+    """Maxima of one rank in a step; a row a tensor."""
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
@@ -70,34 +75,37 @@ class LargestTable:
 
     @property
     def used(self) -> Tensor:
-        """[tensors, 2 sketches]: the largest sketch of what forwards used, and the negative of the least."""
+        """[tensors, 2 sketches]: largest sketch of forwards' weights, and the negative of the least."""
         return self.values[:, : 2 * self.sketches]
 
     @property
     def kept(self) -> Tensor:
+        """[tensors]"""
         return self.values[:, -2]
 
     @property
     def again(self) -> Tensor:
+        """[tensors]"""
         return self.values[:, -4]
 
     @property
     def drift(self) -> Tensor:
+        """[tensors]"""
         return self.values[:, -5]
 
     @property
     def clipping(self) -> Tensor:
-        """Relative error of the factor that clipped; the same of all [tensors]."""
+        """Relative error of the clipping factor; equal for all [tensors]."""
         return self.values[:, -3]
 
     def differ_from(self, summed: SummedTable, left: Table) -> None:
-        """Let `kept` be no less than how far the weights before the step are from the sketches [tensors, sketches] of
-        those that were left."""
+        """Raise `kept` to the distance of weights before the step from the sketches [tensors, sketches] after the last
+        one."""
         self._keep(_relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares"))))
 
     def moments_differ_from(self, summed: SummedTable, left: Table) -> None:
-        """Let `kept` be no less than how far the moments before the step are from those that were left, of which
-        [tensors, 2] is known (`MOMENTS`)."""
+        """Raise `kept` to the distance of moments before the step from those after the last one, [tensors, 2]
+        (`MOMENTS`)."""
         self._keep(_relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
 
     def _keep(self, off: Table) -> None:
@@ -105,15 +113,15 @@ class LargestTable:
 
     @property
     def rule(self) -> Tensor:
+        """[tensors]"""
         return self.values[:, -1]
 
 
 class Looked(NamedTuple):
-    """Counts of elements that were looked at, so that a nought is not taken for an answer."""
-
     gradients: bool
     reduced: bool
     rule: bool
+    """Rule of the optimizer: needs reduced gradients and all moments, and no loss scale."""
     again: bool
     drift: bool
 
@@ -126,15 +134,10 @@ def step_numbers(
     norm: float,
     least: Table | float = 0.0,
 ) -> tuple[list[float], Table]:
-    """A step's row of the stream, and its tensors' (`harness.store.vouching`).
+    """Row of the stream for a step, and for its tensors (`harness.store.vouching`).
 
-    Args:
-        summed: over all ranks.
-        largest: over all ranks.
-        seen: what of it was looked at.
-        divisor: of the sum of local gradients.
-        norm: the logged gradient norm.
-        least: norm [tensors] that a sum is at least held to: of one whose rounding does not shrink with it.
+    Args: summed, largest: over all ranks. divisor: of the sum of local gradients. norm: logged gradient norm. least:
+    norm [tensors] that a sum is at least compared with, where rounding does not shrink with it.
     """
     m = summed.sketches
     saw = seen.gradients and bool(summed.read("saw").any())
@@ -173,7 +176,6 @@ def step_numbers(
 
 
 def closing_numbers(columns: Sequence[str], kept: Table) -> list[float]:
-    """The row after the last step: only what was kept is known."""
     largest, tensor = _worst(kept)
     known = {"kept": largest, "kept_tensor": tensor}
     return [known.get(name, math.nan) for name in columns]
@@ -186,7 +188,7 @@ def _relative(off: Table, scale: Table) -> Table:
 
 
 def _worst(values: Table) -> tuple[float, float]:
-    """The largest and where it is; a value that is no number, and so was not looked at, is larger than all."""
+    """Maximum and its index; NaN, which was not observed, exceeds all."""
     if not len(values):
         return math.nan, math.nan
     place = int(np.where(np.isnan(values), np.inf, values).argmax())

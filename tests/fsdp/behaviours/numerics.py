@@ -283,7 +283,7 @@ _prefetch = GatherPipeline._prefetch
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
-    with mock.patch.object(Bucket, "fill_own", lambda bucket, side: side.whole.zero_()):
+    with mock.patch.object(Bucket, "fill_own", lambda bucket, encoding: encoding.unsharded.zero_()):
         _prefetch(self)
 
 
