@@ -80,6 +80,10 @@ def main_thread_place() -> str:
     return f"in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
 
 
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    return group in dist.distributed_c10d._world.pg_map
+
+
 class Watchdog:
     """Watches the collectives of this process in some groups, from its construction to `close` or the end of `with`.
 
@@ -113,6 +117,7 @@ class Watchdog:
             raise ValueError(f"watchdog_timeout_s={timeout_s} must be above 0 seconds, or None")
         self.tick_s = min(TICK_S, self.timeout_s / 4)
         self.ranks, self.rank = dist.get_process_group_ranks(self.groups[0]), dist.get_rank()
+        self._was_registered = _is_registered(self.groups[0])
         self._where, self._abort = where, abort
         everywhere = all(dist.get_process_group_ranks(group) == self.ranks for group in self.groups)
         self._suspects = not records and everywhere and self.timeout_s > 2 * SUSPECT_S
@@ -192,7 +197,8 @@ class Watchdog:
 
     def check(self) -> None:
         """Raise CollectiveError where the alarm is over, unless the program has destroyed the groups since."""
-        if self._message is not None and self.groups[0] in dist.distributed_c10d._world.pg_map:
+        is_destroyed = self._was_registered and not _is_registered(self.groups[0])
+        if self._message is not None and not is_destroyed:
             raise CollectiveError(self._message)
 
     def explain(self, error: Exception) -> Exception:

@@ -17,6 +17,7 @@ from harness.watchdog import CollectiveError, Watchdog, watchdog
 from harness.watchdog.store import RollCalls
 from harness.watchdog.waits import Waits
 from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import logged, together, watchdogs, without_threads
 
 LIMIT_S = 1.0
@@ -57,6 +58,35 @@ def test_a_stream_that_never_passes_a_collective_is_an_error_at_the_next_one() -
     assert [dog._abort.call_count for dog in dogs] == [1, 1]  # type: ignore[attr-defined]
     for dog in dogs:
         dog.close()
+
+
+def raised_in_later_groups(rank: int) -> list[bool]:
+    """True where `begin` raises of a watchdog whose alarm is over: in its group, and after that was destroyed."""
+    group = dist.new_group([rank])
+    raised, dog = [], Watchdog([group], LIMIT_S)
+    dog._message = "a hang"
+    for _ in range(2):
+        try:
+            dog.begin("next")
+            raised.append(False)
+        except CollectiveError:
+            raised.append(True)
+        if not raised[1:]:
+            dist.destroy_process_group(group)
+    return raised
+
+
+RAISED = [True, False]
+
+
+def test_an_alarm_ends_with_its_groups() -> None:
+    assert run_ranks(raised_in_later_groups, 1) == [RAISED]
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [("alarms for ever", "A hang is raised after its groups")]))
+def test_an_alarm_for_ever_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(Watchdog, "check", " and not is_destroyed", "").put(monkeypatch)
+    assert run_ranks(raised_in_later_groups, 1) != [RAISED]
 
 
 def test_errors_of_the_program_are_left_alone() -> None:
@@ -138,6 +168,7 @@ def suspects(limit_s: float, *groups: list[int]) -> bool:
     with (
         mock.patch.object(dist, "get_process_group_ranks", side_effect=lambda group: group),
         mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(watchdog, "_is_registered", return_value=False),
         mock.patch.object(watchdog, "stores_of", lambda *_, clones: [dist.HashStore()] * clones),
         without_threads(),
     ):
