@@ -11,14 +11,11 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from harness.store.interpreter import NEEDED
+
 MODULES = (
-    "hydra",
-    "omegaconf",
+    *NEEDED,
     "yaml",
-    "scipy.special",
-    "safetensors",
-    "xxhash",
-    "psutil",
     "harness.cli.main",
     "harness.parity.judgement",
     "harness.bench.record",

@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from harness.fsdp.ragged.before_2_12 import spec_for
 from harness.fsdp.ragged.placement import RaggedShard, Span
 
 BEFORE_WRITE = "_before_write"  # attribute of rows that other ranks may read: called before they are written to
@@ -87,9 +88,8 @@ class RaggedTensor(DTensor):
         placements = (*spec.placements[:-1], Replicate())
         sizes, _ = compute_local_shape_and_global_offset(self.shape, spec.mesh, placements)
         rows = rows.reshape(sizes)  # without elements it may have another shape
-        return DTensor.from_local(
-            rows, spec.mesh, placements, run_check=False, shape=self.shape, stride=self.stride()
-        ).full_tensor()
+        made = DTensor.from_local(rows, spec.mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
+        return made.full_tensor().contiguous()  # torch 2.11 gathers columns into rows of another stride
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """This rank's view of a plain tensor that broadcasts to this one's shape."""
@@ -210,7 +210,7 @@ def _told(tensor: Tensor) -> str:
 
 
 def in_class(kind: type[DTensor], held: Any) -> Any:
-    return DTensor.__new__(kind, held._local_tensor, held._spec, requires_grad=False)
+    return DTensor.__new__(kind, held._local_tensor, spec_for(kind, held._spec), requires_grad=False)
 
 
 def plain_of(kind: type[DTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""From torch 2.12 on; before, all units share one storage, and a view kept past its unit's turn shows another's."""
 
 
 class SharedBuffer:
@@ -33,7 +35,7 @@ class Turn:
         self.filled: set[int] = set()
         self._buffer = buffer
         self._cursor = 0
-        self._storage = torch.UntypedStorage(0, device=buffer.device)
+        self._storage = torch.UntypedStorage(0, device=buffer.device) if CAN_SWAP else buffer.storage
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor behind those placed before, whose contents are undefined; the turn has begun."""
@@ -64,11 +66,15 @@ class Turn:
             self._buffer.user = None
 
     def renew(self, bucket: Tensor) -> bool:
-        """Give one of its buckets other storage, as `BucketMemory.renew`; the buffer gets other memory with it."""
+        """Give one of its buckets other storage, as `BucketMemory.renew`; the buffer gets other memory with it.
+        False where all units share one storage."""
+        if self._storage is self._buffer.storage:
+            return False
         if not self._storage.resizable():
             self._storage = torch.UntypedStorage(self._buffer.nbytes, device=self._buffer.device)
         bucket.set_(self._storage, bucket.storage_offset(), bucket.shape, bucket.stride())
         return True
 
     def _exchange(self) -> None:
-        self._storage._swap_data_ptr_(self._buffer.storage)  # type: ignore[attr-defined] # newer than torch's stubs
+        if self._storage is not self._buffer.storage:
+            self._storage._swap_data_ptr_(self._buffer.storage)  # type: ignore[attr-defined] # newer than torch's stubs

@@ -1,0 +1,73 @@
+"""Dispatch by the subclass, which torch before 2.12 does not do for DTensor's (pytorch issue 177716).
+
+There its dispatcher computes with a subclass as with a DTensor; here it is made to ask the subclass first. Later
+versions do so themselves, and use nothing of this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_leaves
+
+COPY = torch.ops.aten.copy_.default
+ASKS_DTENSOR = torch.__version__ < "2.12"
+
+
+class ApartSpec(DTensorSpec):
+    """Equal to no other: torch's cache of rules has none for it, and asks."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def spec_for(kind: type[DTensor], spec: DTensorSpec) -> DTensorSpec:
+    """Of a tensor in this class, which takes over another's spec."""
+    if not ASKS_DTENSOR:
+        return spec
+    made = copy.copy(spec)
+    made.__class__ = DTensorSpec if kind is DTensor else ApartSpec
+    return made
+
+
+def ask_subclasses(*kinds: type[DTensor]) -> None:
+    """In this process, operations on tensors of these classes run by their `__torch_dispatch__`."""
+    dispatcher: Any = cast(Any, DTensor)._op_dispatcher
+
+    def first_of(arguments: object) -> type[DTensor] | None:
+        return next((type(each) for kind in kinds for each in tree_leaves(arguments) if isinstance(each, kind)), None)
+
+    def asking(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def asked(op: Any, args: Any, kwargs: Any, *more: Any) -> Any:
+            kind = first_of((args, kwargs))
+            return original(op, args, kwargs, *more) if kind is None else answer(kind, op, args, kwargs)
+
+        return asked
+
+    def run(kind: Any, op: Any, args: Any, kwargs: Any) -> Any:
+        return kind.__torch_dispatch__(op, (kind,), args, kwargs)
+
+    def nothing(*_: object) -> None:
+        """Stands for torch's description of the operation, which `run` does not look at."""
+
+    dispatcher.unwrap_to_op_info = asking(dispatcher.unwrap_to_op_info, nothing)
+    slow_path = "_propagate_op_sharding_dispatch_slow_path"
+    setattr(dispatcher, slow_path, asking(getattr(dispatcher, slow_path), run))
+    handlers = dispatcher._custom_op_handlers
+
+    def copy_of_torch(op: Any, args: Any, kwargs: Any) -> Any:
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = copies
+
+    copies = asking(copy_of_torch, run)  # else torch refuses a plain source of several elements before it asks
+    handlers.update({op: asking(handler, run) for op, handler in handlers.items()} | {COPY: copies})
