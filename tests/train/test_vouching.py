@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
 from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.store import vouching
@@ -60,7 +60,8 @@ UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47, "optimizer__weight_deca
 """Rows that two ranks cannot share evenly: FSDP2 pads them in its first forward, and has other memory from then on."""
 
 
-FEW = ["native-no_shard", "native-optim_grads_params", "fsdp2"]
+OURS = ["native-no_shard", "native-optim_grads_params"]
+FEW = [*OURS, "fsdp2"]
 """For further optimizers; `make test-all` takes every engine with each."""
 
 
@@ -93,6 +94,20 @@ def test_every_step_of_every_engine_vouches_for_itself(
         for once in ONCE:
             assert np.flatnonzero(~np.isnan(stream.column(once))).tolist() == [3], "the last captured step"
             assert stream.column(once)[3] <= (1e-9 if run.name.endswith("bf16") else ROUNDED), (run.name, once)
+
+
+def trains_delayed(rank: int, folder: str) -> None:
+    sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
+    for kind in OURS:
+        config = configured(kind, dtype__fp8=Fp8.delayed, measure__capture_steps=[4], **sizes)
+        train(with_dtypes(config, Dtype.bf16, Dtype.fp32), Path(folder, kind), rank)
+
+
+def test_gradients_worked_out_again_have_the_scales_of_their_own_step(tmp_path: Path) -> None:
+    """Our engine makes them when somebody asks, between an update and the next forward."""
+    run_ranks(trains_delayed, 2, str(tmp_path))
+    for kind in OURS:
+        assert read(tmp_path / kind).column("again")[3] <= 1e-9, kind
 
 
 def looks_or_not(rank: int, folder: str) -> None:

@@ -73,8 +73,12 @@ class StateAccess:
         return module
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded main weights by parameter name, on the CPU. *Collective*; run it to its end on all ranks."""
+        """Unsharded main weights by parameter name, on the CPU. *Collective*; run it to its end on all ranks.
+
+        The scales of delayed scaling beside them are those of the next forward.
+        """
         self.settle()
+        self._fp8_state()
         return self._unsharded(self.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
