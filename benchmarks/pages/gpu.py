@@ -30,6 +30,7 @@ from harness.store.provenance import cpu_model  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "gpu"
 REHEARSAL = DATA / "rehearsal.json"
+VERSIONS = DATA / "versions.json"
 PAGE = ROOT / "docs" / "records" / "gpu.md"
 COMMAND = "benchmarks/gpu/acceptance.py --device cpu --tiny --out FOLDER"
 NOT_MEASURED = "not measured"
@@ -55,15 +56,22 @@ def read() -> dict[str, Facts]:
     return {name: json.loads(path.read_text("utf-8")) for name, path in files(DATA).items() if path.exists()}
 
 
-def page(results: dict[str, Facts], rehearsal: Facts | None) -> str:
-    """The whole page."""
+def page(results: dict[str, Facts], rehearsal: Facts | None, compared: Facts | None = None) -> str:
+    """The whole page. compared: of `benchmarks/gpu/versions.py`."""
     lines = [HEAD, "| piece | what it asks | what it found | on | seconds |", "|---|---|---|---|---|"]
     found = {piece: " | ".join(outcome(results.get(piece.name))) for piece in PIECES}
     lines += [f"| `{piece.name}` | {piece.asks} | {cells} |" for piece, cells in found.items()]
     for name in TIMED:
         lines += ["", f"## {name}", "", *rows(results.get(name))]
+    lines += ["", "## Before and after parameters at rest became DTensors", "", *versions(compared)]
     lines += ["", "## The rehearsal on CPU", "", *rehearsed(rehearsal)]
     return "\n".join(lines) + "\n"
+
+
+def made() -> str:
+    """The page of the data that lie here."""
+    others = [json.loads(path.read_text("utf-8")) if path.exists() else None for path in (REHEARSAL, VERSIONS)]
+    return page(read(), *others)
 
 
 def outcome(result: Facts | None) -> tuple[str, str, str]:
@@ -83,8 +91,16 @@ def summary(result: Facts) -> str:
     words = [f"{count} {name}" for name, count in sorted(counts.items())]
     words += [product(row) for row in found.get("products", ()) if row["built"]]
     words += [found["reason"]] if found.get("reason") else []
+    words += sorted({told for run in found.get("network", {}).values() if (told := unregistered(run["nccl_ub"]))})
     words += [f"{len(result['wrong'])} wrong"] if result["wrong"] else []
     return ", ".join(words) or "right"
+
+
+def unregistered(buffers: Facts) -> str:
+    """Why buffers that were to be registered were not; empty otherwise."""
+    if buffers["requested"] == "none" or buffers["effective"] != "none":
+        return ""
+    return f"`nccl_ub={buffers['requested']}` not in effect ({buffers['reason']})"
 
 
 def product(row: Facts) -> str:
@@ -103,6 +119,34 @@ def rows(result: Facts | None) -> Iterator[str]:
         exposed = "-" if row["exposed_comm_ms"] is None else f"{row['exposed_comm_ms']:.2f}"
         sizes = [_mib(row[key]) for key in ("peak_bytes", "outside_bytes")]
         cells = [row["engine"], row["sharding"], f"{row['step_ms']:.2f}", exposed, *sizes, str(row["blocks"])]
+        yield f"| {' | '.join(cells)} |"
+
+
+def versions(facts: Facts | None) -> Iterator[str]:
+    """The table of two checkouts."""
+    command = "`python benchmarks/gpu/versions.py --base FOLDER`, FOLDER with the files of f5f18313"
+    if facts is None:
+        yield f"{NOT_MEASURED}: {command}."
+        return
+    machine, (dim, layers, _, batch, length) = facts["machine"], facts["sizes"]
+    yield (
+        f"{command}, on {machine['devices'][0]}, torch {facts['versions']['torch']}, NCCL {machine['nccl']}, driver"
+        f" {machine['driver']}: one rank, {layers} layers of width {dim}, {batch} sequences of {length} in bf16;"
+        f" {facts['turns']} turns of {facts['steps']} steps, of which *host* is the time that the loop takes to issue"
+        " one: here that is all of it. DDP and FSDP2 are the same on both sides, and their ratios what two processes"
+        " of one program vary by."
+    )
+    yield ""
+    titles = ["arm", "step, ms", "host, ms", "/ before", "/ FSDP2", "kernels", "copies", "waits", "peak, MiB"]
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * len(titles)
+    for arm, row in facts["rows"].items():
+        ratios = [row[key] for key in ("ratio", "to_fsdp2")]
+        cells = [arm, f"{row['here_ms']:.1f}", f"{row['host_ms']:.1f}"]
+        cells += [f"{each['value']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in ratios]
+        for key in ("kernels", "copies", "waits", "peak_mib"):
+            here, base = row["here"][key], row["base"][key]
+            cells.append(f"{here}" if here == base else f"{here}, before {base}")
         yield f"| {' | '.join(cells)} |"
 
 
@@ -146,8 +190,7 @@ def main() -> int:
     if folder is not None:
         kept = rehearsal_of(folder, f"python {COMMAND}", cpu_model())
         REHEARSAL.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    rehearsal = json.loads(REHEARSAL.read_text("utf-8")) if REHEARSAL.exists() else None
-    PAGE.write_text(page(read(), rehearsal), encoding="utf-8")
+    PAGE.write_text(made(), encoding="utf-8")
     return 0
 
 

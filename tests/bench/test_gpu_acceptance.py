@@ -212,7 +212,7 @@ def test_a_piece_that_does_not_exist_is_refused_before_anything_runs(capsys: pyt
 
 def test_the_page_is_made_from_the_data() -> None:
     rehearsal = json.loads(page.REHEARSAL.read_text())
-    assert page.PAGE.read_text() == page.page(page.read(), rehearsal), "run: python benchmarks/pages/gpu.py"
+    assert page.PAGE.read_text() == page.made(), "run: python benchmarks/pages/gpu.py"
     assert set(rehearsal["pieces"]) == {piece.name for piece in PIECES}
 
 
