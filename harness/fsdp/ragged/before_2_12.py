@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
-COPY = torch.ops.aten.copy_.default
+TAKE_PLAIN = (torch.ops.aten.copy_.default, torch.ops.aten.mul.Tensor)
+"""A plain tensor of several elements may take part: torch refuses those before it asks anybody but a handler."""
 ASKS_DTENSOR = torch.__version__ < "2.12"
 
 
@@ -62,12 +63,12 @@ def ask_subclasses(*kinds: type[DTensor]) -> None:
     setattr(dispatcher, slow_path, asking(getattr(dispatcher, slow_path), run))
     handlers = dispatcher._custom_op_handlers
 
-    def copy_of_torch(op: Any, args: Any, kwargs: Any) -> Any:
-        del handlers[op]
+    def unhandled(op: Any, args: Any, kwargs: Any) -> Any:
+        handler = handlers.pop(op)
         try:
             return op(*args, **kwargs)
         finally:
-            handlers[op] = copies
+            handlers[op] = handler
 
-    copies = asking(copy_of_torch, run)  # else torch refuses a plain source of several elements before it asks
-    handlers.update({op: asking(handler, run) for op, handler in handlers.items()} | {COPY: copies})
+    handlers.update({op: asking(handler, run) for op, handler in handlers.items()})
+    handlers.update(dict.fromkeys(TAKE_PLAIN, asking(unhandled, run)))
