@@ -29,7 +29,7 @@ class ApartSpec(DTensorSpec):
 
 
 def spec_for(kind: type[DTensor], spec: DTensorSpec) -> DTensorSpec:
-    """Of a tensor in this class, which takes over another's spec."""
+    """A tensor's spec for one of this class over the same rows."""
     if not ASKS_DTENSOR:
         return spec
     made = copy.copy(spec)
