@@ -1,0 +1,268 @@
+"""A `torch.distributed` process group whose gathers and reduce-scatters go through shared memory."""
+
+# mypy: disable-error-code="override, assignment"
+# torch's stubs have overloads that nobody calls, and other names of arguments
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.shm.mailbox import head_bytes
+from harness.shm.segment import Segment, open_peer
+from harness.shm.transfer import Peer, Transfer, Transport
+
+CPU = torch.device("cpu")
+NAME = "shm"
+_ELSEWHERE = 1 << 20
+
+
+def register() -> None:
+    """Let torch know the backend "shm", of CPU tensors; a second call does nothing."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, _make, devices=["cpu"])
+
+
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
+    return ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+
+
+class Work(dist._Work):  # type: ignore[name-defined, misc]
+    """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfer: Transfer,
+        result: Any,
+        receive: Callable[[], dict[int, list[Tensor]]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._receive = receive
+        self._transport = transport
+        self._transfer = transfer
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the results are here and inputs may change; raises as `Transport.wait` does."""
+        if self._receive is not None:
+            receive, self._receive = self._receive, None
+            self._transport.receive_into(self._transfer, receive())
+        self._transport.wait(self._transfer, timeout or None)
+        return True
+
+    def is_completed(self) -> bool:
+        """True if `wait` would not wait."""
+        return self._transport.is_done(self._transfer)
+
+    def cancel(self) -> None:
+        """Leave results undefined; see `Transport.cancel`."""
+        self._transport.cancel(self._transfer)
+
+    def result(self) -> Any:
+        """The outputs."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs, waited for here: nothing runs beside the caller."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class ShmGroup(dist.ProcessGroup):
+    """Ranks of one host. What shared memory does not do better, gloo does. *Collective* to make.
+
+    transport: None where all is gloo's, and `why_gloo` says why.
+
+    Args:
+        gloo: a backend, or a process group, of these ranks.
+        capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
+    """
+
+    def __init__(self, gloo: Any, rank: int, size: int, capacity: int | None = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
+        backend: Any = gloo._get_backend(CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
+        self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
+        """For collectives that shared memory does no better."""
+        for each in (self, self.gloo):
+            each._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+            each._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.transport, self.why_gloo = _connect(backend, rank, size, capacity)
+
+    def getBackendName(self) -> str:
+        """As torch asks for it."""
+        return NAME
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this rank has read of its peers' memory."""
+        return 0 if self.transport is None else self.transport.bytes_read
+
+    @bytes_read.setter
+    def bytes_read(self, count: int) -> None:
+        if self.transport is not None:
+            self.transport.bytes_read = count
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that peers read in place, shape [numel], uninitialised; it is free again when no tensor uses it.
+
+        Raises:
+            RuntimeError: there is no more shared memory.
+        """
+        if self.transport is None:
+            return torch.empty(numel, dtype=dtype)
+        _, block = self.transport.segment.allocate(numel * dtype.itemsize)
+        return block[: numel * dtype.itemsize].view(dtype)
+
+    def register(self) -> None:
+        """Nothing: what was allocated is known to all peers."""
+
+    def settle(self) -> None:
+        """Wait until peers have read all copies of complete collectives; raises as `Work.wait`."""
+        if self.transport is not None:
+            self.transport.settle()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if peers can read a tensor in place."""
+        return self.transport is not None and self.transport.segment.find(tensor) is not None
+
+    # -- all-gather ----------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Several gathers at once; ranks may give tensors of different lengths."""
+        if self.transport is None:
+            return self.gloo.allgather(outputs, inputs)
+        outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
+        return Work(self.transport, self.transport.gather(_dense(inputs), outs), outputs)
+
+    def gather_late(self, inputs: list[Tensor], outputs: Callable[[], list[list[Tensor]]]) -> Work:
+        """As `allgather`; outputs are made when the result is waited for, and have this rank's part already."""
+        assert self.transport is not None
+
+        def outs() -> dict[int, list[Tensor]]:
+            rows = outputs()
+            return {rank: [row[rank] for row in rows] for rank in range(self.size())}
+
+        return Work(self.transport, self.transport.gather(inputs, None), None, outs)
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        """One gather into one tensor."""
+        return self.all_gather_single_coalesced([output], [given])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Several of them."""
+        if self.transport is None:
+            return self.gloo.allgather_into_tensor_coalesced(outputs, inputs)
+        rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
+        return self.allgather(rows, [each.reshape(-1) for each in inputs])
+
+    # -- reduce-scatter ------------------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Several sums at once, each in rank order and in its output's dtype, which may be wider than the inputs'."""
+        divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
+        if self.transport is None or divisor is None:
+            return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
+        given = {rank: [row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())}
+        flat = [output.view(-1) for output in outputs]
+        return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
+        """One sum, of equal chunks of one tensor."""
+        rows = [list(given.reshape(-1).chunk(self.size()))]
+        return self.reduce_scatter([output.view(-1)], rows, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Several of them."""
+        rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]
+        return self.reduce_scatter([each.view(-1) for each in outputs], rows, opts)
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Make whatever waits in this group fail at once, here and on peers."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """As `abort`; torch calls it when the group is destroyed."""
+        self.abort()
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each.detach().contiguous() for each in tensors]
+
+
+def _operation(opts: Any) -> Any:
+    operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    return getattr(operation, "op", operation)
+
+
+def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Transport | None, str]:
+    """Map the segments of all ranks; or None and the reason, the same on all ranks. *Collective.*"""
+    if size == 1:
+        return None, "one rank"
+    segment, reason = None, ""
+    try:
+        segment = Segment(head_bytes(size), capacity)
+    except (OSError, AttributeError, RuntimeError) as error:
+        reason = f"shared memory could not be made: {error}"
+    mine = [_host(), os.getpid(), *((segment.file, segment.size, segment.token) if segment is not None else (-1, 0, 0))]
+    rows = torch.empty(size, len(mine), dtype=torch.int64)
+    gloo.allgather([list(rows)], [torch.tensor(mine)]).wait()
+    if not reason and len(set(rows[:, 0].tolist())) > 1:
+        reason = "the ranks are on several hosts, or in several PID namespaces"
+    peers: dict[int, Peer] = {}
+    if segment is not None and not reason and int(rows[:, 2].min()) >= 0:
+        try:
+            for peer, (_, pid, file, length, token) in enumerate(rows.tolist()):
+                if peer != rank:
+                    memory, inode = open_peer(pid, file, length, token)
+                    peers[peer] = Peer(pid, file, inode, memory)
+        except (OSError, RuntimeError) as error:
+            reason = f"shared memory of a peer could not be mapped: {error}"
+    if why := _agreed(gloo, rank, size, reason):
+        return None, why
+    assert segment is not None
+    return Transport(rank, segment, peers, lambda: gloo.options._timeout), ""
+
+
+def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:
+    """The first rank's reason, of those that have one; "" if none has. *Collective.*"""
+    words = reason.encode()[:500]
+    rows = torch.zeros(size, 501, dtype=torch.uint8)
+    mine = torch.zeros(501, dtype=torch.uint8)
+    mine[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    gloo.allgather([list(rows)], [mine]).wait()
+    for number, row in enumerate(rows):
+        if told := bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"):
+            return f"rank {number}: {told}"
+    return ""
+
+
+def _host() -> int:
+    """A number that two processes share if one can name the other by its process id."""
+    boot, namespace = socket.gethostname(), ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return zlib.crc32(f"{boot} {namespace}".encode())

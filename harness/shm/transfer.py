@@ -1,0 +1,386 @@
+"""Collectives in flight: what a rank offers its peers, what it reads of theirs, and how it waits.
+
+Every rank numbers the collectives of a group in the order in which it issues them, which is the same on all ranks. A
+rank *offers* its part in one message to each peer: number, kind, bytes and where they lie. A reader *acknowledges*
+when it has read. What lies in memory of `allocate` is offered in place, and its sender waits for acknowledgements; all
+else is copied to a block of the segment first, which stays as long as it is not acknowledged.
+
+Nothing runs in the background. Whoever waits, for whichever collective, also completes others that peers have offered:
+so no rank waits for one that waits for it, if all issue the same collectives. A waiting rank looks again and again,
+with pauses of an eighth of the time it has waited, at most a millisecond.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from mmap import mmap
+
+from torch import Tensor
+
+from harness.shm.mailbox import Mailboxes
+from harness.shm.segment import Segment, aligned, view
+from harness.shm.sums import BLOCK, sum_in_order
+
+LOOK_S = 0.02
+"""Seconds between two looks for what else may end a wait."""
+PAUSES_S = 20e-6, 1e-3
+"""Seconds between two looks for a message, at least and at most."""
+MOST_IN_PLACE = 256
+"""Tensors of one collective that are offered in place; of more, a copy is."""
+GATHER, REDUCE = 1, 2
+KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
+_ACKNOWLEDGE = -1
+_COPIED = -1
+"""In place of places: parts lie one after another, each aligned, from the place that follows on."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank's process and its mapped segment, which has this inode."""
+
+    pid: int
+    file: int
+    inode: int
+    memory: mmap
+
+
+@dataclass
+class Transfer:
+    """One collective of this rank.
+
+    sources: by rank, tensors like what it has for this one; under this rank, its own. outs: of a gather, where each
+    rank's parts go, empty until that is known; of a reduction, its sums, under this rank. divisor: of sums.
+    """
+
+    number: int
+    kind: int
+    sources: dict[int, list[Tensor]]
+    outs: dict[int, list[Tensor]]
+    divisor: int = 1
+    missing: set[int] = field(default_factory=set)
+    """Peers whose parts were not read."""
+    readers: set[int] = field(default_factory=set)
+    """Peers that are waited for, as they read in place."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if this rank has read all, and what it offered in place was read."""
+        return not (self.missing or self.readers)
+
+
+class Transport:
+    """The collectives of one group.
+
+    Args:
+        rank: this one's.
+        segment: its shared memory.
+        peers: the others, by rank.
+        limit: how long a wait may last; asked when one begins.
+    """
+
+    def __init__(self, rank: int, segment: Segment, peers: dict[int, Peer], limit: Callable[[], timedelta]) -> None:
+        self.rank = rank
+        self.size = len(peers) + 1
+        self.segment = segment
+        self.bytes_read = 0
+        self._peers = peers
+        self._order = [(rank + step) % self.size for step in range(1, self.size)]
+        """Peers, each rank beginning with its next one, so that not all turn to one."""
+        memories = {peer: each.memory for peer, each in peers.items()} | {rank: segment.memory}
+        self._mail = Mailboxes(rank, [memories[each] for each in range(self.size)])
+        self._limit = limit
+        self._number = 0
+        self._guard = threading.RLock()
+        self._open: dict[int, Transfer] = {}
+        self._offers: dict[tuple[int, int], list[int]] = {}
+        """Messages about collectives that were not completed here, by number and peer."""
+        self._unread: dict[int, tuple[object, set[int]]] = {}
+        """Parts that this rank has offered, by number, and who has not read them."""
+        self._early: dict[int, set[int]] = defaultdict(set)
+        """Peers that will not read what has not been offered yet."""
+        self._is_aborted = False
+
+    # -- issuing -------------------------------------------------------------------------------------------------------
+
+    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]] | None) -> Transfer:
+        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
+
+        outs: None: known later, by `receive_into`; until then nothing is received.
+        """
+        for out, given in zip(outs[self.rank], own, strict=True) if outs else ():
+            if out.data_ptr() != given.data_ptr():
+                out.data.copy_(given)
+        return self._issue(GATHER, dict.fromkeys(self._order, own), outs or {}, outs or {})
+
+    def receive_into(self, transfer: Transfer, outs: dict[int, list[Tensor]]) -> None:
+        """Say where a gather's parts go; this rank's own must be there already."""
+        transfer.sources = transfer.outs = outs
+
+    def reduce_scatter(self, given: dict[int, list[Tensor]], outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
+        """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
+
+        given: by rank, what this one gives to it. outs: may be this rank's own part of `given`.
+        """
+        expected = dict.fromkeys(self._order, given[self.rank]) | {self.rank: given[self.rank]}
+        return self._issue(REDUCE, given, expected, {self.rank: list(outs)}, divisor)
+
+    def _issue(
+        self,
+        kind: int,
+        given: Mapping[int, Sequence[Tensor]],
+        sources: dict[int, list[Tensor]],
+        outs: dict[int, list[Tensor]],
+        divisor: int = 1,
+    ) -> Transfer:
+        with self._guard:
+            if self._is_aborted:
+                raise RuntimeError("Connection closed: this process has given up the group")
+            number, self._number = self._number, self._number + 1
+            transfer = Transfer(number, kind, sources, outs, divisor, set(self._order))
+            self._open[number] = transfer
+            in_place, keeps, messages = self._placed(kind, given)
+            unread = set(self._order) - self._early.pop(number, set())
+            if unread:
+                self._unread[number] = keeps, unread
+            if in_place or kind == REDUCE:
+                transfer.readers = unread
+        for peer in self._order:
+            if peer in unread:
+                length = sum([tensor.nbytes for tensor in given[peer]])
+                self._send(peer, [number, kind, length, *messages[peer]])
+        self._advance_ready(REDUCE)
+        return transfer
+
+    def _placed(self, kind: int, given: Mapping[int, Sequence[Tensor]]) -> tuple[bool, object, dict[int, list[int]]]:
+        """True if parts are read where they are; what must be kept; and by peer, where its parts lie."""
+        find = self.segment.find
+        places = {peer: [find(each) if each.numel() else 0 for each in given[peer]] for peer in self._order}
+        if all(len(each) <= MOST_IN_PLACE and None not in each for each in places.values()):
+            return True, given, {peer: [place or 0 for place in each] for peer, each in places.items()}
+        if kind == GATHER:
+            begin, block = self._copy([given[self._order[0]]])
+            return False, block, {peer: [_COPIED, begin] for peer in self._order}
+        begin, block = self._copy([given[peer] for peer in self._order])
+        messages = {}
+        for peer in self._order:
+            messages[peer] = [_COPIED, begin]
+            begin += sum(aligned(each.nbytes) for each in given[peer])
+        return False, block, messages
+
+    def _copy(self, rows: Sequence[Sequence[Tensor]]) -> tuple[int, Tensor]:
+        """Copy tensors to a block, one after another, each aligned."""
+        begin, block = self.segment.allocate(sum(aligned(each.nbytes) for row in rows for each in row))
+        place = 0
+        for each in (each for row in rows for each in row):
+            if each.numel():
+                block[place : place + each.nbytes].view(each.dtype).view(each.shape).copy_(each.detach())
+            place += aligned(each.nbytes)
+        return begin, block
+
+    def _send(self, peer: int, numbers: list[int]) -> None:
+        def is_sent() -> bool:
+            with self._guard:
+                return self._mail.send(peer, numbers)
+
+        if not is_sent():  # the peer is far behind
+            self._wait_until(is_sent, {peer}, None)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for peer in self._order:
+            for number, *rest in self._mail.receive(peer):
+                if number != _ACKNOWLEDGE:
+                    self._offers[number, peer] = rest
+                elif rest[0] in self._unread:
+                    self._note_read(peer, rest[0])
+                elif rest[0] >= self._number:
+                    self._early[rest[0]].add(peer)
+
+    def _note_read(self, peer: int, number: int) -> None:
+        _, unread = self._unread[number]
+        unread.discard(peer)
+        if not unread:
+            del self._unread[number]
+        if number in self._open:
+            self._close_if_done(self._open[number])
+
+    def _advance(self, transfer: Transfer) -> None:
+        """Read what can be read without waiting."""
+        here = [peer for peer in self._order if peer in transfer.missing and (transfer.number, peer) in self._offers]
+        if not transfer.outs or (transfer.kind == REDUCE and len(here) < len(transfer.missing)):
+            return
+        if here:
+            parts = {peer: self._parts(transfer, peer) for peer in here}
+            if transfer.kind == REDUCE:
+                self._sum(transfer, parts)
+            else:
+                for peer in here:
+                    for out, part in zip(transfer.outs[peer], parts[peer], strict=True):
+                        if part.numel():
+                            out.data.copy_(part)
+            for peer in here:
+                del self._offers[transfer.number, peer]
+                transfer.missing.discard(peer)
+                self._acknowledge(peer, transfer.number)
+        self._close_if_done(transfer)
+
+    def _close_if_done(self, transfer: Transfer) -> None:
+        if transfer.is_done:
+            self._open.pop(transfer.number, None)
+
+    def _acknowledge(self, peer: int, number: int) -> None:
+        if not self._mail.send(peer, [_ACKNOWLEDGE, number]):
+            self._wait_until(lambda: self._mail.send(peer, [_ACKNOWLEDGE, number]), {peer}, None, advances=False)
+
+    def _sum(self, transfer: Transfer, parts: dict[int, list[Tensor]]) -> None:
+        own = transfer.sources[self.rank]
+        for index, out in enumerate(transfer.outs[self.rank]):
+            terms = [own[index] if rank == self.rank else parts[rank][index] for rank in range(self.size)]
+            sum_in_order(terms, out.data, out.dtype, block=BLOCK)
+            if transfer.divisor != 1:
+                out.data.div_(transfer.divisor)
+
+    def _parts(self, transfer: Transfer, peer: int) -> list[Tensor]:
+        """A peer's parts, where they lie.
+
+        Raises:
+            RuntimeError: the peer offers something else.
+        """
+        kind, length, *places = self._offers[transfer.number, peer]
+        expected = transfer.sources[peer]
+        wanted = sum([each.nbytes for each in expected])
+        if (kind, length) != (transfer.kind, wanted):
+            raise RuntimeError(
+                f"collective {transfer.number} of the group is a {KINDS[transfer.kind]} of {wanted:,} bytes from"
+                f" {self._named(peer)} here, and a {KINDS.get(kind, 'collective')} of {length:,} bytes there: ranks"
+                " issue different collectives"
+            )
+        self.bytes_read += wanted
+        if places[0:1] == [_COPIED]:
+            places, begin = [], places[1]
+            for each in expected:
+                places.append(begin)
+                begin += aligned(each.nbytes)
+        memory = self._peers[peer].memory
+        for place, each in zip(places, expected, strict=True):
+            if not 0 <= place <= len(memory) - each.nbytes:
+                raise RuntimeError(f"{self._named(peer)} offers bytes beyond its segment")
+        return [view(memory, place, each) for place, each in zip(places, expected, strict=True)]
+
+    def _advance_ready(self, kind: int | None = None) -> None:
+        """Complete what peers have offered, of one kind or all, without waiting."""
+        with self._guard:
+            self._receive()
+            for transfer in list(self._open.values()):
+                if kind in (None, transfer.kind):
+                    self._advance(transfer)
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def is_done(self, transfer: Transfer) -> bool:
+        """True if a collective is complete; asked without waiting."""
+        if not transfer.is_done:
+            with self._guard:
+                self._receive()
+                self._advance(transfer)
+        return transfer.is_done
+
+    def wait(self, transfer: Transfer, limit: timedelta | None = None) -> None:
+        """Wait until a collective is complete. limit: None: the group's.
+
+        Raises:
+            RuntimeError: a peer has ended, a rank has given up the group, the limit is over, or peers issued another
+                collective.
+        """
+        self._wait_until(lambda: self.is_done(transfer), transfer.missing | transfer.readers, limit, transfer)
+
+    def settle(self) -> None:
+        """Wait until peers have read what this rank copied for collectives that are complete here.
+
+        Raises:
+            RuntimeError: as `wait`.
+        """
+
+        def done() -> list[set[int]]:
+            with self._guard:
+                self._receive()
+                return [peers for number, (_, peers) in self._unread.items() if number not in self._open]
+
+        self._wait_until(lambda: not done(), set().union(*done()), None)
+
+    def _wait_until(
+        self,
+        is_over: Callable[[], bool],
+        peers: set[int],
+        limit: timedelta | None,
+        transfer: Transfer | None = None,
+        *,
+        advances: bool = True,
+    ) -> None:
+        if is_over():
+            return
+        began = looked = time.monotonic()
+        while not is_over():
+            if advances:
+                self._advance_ready()
+            now = time.monotonic()
+            if now - looked > LOOK_S:
+                looked = now
+                awaited = peers if transfer is None else transfer.missing | transfer.readers
+                gone = self._gone(awaited)
+                if gone and not is_over():
+                    raise RuntimeError(gone)
+                if now - began > (limit or self._limit()).total_seconds():
+                    names = " and ".join(self._named(peer) for peer in sorted(awaited))
+                    raise RuntimeError(f"Timed out waiting {now - began:.1f} s for {names}")
+            shortest, longest = PAUSES_S
+            time.sleep(min(max((now - began) / 8, shortest), longest))
+
+    def _gone(self, peers: set[int]) -> str:
+        """Why nothing more will come from some peer; "" where it may."""
+        for peer in sorted(peers):
+            name = self._named(peer)
+            if self._is_aborted:
+                return f"Connection closed: this process has given up the group in which it waits for {name}"
+            if self._mail.is_closed(peer):
+                return f"Connection closed: {name} has given the group up"
+            if not self._lives(peer):
+                return f"Connection closed: {name} cannot be read any more: it has ended unless its log says otherwise"
+        return ""
+
+    def _lives(self, peer: int) -> bool:
+        """True if the process that made a peer's segment still has it open."""
+        known = self._peers[peer]
+        try:
+            return os.stat(f"/proc/{known.pid}/fd/{known.file}").st_ino == known.inode
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} of the group (process {self._peers[rank].pid})"
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Read nothing more of a collective that nobody wants, and wait for no reader: no peer waits for this one."""
+        with self._guard:
+            if self._open.pop(transfer.number, None) is None:
+                return
+            for peer in transfer.missing:
+                self._offers.pop((transfer.number, peer), None)
+                self._mail.send(peer, [_ACKNOWLEDGE, transfer.number])
+            transfer.missing, transfer.readers = set(), set()
+
+    def abort(self) -> None:
+        """End all waits in this group with an error, here and at peers that wait for this rank."""
+        self._is_aborted = True
+        self._mail.close()

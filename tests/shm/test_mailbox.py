@@ -1,0 +1,187 @@
+"""Messages between ranks through rings in shared memory, and the heap of blocks behind them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from harness.shm.mailbox import RING, Mailboxes, head_bytes
+from harness.shm.segment import ALIGN, Segment, open_peer
+from tests.support.mutants import Slip, each
+
+ROOM = "Shared memory, by the mailboxes of ranks"
+
+
+def mailboxes(size: int = 2) -> list[Mailboxes]:
+    """Those of so many ranks, here in one process."""
+    memories = [Segment(head_bytes(size), 1 << 23).memory for _ in range(size)]
+    return [Mailboxes(rank, memories) for rank in range(size)]
+
+
+def check_order() -> None:
+    """Everything that is sent is received, once, in its order, by the rank it is for."""
+    one, other, third = mailboxes(3)
+    assert other.receive(0) == []
+    assert one.send(1, [5, 6])
+    assert one.send(1, [-7])
+    assert third.receive(0) == one.receive(1) == []
+    assert other.receive(0) == [[5, 6], [-7]]
+    assert other.receive(0) == []
+    sent, received, lengths = list[list[int]](), list[list[int]](), random.Random(0)
+    for number in range(RING):  # several times around, and the end of the ring is met in all ways
+        sent.append(list(range(number, number + lengths.randrange(13))))
+        assert one.send(1, sent[-1])
+        if number % 7 == 0:
+            received += other.receive(0)
+    received += other.receive(0)
+    assert all(one == other for one, other in itertools.zip_longest(received, sent))
+
+
+def check_a_full_ring() -> None:
+    """There is room for what was read, and what was not is not lost."""
+    one, other = mailboxes()
+    sent = [number for number in range(RING) if one.send(1, [number, 0, 0])]
+    assert RING // 4 - 1 <= len(sent) <= RING // 4
+    assert not one.send(1, [0, 0, 0])
+    assert [first for first, *_ in other.receive(0)] == sent
+    assert one.send(1, [1, 0, 0])
+    assert other.receive(0) == [[1, 0, 0]]
+
+
+class _Watched:
+    """A ring at which `look` is called before each change."""
+
+    def __init__(self, words: Any, look: Callable[[], None]) -> None:
+        self.words, self.look = words, look
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.look()
+        self.words[place] = value
+
+
+def check_what_is_half_written() -> None:
+    """Nothing is received of a message before it is whole."""
+    one, other = mailboxes()
+    received = list[list[int]]()
+    one._own[1] = _Watched(one._own[1], lambda: received.extend(other.receive(0)))
+    for number in range(RING // 4):
+        assert one.send(1, [number, 2, 3, 4])
+        assert len(received) == number, "it was received before it was sent"
+    assert [*received, *other.receive(0)] == [[number, 2, 3, 4] for number in range(RING // 4)]
+
+
+CHECKS = {"order": check_order, "full": check_a_full_ring, "whole": check_what_is_half_written}
+
+
+def check_all() -> None:
+    for check in CHECKS.values():
+        check()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_is_sent_is_received(check: str) -> None:
+    CHECKS[check]()
+
+
+def test_a_message_that_is_too_long_for_a_ring_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than one message may have"):
+        mailboxes()[0].send(1, range(RING // 2))
+
+
+def test_what_a_process_sent_before_it_ended_is_received() -> None:
+    one, other = mailboxes()
+    if (child := os.fork()) == 0:
+        one.send(1, [5, 6])
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert other.receive(0) == [[5, 6]]
+
+
+SLIPS = {
+    "over the end": Slip(
+        Mailboxes, "send", "own[_BEGIN + place] = 0", "pass", "the reader does not learn that the ring begins anew"
+    ),
+    "any room": Slip(Mailboxes, "send", "return False", "pass", "what was not read yet is written over"),
+    "never read": Slip(Mailboxes, "receive", "self._own[peer][_READ] = read", "pass", "what was read makes no room"),
+    "twice": Slip(Mailboxes, "receive", "self._read[peer] = read", "pass", "a message is received twice"),
+    "counted first": Slip(
+        Mailboxes,
+        "send",
+        "if skipped:",
+        "own[0] = written + skipped + length\n    if skipped:",
+        "a message is counted before it is written",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in SLIPS.items()]))
+def test_a_mailbox_with_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIPS[name].put(monkeypatch)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        check_all()
+
+
+# -- the heap ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_never_overlap_and_are_used_again() -> None:
+    segment, source, held = Segment(0, 1 << 24), random.Random(3), dict[int, torch.Tensor]()
+    for number in range(1000):
+        if held and source.random() < 0.5:
+            del held[source.choice(list(held))]
+            continue
+        begin, block = segment.allocate(source.choice((0, 1, 100, 5000, 1 << 16)))
+        assert begin % ALIGN == 0
+        assert begin not in held
+        assert segment.find(block) == begin
+        held[begin] = block.fill_(number % 251)
+        for first, other in itertools.pairwise(sorted(held)):
+            assert first + held[first].nbytes <= other
+    del block
+    held.clear()
+    gc.collect()
+    reserved = segment._reserved
+    segment.allocate(reserved - 1024)
+    assert segment._reserved == reserved, "free blocks were not joined"
+
+
+def test_a_view_keeps_its_block() -> None:
+    segment = Segment(0, 1 << 20)
+    begin, block = segment.allocate(4096)
+    view = block[:16].view(torch.float32).fill_(2.0)
+    del block
+    assert segment.allocate(4096)[0] != begin
+    assert view.tolist() == [2.0] * 4
+
+
+def test_more_than_there_is_is_refused_in_one_sentence() -> None:
+    segment = Segment(0, 1 << 20)
+    with pytest.raises(RuntimeError, match=r"no .* bytes of shared memory beyond .*: the segment has 1,048,576 bytes"):
+        segment.allocate(1 << 21)
+    full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(RuntimeError, match="No space left on device"):
+        segment.allocate(4096)
+    assert segment.allocate(4096)[1].numel() == 4096
+
+
+def test_a_segment_is_ones_own_and_keeps_its_size() -> None:
+    segment = Segment(0, 1 << 20)
+    assert os.fstat(segment.file).st_mode & 0o777 == 0o600
+    for size in (1 << 19, 1 << 21):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.file, size)
+
+
+@pytest.mark.parametrize(("size", "token", "says"), [(1 << 21, 0, "bytes, not"), (1 << 20, 1, "is of another file")])
+def test_another_file_is_not_mapped(size: int, token: int, says: str) -> None:
+    segment = Segment(0, 1 << 20)
+    with pytest.raises(OSError, match=says):
+        open_peer(os.getpid(), segment.file, size, segment.token + token)
