@@ -94,8 +94,7 @@ class Additions(TorchDispatchMode):
 def watching(trace: Trace) -> Iterator[None]:
     """Note what passes through the engine's stations while the body runs."""
     encode, sum_in_order = reduction.Reduction.encode, reduction._sum_in_order
-    send, second_leg = reduction.Communicator.send, reduction.Communicator.second_leg
-    leg = ["sent"]
+    exchange, second_leg = reduction.ExchangeReduction.exchange, reduction.Communicator.second_leg
 
     def note(station: str, tensor: Tensor) -> None:
         trace[station].add(NAMES[tensor.dtype])
@@ -110,23 +109,23 @@ def watching(trace: Trace) -> Iterator[None]:
         between_ranks = seen.left[: len(contributions) - 1]  # the next one, if any, adds to what is kept
         trace["summed"].update(NAMES[dtype] for dtype in between_ranks)
 
-    def noting_send(self: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-        label = reduction.events.current()
-        if label is not None and label.kind in ("reduce_scatter", "all_reduce") and tensor.dtype.is_floating_point:
-            note(leg[0], tensor)
-        return send(self, tensor, peer, tag)
+    def note_parts(station: str, parts: Any) -> None:
+        for part in parts:
+            if part.tensor.dtype.is_floating_point:
+                note(station, part.tensor)
+
+    def noting_exchange(self: Any, parts: Any, label: Any, factor: float = 1.0) -> Any:
+        note_parts("sent", parts)
+        return exchange(self, parts, label, factor)
 
     def noting_leg(self: Any, parts: Any, label: Any) -> Any:
-        leg[0] = "sums sent"
-        try:
-            return second_leg(self, parts, label)
-        finally:
-            leg[0] = "sent"
+        note_parts("sums sent", parts)
+        return second_leg(self, parts, label)
 
     with (
         mock.patch.object(reduction.Reduction, "encode", noting_encode),
         mock.patch.object(reduction, "_sum_in_order", noting_sum),
-        mock.patch.object(reduction.Communicator, "send", noting_send),
+        mock.patch.object(reduction.ExchangeReduction, "exchange", noting_exchange),
         mock.patch.object(reduction.Communicator, "second_leg", noting_leg),
     ):
         yield
@@ -151,7 +150,7 @@ def trace_of(
 
     with watching(trace):
         model, _ = fully_shard(  # what is sent can be watched; what is read has the same dtype
-            module, optimizer, zero_dp_strategy=strategy, mixed_precision_policy=policy, eager_limit_bytes=None
+            module, optimizer, zero_dp_strategy=strategy, mixed_precision_policy=policy, transport="backend"
         )
         optimizer.register_step_pre_hook(stepping)
         for last in (False, True):

@@ -126,7 +126,7 @@ FRESH_ARMS = {
         "engine.grad_buffer=concat",
         "train.microbatch_size=1",
     ),
-    "messages": ("sharding=optim_grads_params", "engine.prefetch=2", "engine.eager_limit_bytes=0"),
+    "messages": ("sharding=optim_grads_params", "engine.prefetch=2", "engine.transport=auto"),
 }
 """What must not matter in the fresh part, by name."""
 

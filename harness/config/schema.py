@@ -31,6 +31,7 @@ from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
 from harness.fsdp.vocabulary import Registration as Registration
 from harness.fsdp.vocabulary import SharpAxis as SharpAxis
 from harness.fsdp.vocabulary import Strategy as Strategy
+from harness.fsdp.vocabulary import Transport as Transport
 
 
 class FaultStrength(Enum):

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from harness.fsdp.vocabulary import Registration as Registration
     from harness.fsdp.vocabulary import SharpAxis as SharpAxis
     from harness.fsdp.vocabulary import Strategy as Strategy
+    from harness.fsdp.vocabulary import Transport as Transport
 
 _EXPORTS = {
     "api": "ShardedModel fully_shard",
@@ -74,7 +75,7 @@ _EXPORTS = {
     "tensor_parallel.parameters": "Portion UnknownPlan",
     "update.rules": "create_state",
     "update.norms": "sum_of_squares",
-    "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy",
+    "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

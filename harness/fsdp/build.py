@@ -116,9 +116,8 @@ class Engine:
         self.user_buffers.model_built()
         self._shard_parameters(module)
         self.runtime.keep_pages()
-        groups = [comm.group for comm in self.meshes.moving.values()]
         parts = self.reduce, self.gather, self.weights, self.watches
-        weakref.finalize(self, abandon, self.runtime, groups, *parts).atexit = False
+        weakref.finalize(self, abandon, self.runtime, *parts).atexit = False
 
     # -- ranks, memory, units --------------------------------------------------------------------------------------
 
@@ -134,10 +133,10 @@ class Engine:
     def _make_ranks_and_memory(self, context: BuildContext) -> None:
         options, device = context.options, context.device
         self.runtime = runtime = DeviceRuntime(device)
-        limit, separate, experts = options.eager_limit_bytes, options.separate_gather_group, context.expert_groups
-        dense = Mesh(context.groups, runtime, limit, separate)
-        of_experts = dense if experts is None else Mesh(experts, runtime, limit, separate)
-        tensor = None if self.tensor_group is None else Communicator(self.tensor_group, runtime, limit)
+        transport, separate, experts = options.transport, options.separate_gather_group, context.expert_groups
+        dense = Mesh(context.groups, runtime, transport, separate)
+        of_experts = dense if experts is None else Mesh(experts, runtime, transport, separate)
+        tensor = None if self.tensor_group is None else Communicator(self.tensor_group, runtime, transport)
         self.meshes = Meshes(dense, of_experts, tensor)
         self.user_buffers = UserBuffers(
             options.nccl_ub,
@@ -147,7 +146,13 @@ class Engine:
             may_fall_back=options.registration_fallback is Fallback.record,
         )
         allocating, registers = self.user_buffers.allocating, self.user_buffers.active
-        self.memory = BucketMemory(device, fixed=options.double_buffer, allocating=allocating, registers=registers)
+        self.memory = BucketMemory(
+            device,
+            fixed=options.double_buffer,
+            moved=self.user_buffers if registers else dense.inner.shm,
+            allocating=allocating,
+            registers=registers,
+        )
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
         """A step's summed gradients are divided by it."""
         fixed = FixedPoint.asked_for(options)
@@ -188,7 +193,6 @@ class Engine:
         self.reduce = ReducePipeline(
             units,
             {bucket.name: reductions_of(bucket) for bucket in trainable},
-            meshes,
             runtime,
             self.memory,
             step,
@@ -314,8 +318,8 @@ class Engine:
     def transport(self) -> dict[str, str]:
         """How data moves between ranks, with the reason if a requested faster way is not available."""
         dense = self.meshes.dense
-        outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
-        return dense.inner.transport() | outer
+        outer = {f"outer_{key}": value for key, value in dense.outer.facts().items()} if dense.outer else {}
+        return dense.inner.facts() | outer
 
     def counters(self) -> dict[str, int]:
         """Counters of this rank since the model was built or `reset_counters` was called, by name:
@@ -327,18 +331,18 @@ class Engine:
         return {
             "transient_peak_bytes": self.memory.peak_bytes,
             "gathered_units_peak": self.gather.num_alive_peak,
-            "peer_read_bytes": sum(memory.bytes_read for memory in self.meshes.peer_memories),
+            "peer_read_bytes": sum(each.bytes_read for each in self.meshes.shared_memories),
         }
 
     def reset_counters(self) -> None:
         """Reset `counters`: peaks to the current values, totals to 0."""
         self.memory.reset_peak()
         self.gather.reset_peak()
-        for memory in self.meshes.peer_memories:
-            memory.bytes_read = 0
+        for each in self.meshes.shared_memories:
+            each.bytes_read = 0
 
     def close(self) -> None:
-        """Remove hooks and end threads, once all collectives in flight have ended, on ranks that read from here too.
+        """Remove hooks and end threads, once reductions in flight have ended.
         The module keeps the weights that it holds now.
 
         After an alarm of the watchdog none ends any more, and none is waited for.
@@ -346,16 +350,12 @@ class Engine:
         try:
             if not self.watches.is_over:
                 self.reduce.drain()
-                self.reduce.wait_until_sent()
-                self.gather.wait_for_others()
+                self.gather.cancel()
                 self.weights.wait()
         finally:
             self.watches.close()
             self.hooks.remove()
-            self.reduce.close()
             self.user_buffers.close()
-            for mesh in self.meshes:
-                mesh.close()
 
 
 def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Bucket) -> Reductions:

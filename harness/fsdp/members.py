@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 
 def group_of_members(
@@ -35,5 +36,10 @@ def group_of_members(
 
 
 def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> timedelta:
-    """How long a group's backend of these devices waits for a collective; of all it has, where none is given."""
-    return min(group._get_backend(device).options._timeout for device in devices or group._device_types)
+    """How long a group's backend of these devices waits for a collective; of all it has, where none is given.
+
+    Backends of other people's have no options: torch's default for gloo.
+    """
+    backends = (group._get_backend(device) for device in devices or group._device_types)
+    found = [each.options._timeout for each in backends if getattr(each, "options", None) is not None]
+    return min(found, default=default_pg_timeout)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, cast
 
-from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy
+from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy, Transport
 
 T = TypeVar("T")
 
@@ -152,10 +152,9 @@ class EngineOptions:
     offload_optimizer: bool = option(False)
     """Keep main weights, main gradients and optimizer state in host memory, and run the update on the CPU."""
     separate_gather_group: bool | None = option(None, same_bits=True)
-    """Give gathers a communicator of their own. None: on CUDA they have one."""
-    eager_limit_bytes: int | None = option(0, range=Range(0, 1 << 40, "bytes"), same_bits=True)
-    """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory where ranks
-    share a host. None: data is always sent."""
+    """Gathers have a communicator of their own. None: they do."""
+    transport: Transport = option(Transport.auto, same_bits=True)
+    """Mover of buckets between ranks over gloo. auto: shared memory, where ranks share a host; backend: gloo."""
     report_nan_in_param_grad: bool = option(False, same_bits=True)
     """Check every gradient for NaN and infinity before it is reduced; the error names tensor, rank and microbatch."""
     watchdog_timeout_s: float | None = option(None, range=Range(0, 10_000_000, "seconds", above=True), same_bits=True)
@@ -222,7 +221,7 @@ class OptionKeywords(TypedDict, total=False):
     grad_buffer: GradBuffer | str
     offload_optimizer: bool
     separate_gather_group: bool | None
-    eager_limit_bytes: int | None
+    transport: Transport | str
     report_nan_in_param_grad: bool
     watchdog_timeout_s: float | None
     check_collectives: bool
@@ -241,6 +240,8 @@ OPTIONS = {
     **declared_in(EngineOptions, group="engine"),
 }
 """Every option by name."""
+GONE = {"eager_limit_bytes": "transport='backend' sends all data over gloo, as eager_limit_bytes=None did"}
+"""Successors of options that were deleted."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +302,8 @@ def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) 
     """Raise TypeError, with the nearest names, where a keyword of `owner` is neither an option nor `known`."""
     names = list(dict.fromkeys((*OPTIONS, *known)))
     for name in given:
+        if name in GONE:
+            raise TypeError(f"{owner} has no argument {name!r} any more; {GONE[name]}")
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3) or names
             raise TypeError(f"{owner} got an unexpected argument {name!r}; nearest are {', '.join(near)}")

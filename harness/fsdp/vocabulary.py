@@ -172,6 +172,13 @@ class Numerics(Choice):
         return self in (Numerics.ordered, Numerics.exact)
 
 
+class Transport(Choice):
+    """Mover of buckets between ranks over gloo."""
+
+    auto = "auto", "Shared memory where all ranks of a group are on one host and the system allows it; else gloo."
+    backend = "backend", "The process group's own backend."
+
+
 class Registration(Choice):
     """When the engine's buckets are registered with NCCL as user buffers."""
 

@@ -14,6 +14,8 @@ reported.
 keeps the running total for every thread while its flag `caffe2_report_cpu_memory_usage` is set, so the total that comes
 with each report is used, not the sum of the reports: what such a thread did shows with the next report of another.
 
+Blocks of shared memory (`harness.shm`), which torch does not allocate, are told of by those and added.
+
 [Note: Not counted] Memory that is not the storage of a tensor: numpy's, gloo's and oneDNN's own buffers, Python's heap.
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +46,8 @@ from torch._C._profiler import (
     _ExperimentalConfig,
 )
 from torch.autograd.profiler import record_function
+
+from harness.shm import watch_memory
 
 STEP = "harness.probe.storage.step"
 ENABLE = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
@@ -81,6 +86,8 @@ class StorageMeter:
         # Of operations nothing is recorded, only the marks of `step`: memory is reported whatever the scope.
         _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
         self._threads: _Threads | None = _Threads()
+        self._shared: list[tuple[int, int]] = []
+        self._end = watch_memory(lambda size: self._shared.append((time.time_ns(), size)))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -94,7 +101,7 @@ class StorageMeter:
         followed_all, result = self._stop(self._threads)
         if not followed_all or self._flag is None:
             return None
-        return summed(list(_events(result.experimental_event_tree())))
+        return summed(with_shared(list(_events(result.experimental_event_tree())), self._shared))
 
     def close(self) -> None:
         if self._threads is not None:
@@ -102,11 +109,32 @@ class StorageMeter:
 
     def _stop(self, threads: _Threads) -> tuple[bool, Any]:
         followed_all, self._threads = threads.leave(), None
+        self._end()
         result = _disable_profiler()
         if self._flag is not None:
             self._flag.value = False
         _clear_callbacks()  # a thread that joined took the place of ours, which would stay and slow what follows
         return followed_all, result
+
+
+def with_shared(events: Sequence[Event], shared: Sequence[tuple[int, int]]) -> list[Event]:
+    """These events and those of shared memory (time, bytes), in order, with totals of both."""
+    timed: list[tuple[int, Event | int]] = [*((each.time_ns, each) for each in events), *shared]
+    ordered = sorted(timed, key=lambda each: each[0])
+    reports = (each for _, each in ordered if isinstance(each, Event) and each.total is not None)
+    first = next(reports, None)
+    own, other = (0 if first is None or first.total is None else first.total - first.size), 0
+    found = []
+    for time_ns, each in ordered:
+        if isinstance(each, int):
+            other += each
+            found.append(Event(time_ns, each, own + other))
+        elif each.total is None:
+            found.append(each)
+        else:
+            own = each.total
+            found.append(each._replace(total=own + other))
+    return found
 
 
 def summed(events: Sequence[Event]) -> list[StepBytes]:

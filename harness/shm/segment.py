@@ -9,6 +9,7 @@ import os
 import secrets
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from torch import Tensor
 ALIGN = 64
 """Blocks begin on multiples of this many bytes."""
 TOKEN = ctypes.sizeof(ctypes.c_int64)
+
+
+_watching: list[Callable[[int], None]] = []
+
+
+def watch_memory(told: Callable[[int], None]) -> Callable[[], None]:
+    """Tell of each block of this process that is handed out: its bytes, negative where it is given back.
+
+    Returns what ends that.
+    """
+    _watching.append(told)
+    return lambda: _watching.remove(told)
 
 
 def aligned(num_bytes: int) -> int:
@@ -62,7 +75,9 @@ class Segment:
         length = aligned(max(num_bytes, 1))
         begin = self._find(length)
         block = (ctypes.c_char * max(num_bytes, 1)).from_buffer(self.memory, begin)
-        weakref.finalize(block, self._given_back.append, (begin, begin + length)).atexit = False
+        weakref.finalize(block, _give_back, self._given_back, begin, length).atexit = False
+        for told in _watching:
+            told(length)
         return begin, torch.frombuffer(block, dtype=torch.uint8)
 
     def find(self, tensor: Tensor) -> int | None:
@@ -102,6 +117,12 @@ class Segment:
         if after and after[0][0] == end:
             end = after.pop(0)[1]
         self._free = [*before, (begin, end), *after]
+
+
+def _give_back(given_back: deque[tuple[int, int]], begin: int, length: int) -> None:
+    given_back.append((begin, begin + length))
+    for told in _watching:
+        told(-length)
 
 
 def words(memory: mmap.mmap, begin: int, count: int) -> Any:

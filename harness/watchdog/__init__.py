@@ -4,4 +4,5 @@ from harness.watchdog.report import CollectiveError as CollectiveError
 from harness.watchdog.report import by_value as by_value
 from harness.watchdog.report import ranks_text as ranks_text
 from harness.watchdog.watchdog import Watchdog as Watchdog
+from harness.watchdog.watchdog import abort_group as abort_group
 from harness.watchdog.watchdog import default_timeout_s as default_timeout_s

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
 from harness.watchdog.store import CLOSED, CollectiveCheck, RollCalls, stores_of
@@ -48,14 +49,18 @@ EXIT_S = 1.0
 NEVER_SENT = (1 << 31) - 3
 SUSPICION, NOTICE, ALARM = 1, 2, 3
 """Reasons of a roll call."""
-BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "cannot be read any more", "imed out", "Wait timeout")
+BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives", "imed out", "Wait timeout")
 """Words of errors that say a collective failed, rather than the program is wrong."""
 
 
 def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.device) -> float:
-    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later."""
+    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later.
+
+    Of backends that tell none, torch's default for gloo.
+    """
     backends = [group._get_backend(device) for group in groups for device in devices or group._device_types]
-    given: float = min(backend.options._timeout for backend in backends).total_seconds()
+    told = [each.options._timeout for each in backends if getattr(each, "options", None) is not None]
+    given: float = min(told, default=default_pg_timeout).total_seconds()
     return given - min(MARGIN_S, given / 10)
 
 
@@ -64,12 +69,13 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
     gloo's own abort ends no wait, but a receive that times out closes the connections under all of them.
     """
-    with suppress(RuntimeError):  # closed already
-        if dist.get_backend(group) != "gloo":
-            group.abort()
-        elif group.size() > 1:
-            nothing, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
-            group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+    for backend in [group._get_backend(device) for device in group._device_types]:
+        with suppress(RuntimeError):  # closed already
+            if backend.name() != "gloo":
+                backend.abort()
+            elif group.size() > 1:
+                nothing, peer = torch.empty(1, dtype=torch.uint8), (group.rank() + 1) % group.size()
+                group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def main_thread_place() -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from harness.config.schema import Config
 from harness.fsdp.comm import reduction
 from harness.fsdp.storage.bucket import Bucket
+from harness.shm import transfer
 from harness.train import Progress, Session
 from harness.train.faults import AMOUNTS, Build
 from tests.faults.corpus import BITS, DECLARED, Fault
@@ -216,6 +217,7 @@ class Site:
             return wrapped
 
         self.around(reduction, "_sum_in_order", wrap)
+        self.around(transfer, "sum_in_order", wrap)  # of what lies in shared memory
 
     def on_reduced(self, change: Callable[[list[Bucket]], None], *, always: bool = False) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""

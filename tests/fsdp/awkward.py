@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from tests.fsdp.trial import way_of
+from tests.fsdp.trial import transport_of
 
 VOCAB, DIM, LENGTH = 13, 7, 5
 
@@ -140,11 +140,7 @@ def train_plain(world_size: int, setup: Setup, dtype: torch.dtype) -> Outcome:
 
 def train_sharded(rank: int, setups: list[Setup]) -> list[Outcome]:
     """The same through the engine's plain-loop entry, default divisor, loss scaled by 1/k."""
-    outcomes = []
-    for setup in setups:
-        with way_of(setup).taken():
-            outcomes.append(_train_sharded(rank, setup))
-    return outcomes
+    return [_train_sharded(rank, setup) for setup in setups]
 
 
 def _train_sharded(rank: int, setup: Setup) -> Outcome:
@@ -159,7 +155,7 @@ def _train_sharded(rank: int, setup: Setup) -> Outcome:
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=main),
         numerics=setup.numerics,
         prefetch=setup.prefetch,
-        eager_limit_bytes=way_of(setup).eager_limit,
+        transport=transport_of(setup),
     )
     outcome = Outcome()
     for step in range(setup.steps):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Observer
-from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.storage.memory import BucketMemory
 
 LONGEST_S = 0.004
@@ -82,7 +81,6 @@ def poisoned_buffers() -> Iterator[None]:
         return mock.patch.object(BucketMemory, name, call)
 
     take, refill = BucketMemory.take, BucketMemory.refill
-    scratch, release = Communicator.scratch, Communicator.release_scratch
 
     def poisoned_take(self: BucketMemory, *args: Any) -> Tensor:
         bucket = take(self, *args)
@@ -93,23 +91,11 @@ def poisoned_buffers() -> Iterator[None]:
         refill(self, bucket)
         _poison(bucket)
 
-    def poisoned_scratch(self: Communicator, *args: Any) -> Tensor:
-        held = scratch(self, *args)
-        held.view(torch.uint8).fill_(0xFF)
-        return held
-
-    def poisoned_release(self: Communicator) -> None:
-        for held in self._scratch.values():
-            _poison(held)
-        release(self)
-
     with (
         before("free", _poison),
         before("give_back", _poison),
         mock.patch.object(BucketMemory, "take", poisoned_take),
         mock.patch.object(BucketMemory, "refill", poisoned_refill),
-        mock.patch.object(Communicator, "scratch", poisoned_scratch),
-        mock.patch.object(Communicator, "release_scratch", poisoned_release),
     ):
         yield
 

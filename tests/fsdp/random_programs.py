@@ -162,7 +162,7 @@ def _draw_options(source: random.Random, strategy: Strategy) -> dict[str, Any]:
         "prefetch": source.choice((0, 1, 1, 2, 100)),
         "prefetch_limit_bytes": source.choice((None, None, 1, 5_000)),
         "offload_optimizer": source.random() < 0.3,
-        "eager_limit_bytes": source.choice((None, 0, 4096)),
+        "transport": source.choice(("auto", "auto", "backend")),
         "separate_gather_group": source.choice((None, True)),
         "numerics": source.choice(("fast", "ordered", "exact", "exact")),
     }

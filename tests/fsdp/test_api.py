@@ -342,9 +342,10 @@ def test_contributions_are_summed_in_rank_order_in_the_accumulate_dtype(add: boo
 
 
 def test_a_sum_over_any_length_leaves_no_block_out() -> None:
-    from harness.fsdp.comm.reduction import FOLD_BLOCK, _sum_in_order
+    from harness.fsdp.comm.reduction import _sum_in_order
+    from harness.shm.sums import BLOCK
 
-    for length in (0, 1, FOLD_BLOCK - 1, FOLD_BLOCK, FOLD_BLOCK + 1):
+    for length in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
         contributions = [torch.arange(length, dtype=torch.float32) * scale for scale in (1, 2, 3)]
         target = torch.full((length,), torch.nan)
         _sum_in_order(contributions, target, torch.float64, add=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp import fully_shard_model
-from harness.fsdp.comm import communicator
-from harness.fsdp.runtime import abandoned
+from harness.fsdp import Transport, build, fully_shard_model
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.support.mutants import each
 
@@ -28,10 +27,16 @@ WIDTH = 300
 def collected_late(rank: int, strategy: str) -> list[str]:
     """A model whose group is destroyed, with a reduction under way that the second rank never came to, is collected
     without waiting for it: that may be in the middle of another program, whose ranks would wait in vain."""
+    return [told for transport in Transport for told in _collected_late(rank, strategy, transport)]
+
+
+def _collected_late(rank: int, strategy: str, transport: Transport) -> list[str]:
     group = dist.new_group(timeout=timedelta(seconds=GONE_S))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
-    model = fully_shard_model(module, zero_dp_strategy=strategy, device_mesh=mesh, dp_shard_dim="dp")
+    model = fully_shard_model(
+        module, zero_dp_strategy=strategy, device_mesh=mesh, dp_shard_dim="dp", transport=transport
+    )
     loss = model(torch.full((2, WIDTH), float(rank))).sum()
     if rank == 0:
         with model.no_sync():
@@ -41,7 +46,7 @@ def collected_late(rank: int, strategy: str) -> list[str]:
     began = time.perf_counter()
     del model, module, loss
     gc.collect()
-    return [] if time.perf_counter() - began < GONE_S / 2 else ["it waited for a rank that is gone"]
+    return [] if time.perf_counter() - began < GONE_S / 2 else [f"{transport}: it waited for a rank that is gone"]
 
 
 class Breaks(nn.Module):
@@ -57,15 +62,9 @@ def collected_first(rank: int, strategy: str) -> list[str]:
     group = dist.new_group(timeout=timedelta(seconds=GONE_S))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), nn.Linear(WIDTH, WIDTH))
-    with mock.patch.object(communicator, "_has_spare_cores", return_value=False):  # reads when they are wanted
-        model = fully_shard_model(
-            module,
-            zero_dp_strategy=strategy,
-            device_mesh=mesh,
-            dp_shard_dim="dp",
-            fsdp_unit_modules=[nn.Linear],
-            eager_limit_bytes=0,
-        )
+    model = fully_shard_model(
+        module, zero_dp_strategy=strategy, device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules=[nn.Linear]
+    )
     with suppress(ArithmeticError):
         model(torch.full((2, WIDTH), float(rank)))
     began = time.perf_counter()
@@ -76,11 +75,8 @@ def collected_first(rank: int, strategy: str) -> list[str]:
     if rank == 0:
         dist.barrier()
     took = time.perf_counter() - began
-    for thread in list(abandoned._waiting):
-        thread.join(GONE_S)
-    found = ["what was under way never ended"] if abandoned._waiting else []
     dist.barrier()
-    return found if took < GONE_S / 2 else [*found, f"it waited {took:.1f} s for a rank that waited for it"]
+    return [] if took < GONE_S / 2 else [f"it waited {took:.1f} s for a rank that waited for it"]
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
@@ -91,27 +87,19 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 
 @contextmanager
 def _waiting_there() -> Iterator[None]:
-    """Where a model is collected its thread waits, for as long as the group allows."""
-    with (
-        mock.patch.object(abandoned, "_hand_over", lambda work, give_up: work()),
-        mock.patch.object(abandoned.events, "apart", nullcontext),
-    ):
-        yield
+    """Where a model is collected it waits, for as long as the group allows."""
 
+    def waiting(runtime: Any, reduce: Any, gather: Any, weights: Any, watches: Any) -> None:
+        watches.close()
+        with suppress(Exception):
+            reduce.discard()
+            gather.reshard_all()
 
-@contextmanager
-def _never_gone() -> Iterator[None]:
-    with _waiting_there(), mock.patch.object(abandoned, "is_destroyed", return_value=False):
+    with mock.patch.object(build, "abandon", waiting):
         yield
 
 
 MUTANTS = {
-    "nobody is ever gone": Mutant(
-        "A model that is collected waits for ranks of a group that was destroyed",
-        _never_gone,
-        "collected late",
-        "optim_grads",
-    ),
     "the collector waits": Mutant(
         "A model is collected, and what it has under way waited for there and then",
         _waiting_there,

@@ -22,7 +22,7 @@ class Block(nn.Module):
         return self.linear(x).relu()
 
 
-def two_steps(rank: int, eager_limit_bytes: int | None, prefetch: int) -> list[tuple[dict[str, int], int]]:
+def two_steps(rank: int, transport: str, prefetch: int) -> list[tuple[dict[str, int], int]]:
     """Each step's counters, and the bytes a meter outside the engine saw this rank send in it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -30,7 +30,7 @@ def two_steps(rank: int, eager_limit_bytes: int | None, prefetch: int) -> list[t
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         fsdp_unit_modules=[Block],
-        eager_limit_bytes=eager_limit_bytes,
+        transport=transport,
         prefetch=prefetch,
     )
     found = []
@@ -53,9 +53,9 @@ def test_what_is_read_of_other_ranks_is_what_they_sent() -> None:
     """Seven gathers (the last unit's weights stay for its backward) and four reductions of half a unit each; and a
     count of 8 bytes for each of four parameters, which backends sum."""
     read = 11 * UNIT_BYTES // 2
-    for steps in run_ranks(two_steps, 2, 0, 1):
+    for steps in run_ranks(two_steps, 2, "auto", 1):
         assert [(counters["peer_read_bytes"], sent) for counters, sent in steps] == [(read, read + 32)] * 2
-    for steps in run_ranks(two_steps, 2, None, 1):
+    for steps in run_ranks(two_steps, 2, "backend", 1):
         assert [counters["peer_read_bytes"] for counters, _ in steps] == [0, 0]
 
 
@@ -63,7 +63,7 @@ def test_what_is_read_of_other_ranks_is_what_they_sent() -> None:
 def test_peaks_are_of_one_step(prefetch: int, units_alive: int) -> None:
     """The unit in use, those fetched ahead, and unreduced gradients of two; of the four units the last ones' weights
     are gone before the first one's gradients come."""
-    for steps in run_ranks(two_steps, 2, None, prefetch):
+    for steps in run_ranks(two_steps, 2, "backend", prefetch):
         for counters, _ in steps:
             assert counters["gathered_units_peak"] == 1 + prefetch
             assert counters["transient_peak_bytes"] == units_alive * UNIT_BYTES

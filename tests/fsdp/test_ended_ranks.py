@@ -15,26 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import Observer
-from harness.fsdp.comm.peer_memory import Laid
-from harness.fsdp.options import Options
 from harness.probe.collectives import CollectiveMeter
+from harness.shm.transfer import Transfer, Transport
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
-from tests.fsdp.trial import WAYS
 from tests.support.forking import fork_ranks
 
 # -- a rank that ends --------------------------------------------------------------------------------------------------
 
 
-def ends_in_a_forward(rank: int, folder: str, eager_limit: int | None) -> None:
+def ends_in_a_forward(rank: int, folder: str, transport: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
-    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=eager_limit)
+    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, transport=transport)
     step(wrapped, optimizer)
     dist.barrier()  # others have read what rank 2 holds of the updated weights
     if rank == 2:
@@ -44,9 +41,9 @@ def ends_in_a_forward(rank: int, folder: str, eager_limit: int | None) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("eager_limit", [None, 0], ids=["sent", "read"])
-def test_a_rank_that_ends_is_named_at_once(eager_limit: int | None, tmp_path: Path) -> None:
-    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path), eager_limit) == [0, 0, 0]
+@pytest.mark.parametrize("transport", ["backend", "auto"])
+def test_a_rank_that_ends_is_named_at_once(transport: str, tmp_path: Path) -> None:
+    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path), transport) == [0, 0, 0]
     told = []
     for rank in (0, 1):
         error, seconds, message = (tmp_path / f"{rank}.txt").read_text().split("\n", 2)
@@ -81,8 +78,8 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
     """Rank 1 stops, as by SIGSTOP, in a forward or before an exchange; rank 0 writes what it is told, and ends it."""
     folder = Path(path)
     join(rank, folder, keeper)
-    limit = 0 if where == "forward, read" else Options.eager_limit_bytes
-    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S, eager_limit_bytes=limit)
+    transport = "auto" if where == "forward, read" else "backend"
+    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S, transport=transport)
     own = dist.new_group(backend="gloo")
     step(wrapped, optimizer)
     if rank == 1:
@@ -168,17 +165,16 @@ def one_step(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    with WAYS[1].taken():
-        _, wrapped, optimizer = build(None, "optim", eager_limit_bytes=0)
+    _, wrapped, optimizer = build(None, "optim")
     wrapped(torch.ones(2, 6)).sum().backward()
     if rank == 0:
-        read = Laid.read
+        advance = Transport._advance
 
-        def late(self: Laid, index: int, into: Tensor, offset: int = 0) -> None:
+        def late(self: Transport, transfer: Transfer) -> None:
             time.sleep(0.2)
-            read(self, index, into, offset)
+            advance(self, transfer)
 
-        Laid.read = late  # type: ignore[method-assign] # in this process
+        Transport._advance = late  # type: ignore[method-assign] # in this process
     optimizer.step()
     Path(folder, f"{rank} has ended").touch()
 
@@ -192,7 +188,7 @@ def two_programs(folder: str) -> None:
 
 
 @pytest.mark.parametrize("forked", [True, False], ids=["by multiprocessing", "by the interpreter"])
-def test_a_rank_that_is_done_waits_for_who_reads_its_weights(forked: bool, tmp_path: Path) -> None:
+def test_a_rank_that_has_ended_leaves_its_weights_to_who_reads_them(forked: bool, tmp_path: Path) -> None:
     if forked:
         assert fork_ranks(one_step, 2, str(tmp_path)) == [0, 0]
     else:

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
 from harness.fsdp.guards.watches import Watches
-from harness.fsdp.runtime import abandoned, backward_hooks
+from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.state.access import StateAccess
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, Pair, data, loss_of, shard
@@ -63,9 +63,7 @@ def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
 
 
 def alive(seen: list[weakref.ref[Any]]) -> int:
-    """How many there still are when all that was under way has ended; see [Note: Left under way]."""
-    for thread in list(abandoned._waiting):
-        thread.join(10.0)
+    """How many there still are."""
     return sum(each() is not None for each in seen)
 
 

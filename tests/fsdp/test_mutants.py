@@ -21,6 +21,8 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime import installation
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.update import norms
+from harness.shm import transfer
+from harness.shm.sums import sum_in_order
 from tests.fsdp.test_oracle import CLIP, check
 from tests.fsdp.trial import Case, Record, run_case
 from tests.support.covering import once
@@ -51,6 +53,15 @@ def summing(change: Callable[..., dict[str, Any]]) -> Callable[[], Any]:
         _sum_in_order(arguments.pop("contributions"), target, accum, **arguments)
 
     return lambda: mock.patch.object(reduction, "_sum_in_order", wrong)
+
+
+def summing_in_memory(change: Callable[[list[Tensor]], list[Tensor]]) -> Callable[[], Any]:
+    """Sums of other contributions, of those that lie in shared memory."""
+
+    def wrong(terms: list[Tensor], out: Tensor, dtype: torch.dtype, **given: Any) -> None:
+        sum_in_order(change(list(terms)), out, dtype, **given)
+
+    return lambda: mock.patch.object(transfer, "sum_in_order", wrong)
 
 
 def all_but_the_last(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -87,13 +98,13 @@ MUTANTS = {
     ),
     "wrong contribution": Mutant(
         "The first rank's contribution stands for every rank's",
-        summing(lambda contributions, **_: {"contributions": contributions[:1] * len(contributions)}),
+        summing_in_memory(lambda terms: terms[:1] * len(terms)),
         "gradient of",
         trained("optim_grads_params"),
     ),
     "one contribution twice": Mutant(
         "The last rank's contribution counts twice",
-        summing(lambda contributions, **_: {"contributions": [*contributions, contributions[-1]]}),
+        summing_in_memory(lambda terms: [*terms, terms[-1]]),
         "gradient of",
         trained("no_shard"),
     ),

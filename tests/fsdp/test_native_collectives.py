@@ -58,8 +58,8 @@ def as_over_nccl(calls: set[str]) -> Iterator[None]:
 
         return call
 
-    told = property(lambda self: False, lambda self, by_peers: None)
-    with mock.patch.object(Communicator, "by_peers", told, create=True):
+    told = property(lambda self: False, lambda self, is_gloo: None)
+    with mock.patch.object(Communicator, "is_gloo", told, create=True):
         names = {name: checked(name) for name in (GATHER, SCATTER, REDUCE)}
         with mock.patch.multiple(dist.ProcessGroup, **names):
             yield

@@ -11,18 +11,15 @@ FSDP_PROPERTIES=400 runs more programs than CI does; FSDP_PROPERTIES=17:18 runs 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.fsdp import Dtypes, fully_shard
-from harness.fsdp.comm import communicator
 from tests.fsdp.pairs import mesh_of as grid
 from tests.fsdp.random_programs import (
     MESHES,
@@ -70,13 +67,6 @@ def scaling_of(program: Program) -> dict[str, Any]:
 
 def train(rank: int, program: Program) -> Record:
     """A program on one rank; losses are this rank's."""
-    with ExitStack() as stack:
-        spare = program.index % 2 == 0  # sums are made beside the backward, or when they are wanted
-        stack.enter_context(mock.patch.object(communicator, "_has_spare_cores", return_value=spare))
-        return _train(rank, program)
-
-
-def _train(rank: int, program: Program) -> Record:
     module = build(program)
     optimizer = make_optimizer(program.optimizer, dict(module.named_parameters()))
     model, optimizer = fully_shard(

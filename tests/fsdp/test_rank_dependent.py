@@ -87,9 +87,7 @@ def gradients(
     return dict(wrapped.full_gradients())
 
 
-SENT: dict[str, Any] = {"eager_limit_bytes": 1 << 20}
-"""Ranks wait for each other the most: what is read is laid out before it is wanted, and where nothing may be, a thread
-sums beside the backward."""
+SENT: dict[str, Any] = {"transport": "backend"}
 WAYS: tuple[dict[str, Any], ...] = ({}, {"prefetch": 0}, SENT, {"fsdp_double_buffer": True})
 CASES = Cover(product(CHOICES, STRATEGIES, range(len(WAYS)), (1, 2)))
 
@@ -149,7 +147,7 @@ def hang(rank: int, mutant: str) -> str:
     _, name, patch = MUTANTS[mutant]
     with patch():
         try:
-            gradients(rank, "optim_grads_params", name, 1, SENT, limit_s=3.0)
+            gradients(rank, "optim_grads_params", name, 1, SENT | {"separate_gather_group": False}, limit_s=3.0)
         except RuntimeError as error:
             return str(error)
     return "no error"

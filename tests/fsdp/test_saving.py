@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.state import access
 from harness.fsdp.state.access import StateAccess
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
@@ -236,8 +235,7 @@ def loading_early(rank: int, strategy: str) -> list[str]:
     """A rank that is done with a forward loads weights while another one has yet to read the last unit's old ones."""
     module, plain = Normed(), Normed()
     module.blocks[1].register_forward_hook(lambda *_: time.sleep(0.2 * rank))
-    model, _ = shard(Pair(strategy, ""), module, eager_limit_bytes=0)
-    model._parts.meshes.dense.inner.threads_help = False  # as on a host whose cores all compute
+    model, _ = shard(Pair(strategy, ""), module)
     zeros = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
     found = model.eval()(data(0, rank))
     model.load_state_dict(zeros)
@@ -313,11 +311,6 @@ MUTANTS = {
         "safetensors is given the memory of the rows that a rank has",
         lambda: mock.patch.object(RaggedTensor, "untyped_storage", lambda self: self._local_tensor.untyped_storage()),
         "filing",
-    ),
-    "readers": Mutant(
-        "Weights are written while other ranks read them",
-        lambda: mock.patch.object(GatherPipeline, "wait_for_readers"),
-        "loading_early",
     ),
     "destinations": Mutant(
         "A module around the model saves nothing of it",

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from harness.fsdp import Strategy, fully_shard
-from harness.fsdp.comm.communicator import Communicator, Pending
-from harness.fsdp.comm.peer_memory import Laid
+from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.reduction import Exchange, ExchangeReduction
 from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.vocabulary import Transport
+from harness.shm.transfer import Transfer
+from harness.shm.transfer import Transport as Shared
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import Pair, arguments_of
-from tests.fsdp.trial import WAYS, Way
+from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import Cover, once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -33,7 +36,7 @@ class Case:
     strategy: str
     numerics: str
     k: int
-    way: Way
+    transport: Transport
     outer: str = ""
     double_buffer: bool = False
 
@@ -59,15 +62,15 @@ DISTURBANCES = (
 )
 
 ALONE = [
-    Case(strategy.name, numerics, k, WAYS[place % 3])
+    Case(strategy.name, numerics, k, TRANSPORTS[place % 2])
     for place, (strategy, numerics, k) in enumerate(product(Strategy, ("ordered", "fast"), (1, 2)))
 ]
 ALONE += [
-    Case(strategy.name, numerics, 2, WAYS[place % 3], double_buffer=double_buffer)
+    Case(strategy.name, numerics, 2, TRANSPORTS[place % 2], double_buffer=double_buffer)
     for place, (strategy, (numerics, double_buffer)) in enumerate(product(Strategy, (("exact", False), ("fast", True))))
 ]
 HYBRIDS = [
-    Case(strategy.name, numerics, 2, WAYS[place % 3], outer, double_buffer=bool(place % 2))
+    Case(strategy.name, numerics, 2, TRANSPORTS[place % 2], outer, double_buffer=bool(place % 2))
     for place, (strategy, outer, numerics) in enumerate(
         product(Strategy, ("no_shard", "optim"), ("fast", "ordered", "exact"))
     )
@@ -79,7 +82,7 @@ Trial = tuple[int, Case, Disturbance]
 
 def values_of(trial: Trial) -> tuple[Any, ...]:
     size, case, disturbance = trial
-    return size, case.strategy, case.numerics, case.k, case.way, case.outer, case.double_buffer, disturbance
+    return size, case.strategy, case.numerics, case.k, case.transport, case.outer, case.double_buffer, disturbance
 
 
 TRIALS = Cover(
@@ -110,7 +113,6 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
     model = Branching()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
     with ExitStack() as stack:
-        stack.enter_context(case.way.taken())
         if disturbance.poisoned:
             stack.enter_context(poisoned_buffers())
         wrapped, optimizer = fully_shard(
@@ -121,7 +123,7 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
             numerics=case.numerics,
             exact_terms=size * case.k,
             double_buffer=case.double_buffer,
-            eager_limit_bytes=case.way.eager_limit,
+            transport=case.transport,
             grad_divisor=size * case.k,
         )
         if disturbance.delays is not None:
@@ -170,31 +172,26 @@ def test_disturbances_change_no_bit(trial: Trial) -> None:
 
 @contextmanager
 def frees_before_others_have_taken() -> Iterator[None]:
-    """`wait` returns when this rank has what it gets, and does not wait for what others take from it."""
-
-    def wait(self: Pending) -> None:
-        self.receive()
-        _KEPT.append(self.outgoing)  # a work that is dropped may wait
-        self.outgoing = []
-
-    with mock.patch.object(Pending, "wait", wait):
+    """`wait` returns when this rank has what it gets, and does not wait for what others read in place."""
+    with mock.patch.object(Transfer, "is_done", property(lambda self: not self.missing)):
         yield
-
-
-_KEPT: list[Any] = []
 
 
 @contextmanager
 def sums_before_all_has_come() -> Iterator[None]:
-    """Contributions are summed without waiting for the messages that bring them."""
-    receive = Communicator.receive
+    """Contributions are summed without waiting for the collective that brings them."""
+    fold = ExchangeReduction.fold
 
-    def unwaited(self: Communicator, *args: Any) -> list[Any]:
-        _KEPT.append(receive(self, *args))
-        return []
+    def unwaited(self: ExchangeReduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        _KEPT.append(exchange.pending)
+        exchange.pending = Pending([])
+        fold(self, exchange, into, add=add)
 
-    with mock.patch.object(Communicator, "receive", unwaited):
+    with mock.patch.object(ExchangeReduction, "fold", unwaited):
         yield
+
+
+_KEPT: list[Any] = []
 
 
 @contextmanager
@@ -218,19 +215,21 @@ def is_over_at_the_last_parameter() -> Iterator[None]:
 
 @contextmanager
 def reads_without_being_told() -> Iterator[None]:
-    """A peer's address is remembered from the last time, and read from before the peer says that the data is there."""
-    known: dict[tuple[int, int], list[int]] = {}
-    read = Laid.read
+    """Where a peer's data lies is remembered from the last time, and read before the peer says that it is there."""
+    known: dict[tuple[int, int, int], list[int]] = {}
+    advance = Shared._advance
 
-    def hasty(self: Laid, index: int, into: Tensor, offset: int = 0) -> None:
-        key = (self.peer, self._tag)
-        if self._told is None and key in known and into.numel():
-            self.memory.read(self.peer, known[key][index] + offset, into)
-            return
-        read(self, index, into, offset)
-        _, known[key] = self._listen()
+    def hasty(self: Shared, transfer: Transfer) -> None:
+        for peer in transfer.missing:
+            key = peer, transfer.kind, sum(each.nbytes for each in transfer.sources[peer])
+            offer = self._offers.setdefault((transfer.number, peer), known.get(key, []))
+            if offer:
+                known[key] = offer
+            else:
+                del self._offers[transfer.number, peer]
+        advance(self, transfer)
 
-    with mock.patch.object(Laid, "read", hasty):
+    with mock.patch.object(Shared, "_advance", hasty):
         yield
 
 
@@ -241,11 +240,11 @@ class Mutant:
     by: Disturbance
 
 
-MESSAGES, LATE_READS = WAYS[0], WAYS[1]
+SHARED, MESSAGES = TRANSPORTS
 MUTANTS = {
     "poison": Mutant(
         frees_before_others_have_taken,
-        Case("optim_grads", "fast", 2, LATE_READS),
+        Case("optim_grads", "fast", 2, SHARED),
         Disturbance(delays=4, late=(1,), poisoned=True),
     ),
     "delays of collectives": Mutant(
@@ -260,7 +259,7 @@ MUTANTS = {
     ),
     "delays of updates": Mutant(
         reads_without_being_told,
-        Case("optim", "fast", 1, LATE_READS),
+        Case("optim", "fast", 1, SHARED),
         Disturbance(delays=6, late=(1,)),
     ),
     "readiness": Mutant(

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.comm.peer_memory import PeerMemory
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import ParameterViews
+from harness.shm.transfer import Transport
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
 from tests.fsdp.methods import Block, built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
@@ -31,7 +30,7 @@ from tests.support.spawn import run_ranks
 
 def in_turn(rank: int, strategy: str) -> list[str]:
     """An edit right after a forward waits for ranks that are still taking this rank's weights."""
-    model, optimizer = built(strategy, eager_limit_bytes=0)
+    model, optimizer = built(strategy)
     model(tokens_of(rank)).square().mean().backward()
     with slow_to_take(0.1) if rank == 1 else nullcontext(), torch.no_grad():
         optimizer.step()
@@ -47,13 +46,13 @@ def in_turn(rank: int, strategy: str) -> list[str]:
 
 def slow_to_take(seconds: float) -> Any:
     """Ranks that take others' weights take their time."""
-    taking = PeerMemory.read
+    taking = Transport._advance
 
-    def read(*args: Any, **kwargs: Any) -> Any:
+    def advance(*args: Any) -> None:
         time.sleep(seconds)
-        return taking(*args, **kwargs)
+        taking(*args)
 
-    return mock.patch.object(PeerMemory, "read", read)
+    return mock.patch.object(Transport, "_advance", advance)
 
 
 def edited(rank: int, strategy: str, narrow: bool) -> list[str]:
@@ -354,12 +353,6 @@ MUTANTS = {
         "The next forward overwrites edits of weights that stayed unsharded",
         patched(edits, "refuse_lost", lambda bucket: None),
         "after a forward",
-    ),
-    "edits do not wait": Mutant(
-        "An edit right after a forward is made while another rank still takes what is edited",
-        patched(WeightInstaller, "before_edit", lambda self: None),
-        "in_turn",
-        "optim",
     ),
     "all units": Mutant(
         "unsharded() of a part makes the whole model whole",

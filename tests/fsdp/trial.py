@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,10 +18,10 @@ from harness.config.schema import (
     OptimizerName,
     OuterStrategy,
     Strategy,
+    Transport,
 )
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
-from harness.fsdp.comm import communicator
 from harness.models.registry import workload_for
 
 DTYPES = {
@@ -36,26 +33,12 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Way:
-    """How data moves between ranks: sent (no eager limit) or read, beside the backward or when it is wanted."""
-
-    eager_limit: int | None
-    spare_cores: bool
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Engines made in the body believe in so many cores."""
-        with mock.patch.object(communicator, "_has_spare_cores", return_value=self.spare_cores):
-            yield
+TRANSPORTS = tuple(Transport)
 
 
-WAYS = (Way(None, True), Way(0, False), Way(0, True))
-
-
-def way_of(case: object) -> Way:
-    """Each way for a third of all cases: no number may depend on it."""
-    return WAYS[zlib.crc32(repr(case).encode()) % 3]
+def transport_of(case: object) -> Transport:
+    """Each for half of all cases: no number may depend on it."""
+    return TRANSPORTS[zlib.crc32(repr(case).encode()) % 2]
 
 
 def roles_of(name: str) -> list[Dtype]:
@@ -114,7 +97,7 @@ class Case:
         config.sharding.outer, config.mesh.dp_outer = OuterStrategy[self.outer_strategy], self.outer
         for name, value in self.options:
             setattr(config.engine, name, value)
-        config.engine.eager_limit_bytes = way_of(self).eager_limit
+        config.engine.transport = transport_of(self)
         config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
         config.mesh.world_size = self.world_size
         config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
@@ -158,11 +141,6 @@ def batches(case: Case, rank: int, step: int) -> list[Microbatch]:
 
 def run_case(rank: int, case: Case) -> Record:
     """Train one case on this rank. Tensors are recorded on rank 0 only."""
-    with way_of(case).taken():
-        return _run_case(rank, case)
-
-
-def _run_case(rank: int, case: Case) -> Record:
     config = case.config()
     ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
     engine = engine_class(config.engine.name)(workload_for(config), config, ranks)

@@ -386,7 +386,7 @@ def test_two_runs_of_one_configuration_have_no_script(bench: Bench, tmp_path: Pa
     [
         ("model=odd", "engine=ddp", "dtype=bf16"),
         ("model=moe", "optimizer=sgd", "optimizer.clip_norm=null", "train.replicate=2"),
-        ("data=text", "data.path='/a b/ü,c=d'", "numerics=ordered", "engine.eager_limit_bytes=null"),
+        ("data=text", "data.path='/a b/ü,c=d'", "numerics=ordered", "engine.transport=backend"),
         (
             "fault.name=tests.faults.update:F20_norm_counts_replicas",
             "sharding=no_shard",

@@ -102,7 +102,7 @@ def forgetful_wait(self: UnitWeights) -> None:
 
 
 def landed_too_soon(self: Job) -> None:
-    for exchange in self._sent:
+    for exchange in self._exchanges.values():
         exchange.pending.wait()
 
 

@@ -261,7 +261,7 @@ def test_what_a_verdict_says_to_a_search(judged: Verdict, sought: Outcome, answe
     assert answer_of(judged, sought) is answer
 
 
-HARMLESS = ("engine.prefetch=0", "train.replicate=3", "engine.eager_limit_bytes=64")
+HARMLESS = ("engine.prefetch=0", "train.replicate=3", "engine.transport=backend")
 
 
 def two_cells(root: Path, *changes: str) -> tuple[str, str]:

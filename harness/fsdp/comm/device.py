@@ -14,15 +14,12 @@ it has not touched. At most 62 MiB of free memory stay with the process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from harness.fsdp.comm import events
 
 HEAP_BYTES = 31 << 20
 """Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
@@ -147,28 +144,6 @@ class DeviceRuntime:
         event = cuda.Event()
         event.record(cuda.current_stream(self.device))
         return Event(event, self.device)
-
-    def abort(self, group: dist.ProcessGroup) -> None:
-        """Make whatever this process waits for in a group fail at once; the group is of no use afterwards.
-
-        gloo has no abort that reaches waits by the host, but one wait that times out closes the connections under all
-        of them: so one is made for a message that nobody sends.
-        """
-        rank, size = group.rank(), group.size()
-        if size == 1:
-            return
-        events.give_up(group)  # what waits without the backend
-        with suppress(RuntimeError):  # closed already
-            if self.has_streams and "nccl" in dist.get_backend_config(group):
-                group._get_backend(self.device).abort()
-                return
-            nothing = torch.empty(1, dtype=torch.uint8)
-            group.recv([nothing], (rank + 1) % size, NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def is_destroyed(group: dist.ProcessGroup) -> bool:
-    """True if the program has destroyed a group: nobody comes to a collective of it any more."""
-    return group not in dist.distributed_c10d._world.pg_map
 
 
 def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -> torch.device:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -46,8 +44,8 @@ CONTROL = Label("control", "")
 
 
 class Watcher(Protocol):
-    """Observer of collectives before they begin, and of waits before they are over. It may raise in `begin`, `enter`
-    and `check` where what is waited for will not come about."""
+    """Observer of collectives before they begin, and of waits before they are over. It may raise in `begin` and
+    `enter` where a collective will not come about."""
 
     def begin(self, label: Label, data: Sequence[Any] = ()) -> None:
         """Called before each logical collective. data: see `begin`."""
@@ -64,18 +62,10 @@ class Watcher(Protocol):
     def explain(self, error: Exception) -> Exception:
         """The error to raise for one that ended a wait: itself, or one that names ranks."""
 
-    def check(self) -> None:
-        """Called by waits that look again and again."""
-
-
-FOR_EVER = timedelta(days=3650)
 
 _local = threading.local()
 _observers: list[Observer] = []
 _watchers: list[Watcher] = []
-_endings: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.WeakMethod[Callable[[], None]]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def current() -> Label | None:
@@ -140,25 +130,6 @@ def watch(watcher: Watcher) -> Callable[[], None]:
     return end
 
 
-def on_give_up(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
-    """Call a bound method, as long as its object lives, when this process gives a group up."""
-    living = [each for each in _endings.get(group, ()) if each() is not None]
-    _endings[group] = [*living, weakref.WeakMethod(method)]
-
-
-def give_up(group: dist.ProcessGroup) -> None:
-    """Nothing comes about in a group any more: its connections are being closed."""
-    for each in _endings.get(group, ()):
-        if (method := each()) is not None:
-            method()
-
-
-def check() -> None:
-    """Raise CollectiveError where a watcher knows that waits are vain: for waits that look again and again."""
-    for watcher in _watchers:
-        watcher.check()
-
-
 def explained(error: Exception) -> Exception:
     """Error of a collective as watchers explain it, or itself."""
     for watcher in _watchers:
@@ -183,7 +154,7 @@ class waiting:
         self._watching: _watched | None = None
 
     def __enter__(self) -> None:
-        if (not _observers and not _watchers) or _is_apart():
+        if not _observers and not _watchers:
             return
         label = current()
         self._began = time.perf_counter()
@@ -199,30 +170,6 @@ class waiting:
             seconds = time.perf_counter() - self._began
             for observer in _observers:
                 observer.waited(seconds)
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Waits of this thread in the body hold nobody up: each is no exposed communication, no watcher observes it,
-    and it lasts as long as it takes, whatever limit the group has."""
-    before = _is_apart()
-    _local.apart = True
-    try:
-        yield
-    finally:
-        _local.apart = before
-
-
-def _is_apart() -> bool:
-    return getattr(_local, "apart", False)
-
-
-def wait_for(work: Any) -> None:
-    """Block the host (gloo) or the current stream (NCCL) until a work of the backend is done; raises its error."""
-    if _is_apart():
-        work.wait(FOR_EVER)
-    else:
-        work.wait()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The ranks of a model: an inner axis, an outer one, and everyone; and the same for expert parameters.
 
-On CUDA gathers and reductions of the inner axis have a communicator each, so that neither waits for the other on the
-device. gloo tells messages apart by their tags, and nothing is gained.
+[Note: Communicators] Gathers and reductions of the inner axis have a communicator each, unless one is asked for both:
+so neither waits for the other on a device, and ranks that use different units may issue them in different orders. The
+outer axis has one of its own: it is another group.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.members import group_of_members
 from harness.fsdp.options import Options
+from harness.fsdp.vocabulary import Transport
+from harness.shm import ShmGroup
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Mesh:
     """Communicators of one grid of ranks.
 
     Args:
-        eager_limit: see `Communicator`.
-        separate_gather: a communicator for gathers alone; None: on devices with streams.
+        transport: see `Communicator`.
+        separate_gather: a communicator for gathers alone; None: yes.
 
     Raises:
         ValueError: the groups do not form a grid.
@@ -64,21 +66,21 @@ class Mesh:
         self,
         groups: Groups,
         runtime: DeviceRuntime,
-        eager_limit: int | None = Options.eager_limit_bytes,
+        transport: Transport = Options.transport,
         separate_gather: bool | None = None,
     ) -> None:
-        self.inner = Communicator(groups.inner, runtime, eager_limit)
+        self.inner = Communicator(groups.inner, runtime, transport)
         gather = groups.gather
-        if gather is None and (runtime.has_streams if separate_gather is None else separate_gather):
-            gather = _second_group(self.inner.group)
-        self.gather = self.inner if gather is None else Communicator(gather, runtime, eager_limit)
+        if gather is None and separate_gather is not False and self.inner.size > 1:
+            gather = self.inner.group if self.inner.shm is not None else _second_group(self.inner.group)
+        self.gather = self.inner if gather is None else Communicator(gather, runtime, transport)
         self.outer: Communicator | None = None
         self.everyone = self.inner
         if groups.outer is not None:
-            self.outer = Communicator(groups.outer, runtime, eager_limit)
+            self.outer = Communicator(groups.outer, runtime, transport)
             if groups.everyone is None:
                 raise ValueError("an outer axis needs the group of all ranks too: give hybrid_fsdp_group")
-            self.everyone = Communicator(groups.everyone, runtime, None)
+            self.everyone = Communicator(groups.everyone, runtime, Transport.backend)
         self._check()
         self.place = Place(
             self.inner.rank,
@@ -107,16 +109,8 @@ class Mesh:
         return self.outer is not None and self.outer.size > 1
 
     @property
-    def threads_help(self) -> bool:
-        return self.everyone.size > 1 and self.inner.threads_help
-
-    @property
     def communicators(self) -> Sequence[Communicator]:
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
-
-    def close(self) -> None:
-        for each in self.communicators:
-            each.close()
 
 
 _SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -203,9 +197,10 @@ class Meshes:
         return found
 
     @property
-    def peer_memories(self) -> list[PeerMemory]:
+    def shared_memories(self) -> list[ShmGroup]:
+        """The groups over shared memory that move buckets."""
         communicators = (comm for mesh in self for comm in mesh.communicators)
-        return [comm.memory for comm in communicators if comm.memory is not None]
+        return [comm.shm for comm in communicators if comm.shm is not None]
 
     def of(self, *, expert: bool) -> Mesh:
         return self.experts if expert else self.dense

@@ -1,9 +1,4 @@
-"""A flat tensor cut by owner, and the packing of several small ones into one message a peer.
-
-[Note: Small messages] On gloo a message costs some 100 us whatever its size, and a bucket is a few segments. Where all
-that goes to a peer is small, the segments are packed into one staging buffer, owner by owner. Large buckets are never
-copied: their segments travel from and into the flat storage itself. What is summed, and in which order, is the same.
-"""
+"""A flat tensor cut by owner."""
 
 from __future__ import annotations
 
@@ -14,9 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-PACK_BYTES = 1 << 16
-"""Most bytes of one rank's chunks together that are packed."""
 
 
 class Cut:
@@ -176,27 +168,5 @@ class Evened:
         return given.rows, self.part.tensor.view(given.rows.shape)
 
 
-def worth_packing(parts: Sequence[Part]) -> bool:
-    """True if to send one message a peer; the same on all ranks."""
-    return len(parts) > 1 and sum([part.longest for part in parts]) <= PACK_BYTES
-
-
 def joined(parts: Sequence[Part]) -> Cut:
     return Cut.at([0, *accumulate(sum(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True))])
-
-
-def packed(parts: Sequence[Part], ranks: Sequence[int]) -> Part:
-    """One part holding the chunks of all, owner by owner; only the chunks of `ranks` are copied in."""
-    cut = joined(parts)
-    whole = Part(parts[0].tensor.new_empty(cut.spans[-1][1]), cut)
-    for rank in ranks:
-        torch.cat([part.chunk(rank) for part in parts], out=whole.chunk(rank))
-    return whole
-
-
-def unpack(whole: Part, parts: Sequence[Part], ranks: Sequence[int]) -> None:
-    """Copy the chunks of `ranks` from a packed part back to the parts it was packed from."""
-    for rank in ranks:
-        targets = [part.chunk(rank) for part in parts]
-        for target, source in zip(targets, whole.chunk(rank).split([t.numel() for t in targets]), strict=True):
-            target.copy_(source)

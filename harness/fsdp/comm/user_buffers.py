@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import CONTROL
@@ -35,6 +36,16 @@ NCCL_NEEDS = {
     "averages in symmetric reductions": (2, 30, 3),
 }
 """First NCCL with each; sums are symmetric from the first on, which is what this engine asks for."""
+
+
+class CommunicationMemory(Protocol):
+    """Memory that a backend moves without a copy of its own: NCCL's user buffers, or segments of shared memory."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in it, uninitialised."""
+
+    def register(self) -> None:
+        """Have what was allocated known to all ranks that move it. *Collective.*"""
 
 
 class Backend(Protocol):
@@ -53,6 +64,10 @@ class Backend(Protocol):
 
 class PoolRuntime(Protocol):
     """The used part of a device; `harness.fsdp.comm.device.DeviceRuntime` is one."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets live."""
 
     @property
     def has_streams(self) -> bool:
@@ -155,6 +170,11 @@ class UserBuffers:
     def allocating(self) -> AbstractContextManager[None]:
         return self._runtime.allocating_from(self._pool) if self.active else nullcontext()
 
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in the pool, uninitialised; outside it where nothing is registered."""
+        with self.allocating():
+            return torch.empty(numel, dtype=dtype, device=self._runtime.device)
+
     def model_built(self) -> None:
         """The buckets that stay exist now: register, unless that waits for the first step. *Collective.*
 
@@ -217,6 +237,14 @@ class UserBuffers:
             self._pool = pool
         else:
             self._fail(f"no memory pool of NCCL's: {error or 'another rank could not make one'}")
+
+    def register(self) -> None:
+        """Register the pool with every communicator that moves buckets. *Collective.*
+
+        Raises:
+            RuntimeError: a rank could not, and `may_fall_back` is false.
+        """
+        self._register()
 
     def _register(self) -> None:
         """See [Note: All or none]."""

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.shared_memory import abort_beside
 from harness.watchdog import CollectiveError as CollectiveError
-from harness.watchdog import Watchdog, default_timeout_s
+from harness.watchdog import Watchdog, abort_group, default_timeout_s
 from harness.watchdog import by_value as by_value
 from harness.watchdog import ranks_text as ranks_text
 
@@ -49,5 +50,10 @@ def watch_groups(
         return Watches(None)
     limit_s = default_timeout_s(groups, runtime.device) if timeout_s is None else timeout_s
     mark = runtime.record if runtime.has_streams else None
-    watchdog = Watchdog(groups, limit_s, where=where, abort=runtime.abort, mark=mark, records=False, check=check)
+    watchdog = Watchdog(groups, limit_s, where=where, abort=_abort, mark=mark, records=False, check=check)
     return Watches(watchdog)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    abort_beside(group)
+    abort_group(group)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import OUTER, Label
@@ -73,9 +71,6 @@ class Job:
         """Label of the job's collective along the inner axis."""
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
-        self.future: Future[None] | None = None
-        self.may_sum_early = False
-        self._failure: Exception | None = None
         self._route = deque(bucket.placements.reduction(last=plan.last))
         sums = [step.axis for step in bucket.placements.reduction(last=True) if step.operation is _SUM]
         self._last_sum = sums[-1]
@@ -85,8 +80,7 @@ class Job:
         self._sums: list[Tensor] = []
         self._outer_sums: list[Part] = []
         self._copies: list[Tensor] = []
-        self._sent: list[Exchange] = []
-        self._staying: list[Exchange] = []
+        """Encoded gradients beside those they were made of."""
 
     @property
     def accumulates_locally(self) -> bool:
@@ -120,12 +114,9 @@ class Job:
         if not adds:
             self._look(source, wire)
         exchange = self.reductions.inner.exchange(self.cuts.inner_parts(wire), self.label, self._factor_of(Axis.inner))
-        (self._staying if wire is sums else self._sent).append(exchange)
         self._exchanges[Axis.inner] = exchange
         self._route.popleft()
         self._stages.append(self._sum_inner)
-        # of what is laid out within the backward, and needs nothing more from others
-        self.may_sum_early = bool(exchange.laid) and not (adds or self._route)
 
     def _noted(self, wire: Tensor, source: Tensor) -> Tensor:
         if wire is not source:
@@ -166,9 +157,6 @@ class Job:
                 self.bucket.memory.note(part.tensor) for part, own in zip(parts, sums, strict=True) if part is not own
             ]
             exchange = outer.exchange(parts, self._label(Axis.outer), self._factor_of(Axis.outer))
-        in_place = all(part is own for part, own in zip(parts, sums, strict=True))
-        stays = in_place and self.gradients.accumulation is not Accumulation.reduced
-        (self._staying if stays else self._sent).append(exchange)
         self._exchanges[Axis.outer] = exchange
         self._stages.append(lambda: self._sum_outer(sums))
 
@@ -206,25 +194,6 @@ class Job:
                 self._stages.popleft()()
         return bool(self._stages)
 
-    def sum_early(self) -> None:
-        """Make the sums if every contribution is there. What fails is raised by `wait`."""
-        if not self._exchanges[Axis.inner].is_there():
-            return
-        self.may_sum_early = False
-        try:
-            with events.waiting(self.label):
-                self.run()
-        except Exception as failure:
-            self._failure = failure
-
-    @property
-    def is_over(self) -> bool:
-        """True if sums within the backward are made and others are known to have taken what they need of them, so that
-        `wait` waits for nobody."""
-        if self._stages or self._failure is not None or not self._sent:
-            return False
-        return all(exchange.pending.is_taken() for exchange in self._sent)
-
     def run(self) -> None:
         while self.advance():
             pass
@@ -234,22 +203,15 @@ class Job:
 
     def wait(self) -> None:
         """Block the host or the current stream until the sums are made; raises what making them raised."""
-        if self._failure is not None:
-            raise self._failure
         if self.done is not None:
             self.done.wait()
-        elif self.future is not None:
-            self.future.result()
         else:
-            self.may_sum_early = False
             self.run()
-        for exchange in self._sent:
-            exchange.pending.wait()
 
-    @property
-    def sending(self) -> list[Pending]:
-        """Exchanges of whole sums that other ranks may still read after `wait`."""
-        return [exchange.pending for exchange in self._staying]
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in what is under way, of gradients that nobody wants."""
+        for exchange in self._exchanges.values():
+            exchange.pending.cancel()
 
     def free(self) -> None:
         """Free the temporary bucket, where there was one, and what was made of it."""

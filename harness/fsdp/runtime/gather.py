@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.runtime.unit_weights import LateGather, UnitWeights, WeightState
+from harness.fsdp.runtime.unit_weights import UnitWeights, WeightState
 from harness.fsdp.runtime.units import Unit, rest
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
 
@@ -39,10 +38,9 @@ class GatherPipeline:
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
-        self._outgoing: list[LateGather] = []
-        self._copies: list[LateGather] = []
+        self._groups = {bucket.context.mesh.gather: None for unit in units for bucket in unit.buckets}
         self._ahead: dict[Unit, None] = {}
-        """Units on their way, not the root, that have memory for that already, in the order they were begun."""
+        """Units on their way, not the root, in the order they were begun."""
         self._whole: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
@@ -54,7 +52,7 @@ class GatherPipeline:
         self._ran: list[Unit] = []
         self._late = False
         self.is_read = False
-        """True if a forward has begun since a backward ended last: others, or a device, may still read main weights."""
+        """True if a forward has begun since a backward ended last: a device may still read main weights."""
         self._held: set[str] = set()
         self._dropped_while_held: set[str] = set()
         self.num_alive_peak = 0
@@ -190,37 +188,25 @@ class GatherPipeline:
                 self._wait_for_unshard(unit)
             if self._is(unit, WeightState.UNSHARDED):
                 self._reshard(unit)
-        self.wait_for_others()
+        for group in self._groups:
+            group.settle()
 
     def settle(self) -> None:
         """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
         self._reshard_all_but(self._kept)
 
-    def wait_for_others(self) -> None:
-        """Wait until other ranks have read this one's part of every gather, so that it may change."""
-        with events.waiting(*(each.label for each in self._outgoing)):
-            while self._outgoing:
-                self._outgoing.pop().wait()
-        self._copies = [each for each in self._copies if not each.let_go()]
-
     def wait_for_readers(self) -> None:
-        """Wait until nobody reads this rank's main weights any more, which are written next: also those of units that
-        stay whole here, for a backward to come. What is under way here is brought in first: others may wait for that.
-        """
+        """Have no gather under way that reads main weights, which are written next."""
         on_way = [unit for unit in self.order if self._is(unit, WeightState.UNSHARDING)]
         for unit in on_way:
             self._wait_for_unshard(unit)
         rest(on_way)
-        for unit in self.order:
-            if self._is(unit, WeightState.UNSHARDED):
-                self._weights[unit.name].wait_for_others()
-        self.wait_for_others()
         self.is_read = False
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if some weights are on their way or whole, or others may still take this rank's part."""
-        return bool(self._outgoing) or any(not self._is(unit, WeightState.SHARDED) for unit in self.order)
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in gathers under way, of weights that nobody wants."""
+        for weights in self._weights.values():
+            weights.cancel()
 
     @property
     def holds(self) -> bool:
@@ -333,21 +319,22 @@ class GatherPipeline:
         weights = self._weights[unit.name]
         if weights.state is not WeightState.SHARDED:
             return
-        self._copies = [each for each in self._copies if not each.let_go()]
         weights.unshard(weights.wanted)
-        self._copies += weights.copies
-        if weights.take_storage and not unit.is_root:
+        if not unit.is_root:
             self._ahead[unit] = None
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
-        return len(self._ahead) + len(self._whole)
+        """Units whose unsharded weights have memory."""
+        is_late = all(group.shm is not None for group in self._groups)
+        return len(self._whole) + (0 if is_late else len(self._ahead))
 
     def _wait_for_unshard(self, unit: Unit) -> None:
         self._ahead.pop(unit, None)
         self._weights[unit.name].wait()
         if not unit.is_root:
             self._whole.add(unit)
+            self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _reshard(self, unit: Unit) -> None:
         if unit.name in self._held:
@@ -355,7 +342,7 @@ class GatherPipeline:
             return
         self._kept = [each for each in self._kept if each is not unit]
         self._whole.discard(unit)
-        self._outgoing += self._weights[unit.name].reshard()
+        self._weights[unit.name].reshard()
 
     def _learn_order(self) -> None:
         """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""

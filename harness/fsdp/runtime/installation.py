@@ -25,7 +25,7 @@ def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
     pending = [each for bucket in buckets for each in bucket.install()]
     with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident and pending)):
         for each in pending:
-            each.receive()
+            each.wait()
     return pending
 
 

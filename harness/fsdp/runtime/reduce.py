@@ -13,27 +13,23 @@ that the others make room for, and its gather is begun and kept. For the same re
 reductions of what it did not use, and only then waits until the others have this rank's part of all weights. No rank
 then waits for one that waits for it.
 
-[Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
-backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
-made when it is waited for (see [Note: Spare cores]), or when a unit is issued and all contributions are there already:
-the rank that comes last then makes its sum at once, so that the others, when they make room one unit on, need not wait
-for it to come to the same place. On CUDA the same work is queued on a side stream.
+[Note: Sums beside compute] On CUDA sums are queued on a side stream. On a CPU they are made by whoever waits for them:
+where each core computes already, a thread that sums beside the backward hides nothing and disturbs it. What other ranks
+have offered is also summed when this rank issues its next unit, or waits for anything: so ranks that come later to the
+same place need not wait for this one (`harness.shm.transfer`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
 from torch import Tensor
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import Dtypes
@@ -63,7 +59,6 @@ class ReducePipeline:
     Args:
         units: in forward order; they are reduced in reverse.
         reductions: how the sums of a bucket are made, along each axis, by bucket name.
-        meshes: whose communicators they use.
         step: says of the backward that runs what is reduced in it.
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
@@ -76,7 +71,6 @@ class ReducePipeline:
         self,
         units: Sequence[Unit],
         reductions: dict[str, Reductions],
-        meshes: Meshes,
         runtime: DeviceRuntime,
         memory: BucketMemory,
         step: Step,
@@ -90,19 +84,12 @@ class ReducePipeline:
         self.before_wait = before_wait
         self.order = [unit for unit in reversed(units) if unit.trainable]
         self.reductions = reductions
-        self.meshes = meshes
         self.runtime = runtime
         self.memory = memory
         self.factor = factor
-        beside = runtime.has_streams or all(mesh.threads_help for mesh in meshes)
-        self.sums_when_wanted = not beside
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
-        self._sending: list[Pending] = []
-        self._folder = (
-            ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold") if beside and not runtime.has_streams else None
-        )
 
     def take_in(self, units: Sequence[Unit], reductions: dict[str, Reductions]) -> None:
         """Reduce further buckets of the units, too. No backward may be running."""
@@ -123,10 +110,6 @@ class ReducePipeline:
             gradients.prepare()
 
     def _make_room(self, unit: Unit) -> None:
-        if self.sums_when_wanted and self._in_flight and not self.memory.fixed:
-            self._sum_early()
-            while self._in_flight and all(job.is_over for job in self._in_flight[0][1]):
-                self._land()
         if len(self._in_flight) >= MAX_UNITS:
             following = self.order[self._issued] if unit.is_root and self._issued < len(self.order) else unit
             self.before_wait(following, keeps=unit.is_root)
@@ -162,7 +145,7 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Wait until every issued reduction has landed in the main gradients."""
-        if self.sums_when_wanted and all(job.accumulates_locally for job in self._jobs_in_flight()):
+        if not self.runtime.has_streams and all(job.accumulates_locally for job in self._jobs_in_flight()):
             self._sum_all()
         while self._in_flight:
             self._land()
@@ -190,41 +173,24 @@ class ReducePipeline:
 
     @property
     def is_under_way(self) -> bool:
-        """True if a reduction has not landed, or others may still take its sums."""
-        return bool(self._in_flight or self._sending)
+        """True if a reduction has not landed."""
+        return bool(self._in_flight)
 
     def discard(self) -> None:
-        """Wait until nothing is in flight any more, for gradients that nobody wants.
-
-        What failed in a reduction does not matter then. Sums that landed do: raises where others could not take theirs.
-        """
-        unfinished = bool(self._in_flight)
+        """Wait until nothing is in flight any more, for gradients that nobody wants: what failed does not matter."""
         while self._in_flight:
             with suppress(Exception):
                 self._land()
-        try:
-            self.wait_until_sent()
-        except RuntimeError:
-            if not unfinished:
-                raise
         self._release()
 
-    def wait_until_sent(self) -> None:
-        """Wait until other ranks have taken what whole gradient buffers held for them, so that these may be reused."""
-        sending, self._sending = self._sending, []
-        with events.waiting():
-            for each in sending:
-                each.wait()
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in reductions under way, of gradients that nobody wants."""
+        for job in self._jobs_in_flight():
+            job.cancel()
 
     def _release(self) -> None:
-        for mesh in self.meshes:
-            for comm in mesh.communicators:
-                comm.release_scratch()
+        """Free what is only kept between one reduction and the next."""
         self.memory.release_spare()
-
-    def close(self) -> None:
-        if self._folder is not None:
-            self._folder.shutdown(wait=True)
 
     def _issue(self, unit: Unit) -> None:
         self._issued += 1
@@ -233,18 +199,6 @@ class ReducePipeline:
         if any(gradients.is_copied for gradients in unit.gradients):
             self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
-        if self.sums_when_wanted and len(self._in_flight) <= MAX_UNITS:
-            self._sum_early()
-
-    def _sum_early(self) -> None:
-        behind: Unit | None = None  # whose sums of an earlier microbatch are still to be made
-        for each, jobs in self._in_flight:
-            is_next = each is not behind
-            for job in jobs:
-                if is_next and job.may_sum_early:
-                    job.sum_early()
-                if job.may_sum_early:
-                    behind = each
 
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
         for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
@@ -258,8 +212,6 @@ class ReducePipeline:
             job.begin()
             if self.runtime.has_streams:
                 job.run()
-            elif self._folder is not None:
-                job.future = self._folder.submit(job.run)
         return job
 
     def _sum_all(self) -> None:
@@ -280,6 +232,5 @@ class ReducePipeline:
                 except Exception as error:
                     failures.append(error)
                 job.free()
-        self._sending += [each for job in jobs for each in job.sending]
         if failures:
             raise events.explained(failures[0])

@@ -98,7 +98,7 @@ class TwoEncodings(GatherPipeline):
             self._seen[unit] |= direction
         weights = self._weights[unit.name]
         if not weights.directions & direction:
-            self._copies += weights.add(direction)
+            weights.add(direction)
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
         """See `GatherPipeline.hold`; both copies."""

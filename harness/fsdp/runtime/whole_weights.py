@@ -85,7 +85,6 @@ class WholeWeights:
             for unit in held:
                 unit.is_held = False
             self.gather.let_go(held)
-            self.gather.wait_for_others()
             rest(held)
         if edited:
             self.weights.install()

@@ -1,11 +1,10 @@
 """Updated weights that are on their way from other ranks.
 
 [Note: Weights on their way] After an update, a bucket that is kept whole between uses gets the parts that others
-updated. Where collectives end whatever ranks do next (NCCL), nobody waits for them at once: each unit waits for its own
+updated. On a device nobody waits for them at once: each unit waits for its own
 when it is used for the first time, so that the forward begins beside the gathers of later units. Until then its
 parameters stay *resting* ([Note: The class of a parameter]), inside the forward too: whoever touches one, wherever,
-waits for all first. Where ranks serve one another (gloo), one that goes on to something else would keep the others from
-theirs, and everything is received as it is installed.
+waits for all first. On a CPU everything is received as it is installed.
 """
 
 from __future__ import annotations

@@ -147,8 +147,6 @@ class Bucket:
             encoding.is_valid, encoding.kept = self.is_resident, None
             if not self.is_resident:
                 memory.empty(encoding.unsharded)
-        self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
-        """Bytes that every rank gives to a gather of one encoding."""
         for encoding in self.encodings if placed.resting_weights_are_kept else ():
             numel = self.cuts.numel(placed.resting_weights)
             encoding.kept = encoding.unsharded if self.is_resident else memory.persistent(numel, self.dtypes.compute)
@@ -211,15 +209,15 @@ class Bucket:
         cast = self.cast_shards(encoding)
         return [self.codec.wire(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in cast]
 
+    def own_filled(self, encoding: Encoding) -> list[Part]:
+        """Unsharded compute weights, allocated, in which this rank's part lies: parts of a gather, a segment each."""
+        self.allocate_weights(encoding)
+        self.fill_own(encoding)
+        return self.weight_parts(encoding)
+
     def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
         return self.codec.encode(self.main_shards, encoding)
-
-    @property
-    def gives_copies(self) -> bool:
-        """True if this rank's part of a gather takes memory of its own."""
-        differ = self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
-        return self.encodings[0].kept is None and differ
 
     def fill_own(self, encoding: Encoding) -> None:
         """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
@@ -246,7 +244,7 @@ class Bucket:
                 shards = self.cuts.inner_shards_of(wire(each.kept), target)
                 found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
         comm = self.context.mesh.gather
-        if not comm.goes_on_alone:
+        if not comm.runtime.has_streams:
             return found
         self.awaited = Awaited(found, Label("all_gather", self.name), comm.runtime)
         return []
@@ -344,7 +342,7 @@ class Bucket:
         with mesh.gather.runtime.stream("gather") if len(legs) > 1 else nullcontext():  # compute waits for no leg
             for leg in legs:
                 for before in found:
-                    before.receive()
+                    before.wait()
                 if leg.axis is Axis.inner:
                     parts = self.cuts.inner_parts(whole)
                     found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))

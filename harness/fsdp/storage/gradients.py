@@ -77,12 +77,16 @@ class Gradients:
     def _build(self) -> None:
         lies = self.placements.accumulated_grads
         held = torch.int64 if self.plan.integers else self.dtypes.grads
-        self._use_sums(self.memory.persistent(self.cuts.numel(lies), held))
+        self._use_sums(self._new_sums(self.cuts.numel(lies), held))
         self._main: Tensor | None = None
         is_cut = SHARD in self.cuts.own
         if self.plan.integers or self.is_offloaded or (is_cut and self.memory.registers):
             self._build_main()
         self._count()
+
+    def _new_sums(self, numel: int, dtype: torch.dtype) -> Tensor:
+        is_reduced_here = self.accumulation is not Accumulation.reduced
+        return (self.memory.sums if is_reduced_here else self.memory.persistent)(numel, dtype)
 
     def _count(self) -> None:
         held = self.sums if self._main is None else self._main
@@ -119,7 +123,7 @@ class Gradients:
                 " stay where they are: keep copies, parameter.grad.clone()"
             )
         unwritten = self._unwritten
-        self._use_sums(self.memory.persistent(self.sums.numel(), self.sums.dtype))
+        self._use_sums(self._new_sums(self.sums.numel(), self.sums.dtype))
         self.claim()
         self._unwritten = unwritten
         self._count()

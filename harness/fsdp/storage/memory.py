@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
+from harness.fsdp.comm.user_buffers import CommunicationMemory
 from harness.fsdp.storage.turns import SharedBuffer, Turn
 
 
@@ -29,6 +30,7 @@ class BucketMemory:
     Args:
         device: of all buckets.
         fixed: see [Note: Double buffer].
+        moved: hands out what a backend moves without a copy of its own; None: there is no such memory.
         allocating: surrounds every allocation of what collectives move.
         registers: whether what is allocated so is, or will be, a user buffer: no sharded parameter views it.
     """
@@ -38,11 +40,13 @@ class BucketMemory:
         device: torch.device,
         *,
         fixed: bool = False,
+        moved: CommunicationMemory | None = None,
         allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
         registers: bool = False,
     ) -> None:
         self.device = device
         self.fixed = fixed
+        self.moved = moved
         self.allocating = allocating
         self.registers = registers
         self.live_bytes = 0
@@ -142,9 +146,17 @@ class BucketMemory:
                 return _reshaped(whole, numel, dtype)
         if self._spare:
             self._free_spare(0)
+        return self._count(self._empty(numel, dtype))
+
+    def sums(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that stay and are reduced where they are, shape [numel]."""
+        return self._empty(numel, dtype).zero_()
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.moved is not None:
+            return self.moved.allocate(numel, dtype)
         with self.allocating():
-            bucket = torch.empty(numel, dtype=dtype, device=self.device)
-        return self._count(bucket)
+            return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_back(self, bucket: Tensor) -> None:
         """Keep a bucket that `take` gave as a spare one; it stays alive until it is taken or released."""
@@ -175,7 +187,10 @@ class BucketMemory:
         storage = bucket.untyped_storage()
         if nbytes := storage.nbytes():
             self.live_bytes -= nbytes
-            storage.resize_(0)
+            if storage.resizable():
+                storage.resize_(0)
+            else:  # shared memory, which is free when no view of it is left
+                bucket.set_(torch.UntypedStorage(0), 0, (0,), (1,))
 
     def renew(self, bucket: Tensor) -> bool:
         """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold

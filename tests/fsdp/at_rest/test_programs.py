@@ -160,6 +160,10 @@ def registering(rank: int, strategy: str, slip: str = "") -> list[str]:
             made.append(super().persistent(numel, dtype))
             return made[-1]
 
+        def sums(self, numel: int, dtype: torch.dtype) -> Tensor:
+            made.append(super().sums(numel, dtype))
+            return made[-1]
+
         def transient(self, numel: int, dtype: torch.dtype) -> Tensor:
             made.append(super().transient(numel, dtype))
             return made[-1]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage.parameter_access import grad_of
 from harness.probe.collectives import CollectiveMeter, by_kind
@@ -264,11 +263,8 @@ def relative(have: Tensor, want: Tensor) -> float:
 
 @contextmanager
 def fetching_ahead(prefetch: Callable[[GatherPipeline], None]) -> Iterator[None]:
-    """A mistake in what is fetched ahead, where that takes memory: not only told of, to be read when it is wanted."""
-    with (
-        mock.patch.object(GatherPipeline, "_prefetch", prefetch),
-        mock.patch.object(Communicator, "reads_when_wanted", return_value=False),
-    ):
+    """A mistake in what is fetched ahead."""
+    with mock.patch.object(GatherPipeline, "_prefetch", prefetch):
         yield
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import megatron
-from harness.fsdp.comm.reduction import PeerReduction
+from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.storage.bucket import Bucket
@@ -23,22 +23,22 @@ FP32 = 1e-5
 BF16 = 1e-2
 """The same with a wire of bf16: one rounding of each contribution, in fp32 sums."""
 
-_fold, _finish = PeerReduction.fold, ReducePipeline.finish
+_fold, _fold_exchange, _finish = NativeReduction.fold, ExchangeReduction.fold, ReducePipeline.finish
 
 
 def _folding(replacement: Any) -> Any:
-    return lambda: mock.patch.object(PeerReduction, "fold", replacement)
+    return lambda: mock.patch.object(NativeReduction, "fold", replacement)
 
 
-def _always_adds(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _always_adds(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=True)
 
 
-def _adds_where_alone(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
-    _fold(self, exchange, into, add=add or self.comm.size == 1)
+def _adds_where_alone(self: ExchangeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold_exchange(self, exchange, into, add=add or self.comm.size == 1)
 
 
-def _halves_outside(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _halves_outside(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     ranks = dist.get_process_group_ranks(self.comm.group)
     if len(ranks) == 2 and ranks[1] - ranks[0] == 2:
@@ -69,7 +69,7 @@ def local_gradient_counts_once(lab: Lab) -> str:
     return f"gradients off by {error:.1e} with a bf16 wire, k = 2"
 
 
-def _sums_in_wire(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _sums_in_wire(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     for target in into:
         target.copy_(target.to(self.dtypes.wire))
@@ -181,7 +181,7 @@ def _mixture_error(lab: Lab, expert_parallel: int, k: int, strategy: str) -> tup
     "Expert gradients have the right divisor: those of all experts on one process.",
     Mutant(
         "experts are divided by the size of their own group",
-        lambda: mock.patch.object(PeerReduction, "fold", _experts_doubled),
+        lambda: mock.patch.object(NativeReduction, "fold", _experts_doubled),
     ),
     ranks=4,
 )
@@ -195,20 +195,23 @@ def experts_are_divided_right(lab: Lab) -> str:
     return f"EP 2 of 4 ranks, gradients off by {', '.join(told)}{lab.without}"
 
 
-def _experts_doubled(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     if self.comm.size < dist.get_world_size():
         for target in into:
             target.mul_(2.0)
 
 
+ADDS_ALONE = Mutant(
+    "a lone rank adds its sum to itself", lambda: mock.patch.object(ExchangeReduction, "fold", _adds_where_alone)
+)
 LONE = ((torch.float32, FP32), (torch.bfloat16, BF16))
 
 
 @behaviour(
     "26",
     "A group of one rank: gradients are those of one process, for 1, 2 and 4 microbatches and any wire.",
-    Mutant("a lone rank adds its sum to itself", _folding(_adds_where_alone)),
+    ADDS_ALONE,
     ranks=1,
 )
 def lone_rank(lab: Lab) -> str:
@@ -229,7 +232,7 @@ def lone_rank(lab: Lab) -> str:
 @behaviour(
     "26-experts",
     "Expert groups of one rank (EP = DP): gradients are those of all experts on one process.",
-    Mutant("a lone rank adds its sum to itself", _folding(_adds_where_alone)),
+    ADDS_ALONE,
 )
 def lone_experts(lab: Lab) -> str:
     told = []
@@ -283,7 +286,8 @@ _prefetch = GatherPipeline._prefetch
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
-    with mock.patch.object(Bucket, "fill_own", lambda bucket, encoding: encoding.unsharded.zero_()):
+    given = Bucket.given
+    with mock.patch.object(Bucket, "given", lambda *call: [torch.zeros_like(each) for each in given(*call)]):
         _prefetch(self)
 
 

@@ -59,7 +59,7 @@ PRODUCTS = [[Case(recipe, *mesh) for mesh in MESHES] for recipe in Fp8] + [
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"fsdp_double_buffer": True, "grad_buffer": "concat"},
-    {"offload_optimizer": True, "eager_limit_bytes": 0},
+    {"offload_optimizer": True, "transport": "auto"},
 )
 """Of the engine: where buckets come from, where main weights lie, whether ranks read each other's memory."""
 
