@@ -2,6 +2,7 @@
 
     python benchmarks/costs/engine_versions.py                   against 9fd760c, in about 15 minutes on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
+    python benchmarks/costs/engine_versions.py --regimes apart       of apart, together, start
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
 gloo; only one side steps at a time, and they take turns, A B A B, so that whatever else the machine does meets both.
@@ -44,7 +45,7 @@ from harness.bench.stats import median_ratio
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "data" / "engine_versions.json"
 RANKS = 2
-APART, TOGETHER = "apart", "together"
+APART, TOGETHER, START = "apart", "together", "start"
 REGIMES = tuple(itertools.product(peers_step.SHAPES, (APART, TOGETHER)))
 STARTS = 5
 """Of each arm, shape and side."""
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--base", default="9fd760c", help="revision to compare with (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=12, help="turns of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
+    parser.add_argument("--regimes", default=",".join((APART, TOGETHER, START)), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
     parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "ARMS", "RANK", "PORT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -201,11 +203,14 @@ def main() -> None:
         return serve(shape, names.split(";"), int(rank), int(port))
     if chosen.turns < 3:
         parser.error(f"--turns={chosen.turns} must be 3 or more: an interval needs three")
+    wanted = chosen.regimes.split(",")
+    if unknown := set(wanted) - {APART, TOGETHER, START}:
+        parser.error(f"--regimes={chosen.regimes}: no {', '.join(sorted(unknown))}; valid: {APART},{TOGETHER},{START}")
     print(f"{'shape':8} {'regime':8} {'arm':28} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     load = os.getloadavg()[0]
     with exported(chosen.base) as base:
-        for shape, regime in REGIMES:
+        for shape, regime in (each for each in REGIMES if each[1] in wanted):
             names = peers_step.ARMS if regime == TOGETHER else peers_step.OURS
             visits = [names] if regime == TOGETHER else [(name,) for name in names]
             found = rows.setdefault(shape, {}).setdefault(regime, {})
@@ -215,8 +220,8 @@ def main() -> None:
                 ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
                 times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
                 print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
-        for shape in peers_step.SHAPES:
-            rows[shape]["start"] = {name: starts(base, shape, name) for name in peers_step.OURS}
+        for shape in peers_step.SHAPES if START in wanted else ():
+            rows.setdefault(shape, {})["start"] = {name: starts(base, shape, name) for name in peers_step.OURS}
             print(shape, "start", {name: told["ratio"] for name, told in rows[shape]["start"].items()}, flush=True)
     facts = {
         "base": revision_of(chosen.base),
@@ -226,6 +231,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "ranks": RANKS,
         "turns": chosen.turns,
+        "regimes": wanted,
         "steps": chosen.steps,
         "rows": rows,
     }

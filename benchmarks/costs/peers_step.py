@@ -1,6 +1,8 @@
 """Step time of our engine beside DDP's and FSDP2's, in turns within the same processes. Writes data/peers_step.json.
 
     python benchmarks/costs/peers_step.py [SHAPE ...] [--turns N] [--apart] [--out FILE]   6 minutes on two idle cores
+    python benchmarks/costs/peers_step.py --over gloo --apart --out FILE        all engines on gloo
+    python benchmarks/costs/peers_step.py --over shm --apart --out FILE         all engines on harness/shm
 
 Two ranks of one thread over gloo hold one model an arm, made and sharded as a user does it, and all arms step in turns:
 whatever else the machine does, meets all alike. With `--apart` the ranks of each arm are processes of its own, as a
@@ -29,10 +31,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+import harness.shm
 from harness.bench.stats import Interval, median_ratio
 from harness.config.schema import Strategy
 from harness.fsdp import fully_shard_model, fully_shard_optimizer
@@ -48,6 +53,7 @@ UNITS = (Embedding, Block, Head)
 DDP, DDP_DEFAULTS, FSDP2, DEFAULTS = "ddp", "ddp, defaults", "fsdp2", ", defaults"
 OURS = tuple(strategy.value for strategy in Strategy)
 ARMS = (DDP, FSDP2, *OURS, DDP_DEFAULTS, *(f"{name}{DEFAULTS}" for name in (OURS[0], OURS[-1])))
+CHOSEN = "chosen"
 ROUNDS = 3
 """How often each arm has processes of its own."""
 
@@ -71,30 +77,38 @@ def decoder(dim: int, ffn_dim: int, tokens: int) -> nn.Module:
     return made
 
 
-def prepare(arm: str, module: nn.Module) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
+def prepare(
+    arm: str, module: nn.Module, over: str = CHOSEN
+) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
     """What an arm calls for logits, and its optimizer."""
+    group = dist.new_group(backend="shm") if over == "shm" else None
     kernel: dict[str, Any] = {} if arm.endswith(DEFAULTS) else {"fused": True}
     name = arm.removesuffix(DEFAULTS)
     if name == DDP:
-        model = DistributedDataParallel(module)
+        model = DistributedDataParallel(module, process_group=group)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, **kernel)
     if name == FSDP2:
+        mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         for unit in module.modules():
             if isinstance(unit, UNITS):
-                torch_fsdp.fully_shard(unit)
-        torch_fsdp.fully_shard(module)
+                torch_fsdp.fully_shard(unit, mesh=mesh)
+        torch_fsdp.fully_shard(module, mesh=mesh)
         return module, torch.optim.AdamW(module.parameters(), lr=1e-4, **kernel)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, **kernel)
-    model = fully_shard_model(module, fsdp_unit_modules=[*UNITS], zero_dp_strategy=name)
+    gloo: dict[str, Any] = {"transport": "backend"} if over == "gloo" else {}
+    model = fully_shard_model(module, fsdp_unit_modules=[*UNITS], zero_dp_strategy=name, **gloo)
     return model, fully_shard_optimizer(model, optimizer)
 
 
-def one_rank(rank: int, sizes: tuple[int, int, int], turns: int, names: tuple[str, ...]) -> dict[str, list[list[Took]]]:
+def one_rank(
+    rank: int, sizes: tuple[int, int, int], turns: int, names: tuple[str, ...], over: str
+) -> dict[str, list[list[Took]]]:
     """Seconds of every step of every turn, by arm; sizes: a shape's."""
+    harness.shm.register()
     dim, ffn_dim, tokens = sizes
     generator = torch.Generator().manual_seed(1 + rank)
     batch = torch.randint(0, 256, (1, tokens + 1), generator=generator)
-    arms = {arm: prepare(arm, decoder(dim, ffn_dim, tokens)) for arm in names}
+    arms = {arm: prepare(arm, decoder(dim, ffn_dim, tokens), over) for arm in names}
 
     def step(arm: str) -> Took:
         model, optimizer = arms[arm]
@@ -132,21 +146,21 @@ def told(ratio: Interval | None) -> dict[str, float]:
     return {key: round(getattr(ratio, key), 3) for key in ("value", "low", "high")}
 
 
-def taken(shape: str, turns: int, *, apart: bool) -> dict[str, list[list[Took]]]:
+def taken(shape: str, turns: int, over: str, *, apart: bool) -> dict[str, list[list[Took]]]:
     """Steps of rank 0, by arm and turn: all in the same processes, or each in its own."""
     if not apart:
-        return dict(run_ranks(one_rank, RANKS, SHAPES[shape], turns, ARMS)[0])
+        return dict(run_ranks(one_rank, RANKS, SHAPES[shape], turns, ARMS, over)[0])
     names = tuple(arm for arm in ARMS if not arm.endswith(DEFAULTS))
     found: dict[str, list[list[Took]]] = {arm: [] for arm in names}
     for round_ in range(ROUNDS):
         for arm in in_order(round_, names):
-            found[arm] += run_ranks(one_rank, RANKS, SHAPES[shape], turns, (arm,))[0][arm]
+            found[arm] += run_ranks(one_rank, RANKS, SHAPES[shape], turns, (arm,), over)[0][arm]
     return found
 
 
-def measure(shape: str, turns: int, *, apart: bool = False) -> dict[str, dict[str, Any]]:
+def measure(shape: str, turns: int, over: str = CHOSEN, *, apart: bool = False) -> dict[str, dict[str, Any]]:
     """Figures of every arm at one shape."""
-    first = taken(shape, turns, apart=apart)
+    first = taken(shape, turns, over, apart=apart)
     wall = {arm: medians(first[arm], "wall") for arm in first}
     return {
         arm: {
@@ -165,6 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"{', '.join(SHAPES)} (default: all)")
     parser.add_argument("--turns", type=int, default=12, help="turns of every arm, 3 or more (default: %(default)s)")
+    parser.add_argument("--over", choices=(CHOSEN, "gloo", "shm"), default=CHOSEN, help="transport of all engines")
     parser.add_argument("--apart", action="store_true", help="give each arm processes of its own")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/peers_step.json)")
     chosen = parser.parse_args()
@@ -175,7 +190,7 @@ def main() -> None:
     load, rows = os.getloadavg()[0], dict[str, Any]()
     print(f"{'shape':8} {'arm':28} {'wall ms':>8} {'cpu ms':>8} {'/ ddp':>22} {'/ fsdp2':>22}")
     for shape in chosen.shapes or SHAPES:
-        rows[shape] = measure(shape, chosen.turns, apart=chosen.apart)
+        rows[shape] = measure(shape, chosen.turns, chosen.over, apart=chosen.apart)
         for arm, row in rows[shape].items():
             ratios = [
                 f"{each['value']:.2f} ({each['low']:.2f}..{each['high']:.2f})"
@@ -189,6 +204,7 @@ def main() -> None:
         "ranks": RANKS,
         "turns": chosen.turns,
         "apart": chosen.apart,
+        "over": chosen.over,
         "steps": STEPS,
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
