@@ -62,6 +62,7 @@ KEY_SYNONYMS = {
     "deterministic": "numerics",
     "device": "cluster.device",
     "dry_run": "launch.dry_run",
+    "eager_limit_bytes": "engine.transport",
     "framework": "engine",
     "gbs": "train.global_batch_size",
     "gpus": "mesh.world_size",
@@ -101,6 +102,7 @@ KEY_SYNONYMS = {
 }
 
 REPLACED_KEYS = {
+    "eager_limit_bytes": "engine.transport=backend sends all data over gloo, as engine.eager_limit_bytes=null did",
     "grad_reduce_in_fp32": "dtype.grad_comm is what a reduction sends and dtype.main_grads what is stored and"
     " accumulated; fp32 in both is what grad_reduce_in_fp32=true meant",
     "preserve_fp32_weights": "dtype.main_params=fp32 keeps fp32 main weights; dtype.main_params equal to dtype.compute"

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from harness.probe import storage
-from harness.probe.storage import Event, StepBytes, StorageMeter, summed
+from harness.probe.storage import Event, StepBytes, StorageMeter, summed, with_shared
+from harness.shm.segment import Segment
 from tests.support.spawn import run_ranks
 
 KIB = 256
@@ -114,6 +115,31 @@ def test_what_was_freed_unheard_is_gone_with_the_next_report() -> None:
     # Between the steps 130 bytes went without a word; the second step takes 10 and the third nothing.
     second = [begin(5), Event(6, 10, 110), end(7), begin(8), end(9)]
     assert summed([*second, *first]) == [StepBytes(50, 150, 130), StepBytes(0, 10, 10), StepBytes(10, 10, 10)]
+
+
+def test_blocks_of_shared_memory_are_added_where_they_fall() -> None:
+    """One is taken before the first step and stays, one lies within the second step, where 30 of torch's are freed."""
+    begin, end = (lambda at: Event(at, 1, None)), (lambda at: Event(at, -1, None))
+    events = [begin(2), Event(3, 50, 150), end(5), begin(6), Event(8, -30, 120), end(10)]
+    shared = [(1, 1000), (7, 200), (9, -200)]
+    assert summed(with_shared(events, shared)) == [StepBytes(1000, 1050, 1050), StepBytes(1050, 1250, 1020)]
+    assert with_shared(events, []) == events
+
+
+def test_shared_memory_of_this_process_is_followed() -> None:
+    """In whole lines of memory, as it is taken; given back with the last tensor."""
+    segment = Segment(0, 1 << 20)
+    meter = StorageMeter()
+    with meter.step():
+        _, kept = segment.allocate(5000)
+        segment.allocate(100_000)
+    with meter.step():
+        del kept
+    first, second = meter.finish() or [None, None]
+    assert first is not None
+    assert second is not None
+    assert (first.persistent, first.left, second.left) == (0, 5056, 0)
+    assert first.peak >= 5056 + 100_032
 
 
 def test_tensors_that_gloo_lets_go_are_not_counted_for_ever() -> None:
