@@ -37,7 +37,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
     return ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
-class Work(dist._Work):  # type: ignore[name-defined, misc]
+class Work(dist._Work):  # type: ignore[name-defined, misc] # not in torch's stubs
     """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
 
     def __init__(
@@ -94,7 +94,7 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, gloo: Any, rank: int, size: int, capacity: int | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
         backend: Any = gloo._get_backend(CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
-        self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
+        self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
         """For collectives that shared memory does no better."""
         for each in (self, self.gloo):
             each._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)

@@ -318,7 +318,7 @@ def beside_a_late_rank(rank: int, completes: bool) -> bool:
             store.set("rank 0 has waited", "")
         return True
     if not completes:
-        transfer.Transport._advance_ready = lambda self, kind=None: None  # type: ignore[method-assign]
+        transfer.Transport._advance_ready = lambda self, kind=None: None  # type: ignore[method-assign] # here alone
     works = [shm.reduce_scatter_single(totals[0], given[0])]
     dist.barrier()
     works.append(shm.reduce_scatter_single(totals[1], given[1]))

@@ -1,4 +1,4 @@
-"""What a model leaves under way when nobody has it any more."""
+"""Collectives that a model leaves under way when nobody has it any more."""
 
 from __future__ import annotations
 
