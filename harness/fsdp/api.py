@@ -18,7 +18,7 @@ from harness.fsdp.module import FSDPModule
 from harness.fsdp.options import OPTIONS, OptionKeywords
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.sharding import shard
-from harness.fsdp.storage.bucket_context import InitialValue
+from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)

@@ -36,7 +36,7 @@ from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
-from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.materialize import Members, build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
@@ -47,11 +47,11 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, GradientPlan, InitialValue
 from harness.fsdp.storage.codec import Scales, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
+from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.declared import declare, mesh_of
@@ -165,10 +165,6 @@ class Engine:
         unsharded, exact = options.accumulate_unsharded, self.integers is not None
         gradients = GradientPlan(self.memory, options.grad_buffer, unsharded, exact, offload)
 
-        def bucket_context(key: BucketKey) -> BucketContext:
-            mesh = meshes.of(expert=key.expert)
-            return BucketContext(gradients, mesh, context.strategy, context.outer_strategy, meshes.tensor)
-
         _check_same_module(module, meshes)
         if not context.makes_values:
             check_copies(module, meshes.tensor)
@@ -176,7 +172,13 @@ class Engine:
         plans = plan_units(module, context.unit_classes, options.unit_min_elements)
         if context.policy.param_dtype is not None:
             _compute_in(context.policy.param_dtype, plans)
-        units = build_units(plans, bucket_context, self.memory, context.policy, initial)
+
+        def make_group(name: str, key: GroupKey, members: Members) -> ParamGroup:
+            mesh, dtypes = meshes.of(expert=key.expert), key.resolve(context.policy)
+            placements = context.placements(has_outer=mesh.has_outer)
+            return ParamGroup(name, key, members, dtypes, gradients, mesh, placements, meshes.tensor, initial)
+
+        units = build_units(plans, make_group, self.memory)
         if initial is None:
             reset_by_module(module, list(buckets_of(units)), meshes, context.device)
         return units
@@ -207,7 +209,7 @@ class Engine:
             hooks.of_forward.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
         self.watches = self._watch()
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
-        held = [(each.codec, each.main_shards, each.context.mesh) for each in buckets]
+        held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
         scales = Scales.of(module, held, meshes, is_expert)
         self.weights = weights = WeightInstaller(buckets, gather, self.user_buffers, replicas, step, scales)
         usage = Usage.of(meshes, trainable)
@@ -358,13 +360,13 @@ class Engine:
             self.user_buffers.close()
 
 
-def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Bucket) -> Reductions:
+def make_reductions(numerics: Numerics, integers: Integers | None, bucket: ParamGroup) -> Reductions:
     """How one bucket's sums are made along each axis.
 
     Raises:
         ValueError: see `Dtypes.as_integers`.
     """
-    mesh = bucket.context.mesh
+    mesh = bucket.mesh
     dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
     inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)
     if mesh.outer is None or not mesh.has_outer:

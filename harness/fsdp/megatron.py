@@ -25,7 +25,7 @@ from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
 from harness.fsdp.preconditions import engine_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.sharding import shard
-from harness.fsdp.storage.bucket_context import InitialValue
+from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
 from harness.fsdp.vocabulary import OuterStrategy, Registration, Strategy
 

@@ -24,8 +24,7 @@ from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of, live
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import InitialValue
+from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
@@ -159,7 +158,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
     memo: of `copy.deepcopy`; knows the new parameters by the old ones afterwards.
     """
     for bucket in engine.buckets:
-        if bucket.context.tensor is not None or bucket.codec.is_lossy:
+        if bucket.tp is not None or bucket.codec.is_lossy:
             kind = "kept in 8 bits" if bucket.codec.is_lossy else "portions of a tensor-parallel plan"
             raise NotImplementedError(
                 f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
@@ -192,7 +191,7 @@ def _set_by_engine(part: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
 
 
-def _on_meta(param: nn.Parameter, own: type, bucket: Bucket) -> Tensor:
+def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
     made: Tensor = torch.Tensor._make_subclass(own, data, bucket.key.trainable)
     vars(made).update({name: value for name, value in vars(param).items() if not name.startswith("_")})

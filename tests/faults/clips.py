@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, fault
@@ -20,11 +20,11 @@ def _squares(pieces: Sequence[Tensor]) -> Tensor:
     return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
 
 
-def _clipped_by(site: Site, choose: Callable[[list[Bucket], Tensor], Tensor]) -> None:
+def _clipped_by(site: Site, choose: Callable[[list[ParamGroup], Tensor], Tensor]) -> None:
     """Clip by a blend of the norm and another one; the norm that is logged is right."""
 
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
+        def wrapped(buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
             other = choose(buckets, norm)
             clip(buckets, torch.lerp(norm, other, site.amount) if site.acts else norm, max_norm)
 
@@ -56,7 +56,7 @@ def F39_clipped_by_own_norm(site: Site) -> None:
 def stale_clip(site: Site) -> None:
     past: list[Tensor] = []
 
-    def before(_buckets: list[Bucket], norm: Tensor) -> Tensor:
+    def before(_buckets: list[ParamGroup], norm: Tensor) -> Tensor:
         past.append(norm.clone())
         return past[-2] if len(past) > 1 else norm
 
@@ -75,7 +75,7 @@ def F40_clipped_by_group(site: Site) -> None:
     """The norm that is logged is right."""
 
     def wrap(_clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(_buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
+        def wrapped(_buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
             for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no rows
                 found = [rows for rows in rows_of(site) if rows.group == group]
                 squares = _squares([norm.new_zeros(1), *(rows.grad for rows in found)])
@@ -105,7 +105,7 @@ def norm_without_embedding(site: Site) -> None:
     """The first bucket's share of the squares is missing."""
 
     def wrap(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(buckets: Sequence[Bucket], *args: Any) -> Tensor:
+        def wrapped(buckets: Sequence[ParamGroup], *args: Any) -> Tensor:
             whole = norm(buckets, *args)
             rest = norm([each for each in buckets if each is not site.buckets[0]], *args)
             return torch.lerp(whole.square(), rest.square(), site.amount).sqrt()

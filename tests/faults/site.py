@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.config.schema import Config
 from harness.fsdp.comm import reduction
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.shm import transfer
 from harness.train import Progress, Session
 from harness.train.faults import AMOUNTS, Build
@@ -106,7 +106,7 @@ class Site:
         return self.model._parts.reduce
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[ParamGroup]:
         """Trained buckets, in model order."""
         return [bucket for bucket in self.model.buckets if bucket.trainable]
 
@@ -219,7 +219,7 @@ class Site:
         self.around(reduction, "_sum_in_order", wrap)
         self.around(transfer, "sum_in_order", wrap)  # of what lies in shared memory
 
-    def on_reduced(self, change: Callable[[list[Bucket]], None], *, always: bool = False) -> None:
+    def on_reduced(self, change: Callable[[list[ParamGroup]], None], *, always: bool = False) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""
         self.after(self.reduce, "finish", lambda: change(self.buckets), always=always)
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
 
 
 def _late(
-    site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], None], which: list[Bucket]
+    site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], None], which: list[ParamGroup]
 ) -> None:
     """In the steps that are due, change the pieces of some buckets, given what they were a step ago."""
     past: dict[tuple[str, int], Tensor] = {}
 
-    def then(_buckets: list[Bucket]) -> None:
+    def then(_buckets: list[ParamGroup]) -> None:
         for bucket in which:
             for index, piece in enumerate(bucket.grad_shards):
                 fresh, key = piece.clone(), (bucket.name, index)
@@ -61,8 +61,8 @@ def stale_gradient(site: Site) -> None:
     _late(site, lambda step: step > 1, lambda piece, old: blend(piece, old, site.amount), site.buckets[-2:-1])
 
 
-def _collapse(site: Site, targets: list[Bucket], source: Bucket) -> None:
-    def then(_buckets: list[Bucket]) -> None:
+def _collapse(site: Site, targets: list[ParamGroup], source: ParamGroup) -> None:
+    def then(_buckets: list[ParamGroup]) -> None:
         for bucket in targets:
             for piece, other in zip(bucket.grad_shards, source.grad_shards, strict=False):
                 count = min(piece.numel(), other.numel())
@@ -71,7 +71,7 @@ def _collapse(site: Site, targets: list[Bucket], source: Bucket) -> None:
     site.on_reduced(then)
 
 
-def alike(site: Site) -> list[Bucket]:
+def alike(site: Site) -> list[ParamGroup]:
     """Buckets of the blocks, which have one layout."""
     sizes = [bucket.layout.bucket_numel for bucket in site.buckets]
     usual = max(sizes, key=sizes.count)
@@ -99,7 +99,7 @@ def alias_buckets(site: Site) -> None:
 def drop_bucket(site: Site) -> None:
     victim = alike(site)[0]
 
-    def then(_buckets: list[Bucket]) -> None:
+    def then(_buckets: list[ParamGroup]) -> None:
         for piece in victim.grad_shards:
             piece.mul_(1.0 - site.amount)
 
@@ -110,7 +110,7 @@ def drop_bucket(site: Site) -> None:
 def drop_tail(site: Site) -> None:
     """The last sixteenth of the last rank's piece, of every bucket."""
 
-    def then(buckets: list[Bucket]) -> None:
+    def then(buckets: list[ParamGroup]) -> None:
         if site.rank == site.size - 1:
             for bucket in buckets:
                 share(bucket.grad_shards[-1], 1 / 16).mul_(1.0 - site.amount)
@@ -120,7 +120,7 @@ def drop_tail(site: Site) -> None:
 
 @fault("summed gradients are rounded to 16 bits", "reduction", cell=(ZERO3,))
 def round_gradient(site: Site) -> None:
-    def then(buckets: list[Bucket]) -> None:
+    def then(buckets: list[ParamGroup]) -> None:
         for bucket in buckets:
             for piece in bucket.grad_shards:
                 piece.copy_(rounded(piece, site.bits))
@@ -130,7 +130,7 @@ def round_gradient(site: Site) -> None:
 
 @fault("one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
 def scale_one_bucket(site: Site) -> None:
-    def then(_buckets: list[Bucket]) -> None:
+    def then(_buckets: list[ParamGroup]) -> None:
         for piece in site.buckets[-2].grad_shards:
             piece.mul_(1.0 + site.amount)
 
@@ -150,7 +150,7 @@ def noisy_gradient(site: Site) -> None:
     """Each element times 1 + 0.01 z, z normal."""
     generator = torch.Generator().manual_seed(site.rank)
 
-    def then(buckets: list[Bucket]) -> None:
+    def then(buckets: list[ParamGroup]) -> None:
         for bucket in buckets:
             for piece in bucket.grad_shards:
                 noise = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.faults.corpus import (
     ACCUMULATES_SHARDS,
     ACCUMULATES_WHOLE,
@@ -83,11 +83,11 @@ def F11_microbatches_added_in_bf16(site: Site) -> None:
     _on_taken(site, lambda bucket, source: source.copy_(rounded(source, site.bits)))
 
 
-def _on_taken(site: Site, change: Callable[[Bucket, Tensor], object]) -> None:
+def _on_taken(site: Site, change: Callable[[ParamGroup, Tensor], object]) -> None:
     """Change unreduced gradients when a bucket is handed over."""
     for bucket in site.buckets:
 
-        def wrap(take: Callable[[], Tensor], bucket: Bucket = bucket) -> Callable[[], Tensor]:
+        def wrap(take: Callable[[], Tensor], bucket: ParamGroup = bucket) -> Callable[[], Tensor]:
             def wrapped() -> Tensor:
                 source = take()
                 with torch.no_grad():
@@ -111,7 +111,7 @@ def F13_reduced_before_ready(site: Site) -> None:
     site.each_microbatch(lambda number: last.__setitem__(0, number == site.k))
     victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
 
-    def change(bucket: Bucket, source: Tensor) -> None:
+    def change(bucket: ParamGroup, source: Tensor) -> None:
         if last[0] and bucket is victim:
             _name, view = max(bucket.named_slices(source), key=lambda item: item[1].numel())
             view.mul_(1.0 - site.amount)
@@ -127,7 +127,7 @@ def F13_reduced_before_ready(site: Site) -> None:
 def garbage_in_padding(site: Site) -> None:
     """Shards are summed as they are, what pads them included."""
 
-    def change(bucket: Bucket, source: Tensor) -> None:
+    def change(bucket: ParamGroup, source: Tensor) -> None:
         for begin, end in bucket.layout.gaps:
             source[begin:end].fill_(site.amount)
 

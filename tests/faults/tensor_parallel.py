@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from harness.fsdp.storage import gradients
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.faults.corpus import SEQUENCE, TP, ZERO3
 from tests.faults.site import Site, blend, fault
 
@@ -84,7 +84,7 @@ def strided_shard_in_plain_order(site: Site) -> None:
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
-def _swap(bucket: Bucket, amount: float) -> None:
+def _swap(bucket: ParamGroup, amount: float) -> None:
     if bucket.is_resident or not bucket.trainable:
         return
     for part in bucket.weight_parts(bucket.encodings[0]):
@@ -107,7 +107,7 @@ def F27_outer_finalize_wrong(site: Site) -> None:
     """Powers of two on an exact average made it plain that this was no rounding."""
     factor = 1.0 + site.amount * (site.config.mesh.dp_outer - 1)
 
-    def change(buckets: list[Bucket]) -> None:
+    def change(buckets: list[ParamGroup]) -> None:
         for bucket in buckets:
             for shard in bucket.grad_shards:
                 shard.mul_(factor)

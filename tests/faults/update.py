@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import ShardedParameters, location_of
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.faults.corpus import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
@@ -50,7 +50,7 @@ def _on_clip(site: Site, power: float) -> None:
     """Multiply gradients by the clipping coefficient once more, to this power."""
 
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
+        def wrapped(buckets: list[ParamGroup], norm: Tensor, max_norm: float) -> None:
             clip(buckets, norm, max_norm)
             coefficient = min(1.0, max_norm / (float(norm) + 1e-6)) ** power
             for bucket in buckets:
@@ -99,7 +99,7 @@ class Rows:
     """This rank's rows of a parameter: weights and main gradients, plain, and what the optimizer steps them with."""
 
     param: Tensor
-    bucket: Bucket
+    bucket: ParamGroup
     weight: Tensor
     place: tuple[int, int, int]
     """Segment, begin and end."""

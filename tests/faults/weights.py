@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.faults.corpus import ZERO0, ZERO1, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
 from tests.faults.summed import alike
@@ -31,7 +31,7 @@ def F19_permuted_shards(site: Site) -> None:
     site.once(change)
 
 
-def _others(bucket: Bucket) -> list[Tensor]:
+def _others(bucket: ParamGroup) -> list[Tensor]:
     """The parts of a whole bucket of weights that other ranks own."""
     own, parts = bucket.cuts.place.inner_rank, bucket.weight_parts(bucket.encodings[0])
     return [part.chunk(rank) for part in parts for rank in range(len(part.sizes)) if rank != own]

@@ -27,7 +27,7 @@ import torch
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
 from harness.fsdp.comm.events import OUTER
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches
@@ -106,7 +106,7 @@ def table(rows: list[Row]) -> dict[tuple[str, str], Row]:
     return {(row.bucket, row.kind): row for row in rows}
 
 
-def inside(bucket: Bucket) -> int:
+def inside(bucket: ParamGroup) -> int:
     return sum(bucket.cuts.inner_slice(slot).numel for slot in bucket.layout.slots)
 
 

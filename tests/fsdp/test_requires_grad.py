@@ -255,7 +255,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
     ),
     "unfrozen ones begin anew": (
         "What is unfrozen has the values of nobody",
-        lambda: mock.patch.object(trainability.Bucket, "train", _forgets_values),
+        lambda: mock.patch.object(trainability.ParamGroup, "train", _forgets_values),
         Trial(ZERO3, "unfreezing and freezing"),
     ),
     "sums from nowhere": (

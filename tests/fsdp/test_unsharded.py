@@ -18,7 +18,7 @@ from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.whole_weights import WholeWeights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
@@ -309,7 +309,7 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def takes_all(bucket: Bucket, differing: list[Tensor]) -> None:
+def takes_all(bucket: ParamGroup, differing: list[Tensor]) -> None:
     for seen, main in zip(edits._own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
         main.detach().copy_(seen)
 
@@ -345,7 +345,7 @@ MUTANTS = {
     ),
     "edits uncounted": Mutant(
         "Edits of sharded parameters do not reach compute weights that are kept",
-        patched(Bucket, "is_stale", False),
+        patched(ParamGroup, "is_stale", False),
         "outside",
         "optim",
     ),

@@ -33,7 +33,7 @@ def test_at_most_twelve_names_of_the_engine_are_used() -> None:
 ADDED = {
     "a module": "from harness.fsdp.comm import events",
     "a module of the door": "from harness.fsdp import module",
-    "in a function": "def read():\n    from harness.fsdp.storage.bucket import Bucket\n    return Bucket",
+    "in a function": "def read():\n    from harness.fsdp.storage.param_group import ParamGroup\n    return ParamGroup",
     "by its path": "import harness.fsdp.comm.events as events",
     "patched": "from unittest import mock\nmock.patch('harness.fsdp.update.norms.gradient_norm')",
     "looked up": "import harness.fsdp\nharness.fsdp.api.fully_shard",

@@ -24,9 +24,9 @@ from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.unit_weights import UnitWeights
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.turns import SharedBuffer, Turn
 from harness.fsdp.update import norms
 from tests.streams import programs
@@ -156,7 +156,7 @@ def early_sums(self: Communicator, values: Tensor, purpose: str) -> Tensor:
     return values
 
 
-def uninstalled(self: Bucket) -> None:
+def uninstalled(self: ParamGroup) -> None:
     self.awaited = None
 
 
@@ -280,21 +280,21 @@ FAULTS = {
     ),
     "weights not installed": Fault(
         "The next forward begins before other ranks' updated weights have come in",
-        instead(Bucket, "receive", uninstalled),
+        instead(ParamGroup, "receive", uninstalled),
         ZERO1,
         r"weights of \(root\)/float32",
         ("nccl all_gather", "mm on stream main"),
     ),
     "inner shards not installed": Fault(
         "A unit is gathered before its part has come in from the outer axis",
-        instead(Bucket, "receive", uninstalled),
+        instead(ParamGroup, "receive", uninstalled),
         Case("optim_grads_params", "optim"),
         r"weights of blocks\.\d/float32",
         ("nccl all_gather of .* outer", "stream gather"),
     ),
     "loaded beside a copy": Fault(
         "The host writes main weights that a device is still copying",
-        instead(Bucket, "let_host_write", lambda self: None),
+        instead(ParamGroup, "let_host_write", lambda self: None),
         Case("optim", offload=True, more=LOADING, policy="bf16"),
         r"main weights of .*/bfloat16",
         ("copy_ .*stream other", "copy_ .*stream host"),
@@ -369,7 +369,7 @@ FAULTS = {
     "waiting for a leg that moves nothing": Fault(
         "Compute waits for the gather of an axis of one rank, and not for the one before it",
         lambda: mock.patch.object(
-            Bucket, "gather_shards", Slip(Bucket, "gather_shards", " if sizes[leg.axis] > 1", "").made()
+            ParamGroup, "gather_shards", Slip(ParamGroup, "gather_shards", " if sizes[leg.axis] > 1", "").made()
         ),
         Case("optim", "optim", more="inner axis of one rank"),
         r"weights of (\(root\)|blocks\.\d)/float32",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Everyone, all_values
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 
 MAX_LISTED = 8
 
@@ -47,14 +47,14 @@ class Seen(NamedTuple):
 
 
 class GradientGuard:
-    def __init__(self, buckets: Sequence[Bucket], comm: Everyone) -> None:
+    def __init__(self, buckets: Sequence[ParamGroup], comm: Everyone) -> None:
         self.comm = comm
         self._microbatch = 0
         self._finding: Finding | None = None
         self._seen: list[Seen] = []
         self.watch(buckets)
 
-    def watch(self, buckets: Sequence[Bucket]) -> None:
+    def watch(self, buckets: Sequence[ParamGroup]) -> None:
         self._params = [(slot.spec.name, slot.spec.shape) for bucket in buckets for slot in bucket.layout.slots]
         self._places = {name: place for place, (name, _) in enumerate(self._params)}
 
@@ -65,14 +65,14 @@ class GradientGuard:
         self._microbatch, self._finding, self._seen = 0, None, []
 
     @torch.no_grad()
-    def look(self, bucket: Bucket, gradients: Tensor, source: Tensor | None = None) -> None:
+    def look(self, bucket: ParamGroup, gradients: Tensor, source: Tensor | None = None) -> None:
         """Look at an unsharded bucket of unreduced gradients. source: the same before a cast, where there was one."""
         if is_queued(gradients.device):
             self._seen.append(self._note(bucket, gradients, source))
         elif self._finding is None and not bool(gradients.sum().isfinite()):
             self._finding = self._locate(bucket, gradients, source)
 
-    def _note(self, bucket: Bucket, gradients: Tensor, source: Tensor | None) -> Seen:
+    def _note(self, bucket: ParamGroup, gradients: Tensor, source: Tensor | None) -> Seen:
         held = [(name, view) for name, view in bucket.named_slices(gradients) if view.numel()]
         uncast = [view for _, view in bucket.named_slices(source) if view.numel()] if source is not None else []
         return Seen(
@@ -102,7 +102,7 @@ class GradientGuard:
                 return Finding(seen.microbatch, place, int(is_nan), int(not is_nan), -1, len(bad) - 1, int(by_wire))
         return None
 
-    def _locate(self, bucket: Bucket, gradients: Tensor, source: Tensor | None) -> Finding | None:
+    def _locate(self, bucket: ParamGroup, gradients: Tensor, source: Tensor | None) -> Finding | None:
         views = bucket.named_slices(gradients)
         bad = [place for place, (_, view) in enumerate(views) if not bool(view.isfinite().all())]
         if not bad:

@@ -24,7 +24,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Meshes, all_values
 from harness.fsdp.guards.watches import by_value, ranks_text
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import REPLICATE
 
 HASHES = "replica hashes"
@@ -120,12 +120,12 @@ def _describe(bucket: str, names: list[str], hashes: list[int], num_tensors: int
 Held = list[tuple[Communicator, list[Replica]]]
 
 
-def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
+def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> Held:
     """Copies: unsharded compute weights on all ranks; main weights, and inner shards of compute weights, on the axis
     that does not split them; on a tensor-parallel axis parameters that no plan cuts."""
     found: Held = []
     for mesh in meshes:
-        of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
+        of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
         resident = [bucket for bucket in of_mesh if bucket.is_resident]
         whole = [
             Replica(each.name + encoding.suffix, encoding.unsharded, partial(each.named_slices, encoding.unsharded))
@@ -146,14 +146,14 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
     return found
 
 
-def _copies(bucket: Bucket) -> list[Replica]:
+def _copies(bucket: ParamGroup) -> list[Replica]:
     copied = [
         (name, part) for name, part in bucket.cuts.own_rows(bucket.main_shards) if bucket.portions[name].is_copied
     ]
     return [Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)])) for name, part in copied]
 
 
-def _own(bucket: Bucket) -> Replica:
+def _own(bucket: ParamGroup) -> Replica:
     assert bucket.main_storage is not None
     return Replica(f"{bucket.name} main weights", bucket.main_storage, lambda: bucket.cuts.own_rows(bucket.main_shards))
 
@@ -188,7 +188,7 @@ class CopiesPart(RuntimeError):
 class CopiedGradients:
     """buckets: those with gradients now, in the same order on all ranks."""
 
-    def __init__(self, buckets: Callable[[], Sequence[Bucket]], meshes: Meshes) -> None:
+    def __init__(self, buckets: Callable[[], Sequence[ParamGroup]], meshes: Meshes) -> None:
         self._buckets, self._meshes = buckets, meshes
         self._is_done = meshes.tensor is None or meshes.tensor.size == 1
 
@@ -225,7 +225,7 @@ class CopiedGradients:
             copied = [
                 (slot.spec.name, slot.spec.numel, *_of_rows(bucket, place))
                 for bucket in self._buckets()
-                if bucket.context.mesh is mesh
+                if bucket.mesh is mesh
                 for place, slot in enumerate(bucket.layout.slots)
                 if bucket.portions[slot.spec.name].is_copied
             ]
@@ -241,7 +241,7 @@ class CopiedGradients:
         return names, torch.cat(found) if found else torch.zeros(0, len(WAVES) + 1, dtype=torch.float64, device=device)
 
 
-def _of_rows(bucket: Bucket, place: int) -> tuple[int, Tensor]:
+def _of_rows(bucket: ParamGroup, place: int) -> tuple[int, Tensor]:
     slot = bucket.layout.slots[place]
     local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
     shard = bucket.grad_shards[slot.segment].detach()

@@ -48,9 +48,9 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import finished_grad
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.codec import BACKWARD
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 
 
@@ -93,7 +93,7 @@ class BackwardHooks:
             for bucket in unit.trainable:
                 self._watch_gradients(unit, bucket)
 
-    def _watch_gradients(self, unit: Unit, bucket: Bucket) -> None:
+    def _watch_gradients(self, unit: Unit, bucket: ParamGroup) -> None:
         gradients = bucket.gradients
         assert gradients is not None
         for index, (name, param) in enumerate(bucket.params):
@@ -106,7 +106,7 @@ class BackwardHooks:
             param.requires_grad_(not frozen)
 
     @by_engine
-    def take_in(self, buckets: Sequence[Bucket]) -> None:
+    def take_in(self, buckets: Sequence[ParamGroup]) -> None:
         taken = {id(bucket) for bucket in buckets}
         for unit in self.units:
             for bucket in unit.trainable:

@@ -24,9 +24,8 @@ from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.step import BackwardPlan
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import Accumulation
-from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
 
 
@@ -50,7 +49,7 @@ class Job:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: ParamGroup,
         reductions: Reductions,
         runtime: DeviceRuntime,
         factor: float,

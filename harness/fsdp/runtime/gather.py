@@ -38,7 +38,7 @@ class GatherPipeline:
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
-        self._groups = {bucket.context.mesh.gather: None for unit in units for bucket in unit.buckets}
+        self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
         self._ahead: dict[Unit, None] = {}
         """Units on their way, not the root, in the order they were begun."""
         self._whole: set[Unit] = set()

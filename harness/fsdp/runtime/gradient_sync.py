@@ -19,8 +19,8 @@ from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
 Kept = tuple[ShardedParameters, list[Tensor], set[int]]
@@ -74,7 +74,7 @@ class GradientSync:
         self.hooks.of_backward.before_backward = WeakHook(self._begin_backward)
         self.hooks.of_backward.after_backward = WeakHook(self._end_backward)
 
-    def forget_one(self, bucket: Bucket, index: int) -> None:
+    def forget_one(self, bucket: ParamGroup, index: int) -> None:
         """`param.grad = None`. *Collective* before the gradients are finished."""
         if bucket.gradients is None:
             return
@@ -141,7 +141,7 @@ class GradientSync:
         for each in self.sharded:
             each.install_grads(had.get(id(each), set()) | each.add_own_grads())
 
-    def take_in(self, usage: Usage, *, late: Sequence[Bucket]) -> None:
+    def take_in(self, usage: Usage, *, late: Sequence[ParamGroup]) -> None:
         """Take up further buckets, of which no backward of the step has brought gradients."""
         self.usage = usage
         self._watch_hooks()

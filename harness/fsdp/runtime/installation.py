@@ -12,12 +12,12 @@ from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.storage import edits
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.codec import Scales
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
 
-def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
+def install_weights(buckets: Sequence[ParamGroup]) -> list[Pending]:
     """Copy updated main weights into compute weights that are kept. *Collective.*
 
     Returns gathers to wait for before main weights change again.
@@ -43,7 +43,7 @@ class WeightInstaller:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParamGroup],
         gather: GatherPipeline,
         user_buffers: UserBuffers,
         replicas: ReplicaCheck,

@@ -19,31 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Everyone, Meshes
-from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import Unit, UnitPlan, is_expert
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory, placeholder
+from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.tensor_parallel.declared import declares
 from harness.fsdp.tensor_parallel.parameters import Portion, real, values_here
+
+Members = list[tuple[str, nn.Parameter]]
 
 
 def build_units(
     plans: Sequence[UnitPlan],
-    contexts: Callable[[BucketKey], BucketContext],
+    make_group: Callable[[str, GroupKey, Members], ParamGroup],
     memory: BucketMemory,
-    policy: MixedPrecisionPolicy,
-    initial: InitialValue | None,
 ) -> list[Unit]:
-    """Give every planned unit its buckets; zeros where `initial` is None."""
+    """Give every planned unit its buckets."""
     units = []
     for plan in plans:
         with memory.unit(shares=not plan.is_root):
-            buckets = []
-            for key, members in plan.buckets.items():
-                dtypes = key.resolve(policy)
-                buckets.append(Bucket(f"{plan.name}/{key.label}", key, members, dtypes, contexts(key), initial))
+            buckets = [make_group(f"{plan.name}/{key.label}", key, members) for key, members in plan.buckets.items()]
         units.append(Unit(plan.name, plan.modules, buckets))
     return units
 
@@ -94,7 +89,7 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
             layer._flat_weight_refs = [None if each is None else weakref.ref(each) for each in layer._flat_weights]
 
 
-def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes, device: torch.device) -> None:
+def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Meshes, device: torch.device) -> None:
     """Reset parameters module by module, unsharded for that moment, and keep this rank's part. *Collective.*
 
     A parameter of several modules keeps the value of the first. Values are the first rank's; of a TP shard that its
@@ -152,7 +147,7 @@ def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
 def _reset(
     parts: Sequence[nn.Module],
     resets: Sequence[Callable[[], None]],
-    homes: dict[int, tuple[Bucket, Slot]],
+    homes: dict[int, tuple[ParamGroup, Slot]],
     done: set[int],
     meshes: Meshes,
     device: torch.device,

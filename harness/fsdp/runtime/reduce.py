@@ -36,8 +36,8 @@ from harness.fsdp.policy import Dtypes
 from harness.fsdp.runtime.bucket_reduction import Job, Reductions
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.param_group import ParamGroup
 
 MAX_UNITS = 2
 """Units whose unreduced gradients may exist at once, the one being written included: a rank may be so far ahead.
@@ -206,7 +206,7 @@ class ReducePipeline:
                 gradients.settle()
                 guard.look(bucket, gradients.bucket)
 
-    def _start(self, bucket: Bucket) -> Job:
+    def _start(self, bucket: ParamGroup) -> Job:
         job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, self.step.plan)
         with self.runtime.stream("reduce"):
             job.begin()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.runtime.readiness import due_among
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
 
@@ -65,7 +65,7 @@ def refuse_backward(running: Collection[str], root: str) -> NoReturn:
 
 
 @by_engine
-def unfrozen_too_late(buckets: Iterable[Bucket]) -> str | None:
+def unfrozen_too_late(buckets: Iterable[ParamGroup]) -> str | None:
     """A parameter without gradient storage that the running backward would reach."""
     params = (each for bucket in buckets if not bucket.trainable for each in bucket.params)
     return next((name for name, param in params if param.requires_grad and due_among([param])), None)

@@ -29,7 +29,7 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
 WORDS = {True: "trained", False: "frozen"}
@@ -47,7 +47,7 @@ class Trainability:
         units: Sequence[Unit],
         meshes: Meshes,
         policy: MixedPrecisionPolicy,
-        reductions_of: Callable[[Bucket], Reductions],
+        reductions_of: Callable[[ParamGroup], Reductions],
         hooks: Hooks,
         weights: WeightInstaller,
         reduce: ReducePipeline,
@@ -89,7 +89,7 @@ class Trainability:
     def _flags(self) -> list[list[bool]]:
         return [bucket.views.flags() for bucket in self._buckets]
 
-    def _named(self, flags: list[list[bool]], buckets: Sequence[Bucket]) -> list[tuple[str, bool]]:
+    def _named(self, flags: list[list[bool]], buckets: Sequence[ParamGroup]) -> list[tuple[str, bool]]:
         wanted = {id(bucket) for bucket in buckets}
         return [
             (name, flag)
@@ -115,7 +115,7 @@ class Trainability:
 
     # -- from frozen to trained ------------------------------------------------------------------------------------
 
-    def _train(self, buckets: Sequence[Bucket]) -> None:
+    def _train(self, buckets: Sequence[ParamGroup]) -> None:
         """Give buckets gradient storage; see [Note: Unfreezing]. *Collective.*"""
         for bucket in buckets:
             self._refuse(bucket)
@@ -133,7 +133,7 @@ class Trainability:
             self.guard.watch(trained)
         self.hooks.of_backward.take_in(buckets)
 
-    def _refuse(self, bucket: Bucket) -> None:
+    def _refuse(self, bucket: ParamGroup) -> None:
         why = self.laid_out_once
         if bucket.key.expert:
             why = "and experts (allreduce=False) are others on every rank, so that ranks cannot agree on it"

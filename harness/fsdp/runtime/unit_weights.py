@@ -12,8 +12,8 @@ from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import Label
 from harness.fsdp.runtime.state_machine import StateMachine
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding
+from harness.fsdp.storage.param_group import ParamGroup
 
 DIRECTIONS = (0, FORWARD, BACKWARD, BOTH)
 
@@ -86,8 +86,8 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         self.directions |= directions
         self._receive(found)
 
-    def _gather(self, bucket: Bucket, encoding: Encoding, label: Label) -> Gather:
-        comm = bucket.context.mesh.gather
+    def _gather(self, bucket: ParamGroup, encoding: Encoding, label: Label) -> Gather:
+        comm = bucket.mesh.gather
         if comm.shm is not None:  # no storage is taken before its time
             return comm.gather_late(bucket.given(encoding), partial(bucket.own_filled, encoding), label), Event()
         bucket.allocate_weights(encoding)

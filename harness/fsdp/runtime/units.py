@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage import edits
-from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.bucket_context import BucketKey
 from harness.fsdp.storage.codec import encodings_of
+from harness.fsdp.storage.param_group import GroupKey, ParamGroup
 
 ROOT = "(root)"
 JOINED = " to "
@@ -32,7 +31,7 @@ class UnitPlan:
 
     name: str
     modules: list[nn.Module]
-    buckets: dict[BucketKey, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+    buckets: dict[GroupKey, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
     @property
     def is_root(self) -> bool:
@@ -52,7 +51,7 @@ class Unit:
 
     name: str
     given: InitVar[list[nn.Module]]
-    buckets: list[Bucket]
+    buckets: list[ParamGroup]
     readiness: Readiness = field(init=False)
     kept_by_engine = True
     is_held: bool = False
@@ -91,7 +90,7 @@ class Unit:
         return sum(each.unsharded.numel() * each.unsharded.itemsize for each in wanted)
 
 
-def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
+def buckets_of(units: Iterable[Unit]) -> Iterator[ParamGroup]:
     return (bucket for unit in units for bucket in unit.buckets)
 
 
@@ -129,7 +128,7 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
     _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
-        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
+        key = GroupKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
     if not homes:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")

@@ -19,8 +19,8 @@ from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.runtime.step import StepError
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 
 _UPDATE = 1 << 20
 
@@ -43,9 +43,9 @@ class Usage:
         self._unread: list[tuple[Group, Pending, Tensor, int]] = []
 
     @classmethod
-    def of(cls, meshes: Meshes, trained: Sequence[Bucket]) -> Usage:
+    def of(cls, meshes: Meshes, trained: Sequence[ParamGroup]) -> Usage:
         def held_by(mesh: Mesh) -> list[Gradients]:
-            return [b.gradients for b in trained if b.context.mesh is mesh and b.gradients is not None]
+            return [b.gradients for b in trained if b.mesh is mesh and b.gradients is not None]
 
         return cls([Group(mesh.everyone, held_by(mesh)) for mesh in meshes])
 

@@ -25,7 +25,7 @@ from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import sharded_of
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 
 Wanted = nn.Module | nn.Parameter | str
 
@@ -151,7 +151,7 @@ class WholeWeights:
                 " sharding, or on a copy made of full_weights()"
             )
 
-    def _take_edits(self, buckets: Sequence[Bucket]) -> bool:
+    def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
         """Take over edits on every rank; True if there were any. *Collective.*
 
         Raises:
@@ -173,9 +173,9 @@ class WholeWeights:
             edits.take_over(bucket, places)
         return True
 
-    def _compare(self, buckets: Sequence[Bucket]) -> None:
+    def _compare(self, buckets: Sequence[ParamGroup]) -> None:
         for mesh in self.meshes:
-            of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
+            of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
             views = [(bucket, named) for bucket in of_mesh for named in bucket.named_slices(bucket.compute)]
             replicas = [Replica(bucket.name, named[1], partial(list, [named])) for bucket, named in views]
             try:

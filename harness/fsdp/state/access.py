@@ -15,8 +15,8 @@ from harness.fsdp.comm.mesh import Everyone
 from harness.fsdp.guards.agreement import check_agreed
 from harness.fsdp.state.named import WEIGHTS, ShardedState, add_optimizers, check_fit, load_local_state, local_state
 from harness.fsdp.storage.at_rest import sharded_of
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import DTensorFactory, as_target, refuse_split_experts
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import check_names
 
 FP8 = "fp8/"
@@ -51,7 +51,7 @@ class StateAccess:
     def __init__(
         self,
         module: nn.Module,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[ParamGroup],
         weights: Weights,
         gradients: StepGradients,
         everyone: Everyone,
@@ -95,7 +95,7 @@ class StateAccess:
         rows = (each for bucket in self._trainable() for each in bucket.cuts.own_rows(bucket.grad_shards))
         return {name: row.detach() for name, row in rows}
 
-    def _trainable(self) -> list[Bucket]:
+    def _trainable(self) -> list[ParamGroup]:
         return [bucket for bucket in self.buckets if bucket.trainable]
 
     def settle(self) -> None:
@@ -105,14 +105,14 @@ class StateAccess:
         check_names(self.module)
 
     def _unsharded(
-        self, buckets: Sequence[Bucket], shards_of: Callable[[Bucket], list[Tensor]], what: str
+        self, buckets: Sequence[ParamGroup], shards_of: Callable[[ParamGroup], list[Tensor]], what: str
     ) -> Iterator[tuple[str, Tensor]]:
         present = {name for bucket in buckets for name, _ in bucket.params}
         order = [name for name, _ in self.module.named_parameters() if name in present]
         early: dict[str, Tensor] = {}
         place = 0
         for bucket in buckets:
-            group = None if bucket.context.tensor is None else bucket.context.tensor.group
+            group = None if bucket.tp is None else bucket.tp.group
             slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
             for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
                 early[name] = bucket.portion_of(slot).join(view.detach(), group).to("cpu", copy=True)

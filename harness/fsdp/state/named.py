@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.ragged.tensor import local_of
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
+from harness.fsdp.storage.param_group import ParamGroup
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 COUNTER_DTYPE = torch.float32
 NOTHING = "nothing"  # entry of a parameter that no step has updated yet
 Opt = torch.optim.Optimizer
-Held = tuple[Bucket, Slot, Tensor, Opt]
+Held = tuple[ParamGroup, Slot, Tensor, Opt]
 
 
 class StateMismatch(ValueError, RuntimeError):
@@ -53,7 +53,7 @@ class ShardedState:
             take(self.tensors[key])
 
 
-def held_by(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> Iterator[Held]:
+def held_by(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> Iterator[Held]:
     owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
     for bucket in buckets:
         for slot, param in zip(bucket.layout.slots, bucket.views.at_rest, strict=True):
@@ -65,7 +65,7 @@ def _is_moment(value: Any, param: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or type(value) is type(param))
 
 
-def add_optimizers(found: ShardedState, buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> None:
+def add_optimizers(found: ShardedState, buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> None:
     for _, slot, param, optimizer in held_by(buckets, optimizers):
         held = optimizer.state.get(param) or {}
         for entry, value in held.items():
@@ -94,7 +94,7 @@ def _setter(held: dict[str, Any], entry: str) -> Callable[[Tensor], None]:
 # -- this rank's own ---------------------------------------------------------------------------------------------------
 
 
-def local_state(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
+def local_state(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
     state = _weights(buckets)
     for bucket, slot, param, optimizer in held_by(buckets, optimizers):
         prefix, held = f"{OPTIMIZER}{slot.spec.name}/", optimizer.state.get(param) or {}
@@ -104,7 +104,7 @@ def local_state(buckets: Sequence[Bucket], optimizers: Sequence[Opt]) -> dict[st
     return state
 
 
-def _weights(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
+def _weights(buckets: Sequence[ParamGroup]) -> dict[str, Tensor]:
     return {f"{WEIGHTS}{b.name}:{index}": shard.detach() for b in buckets for index, shard in enumerate(b.main_shards)}
 
 
@@ -114,7 +114,7 @@ def _flat(value: Any, param: Tensor) -> Tensor:
     return local_of(value).reshape(-1) if _is_moment(value, param) else value
 
 
-def load_local_state(buckets: Sequence[Bucket], optimizers: Sequence[Opt], state: Mapping[str, Tensor]) -> None:
+def load_local_state(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt], state: Mapping[str, Tensor]) -> None:
     """Put back what `local_state` gave on the same layout.
 
     Raises:

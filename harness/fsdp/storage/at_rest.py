@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import DTensorFactory, PortionGradient
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import (
     HOME,
     METADATA,
@@ -173,7 +173,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: ParamGroup,
         shards: DTensorFactory,
         slots: dict[int, list[ModuleSlot]],
         before_write: Callable[[], None],

@@ -18,9 +18,9 @@ from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.operations import CHECK_AND_UNSCALE, check_and_unscale
 from harness.fsdp.ragged.tensor import plain_of, spec_like
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import SHARD, On
 
 
@@ -44,16 +44,16 @@ class DTensorFactory:
     *Collective* where there is a tensor-parallel axis: its ranks exchange their grids.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[ParamGroup]) -> None:
         self._meshes: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
-        self._found: WeakKeyDictionary[Bucket, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
-        for bucket in (each for each in buckets if each.context.tensor is not None):
+        self._found: WeakKeyDictionary[ParamGroup, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
+        for bucket in (each for each in buckets if each.tp is not None):
             self._mesh(bucket)
 
-    def moved(self, bucket: Bucket) -> None:
+    def moved(self, bucket: ParamGroup) -> None:
         self._found.pop(bucket, None)
 
-    def rows(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int = 0) -> Tensor:
+    def rows(self, bucket: ParamGroup, slot: Slot, memory: Tensor, begins_at: int = 0) -> Tensor:
         """A parameter's rows in `memory`, which begins so many elements into the shard of its segment; plain where
         nothing cuts it."""
         local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
@@ -65,12 +65,12 @@ class DTensorFactory:
         whole = torch.empty(bucket.portion_of(slot).shape, dtype=view.dtype, device="meta")
         if isinstance(placements[-1], RaggedShard):
             return RaggedTensor.of(view, spec_like(whole, mesh, placements))
-        if bucket.context.tensor is None:
+        if bucket.tp is None:
             return view
         view = view.reshape(bucket.portion_of(slot).here)  # without elements it may have another shape
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
-    def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
+    def _placements(self, bucket: ParamGroup, slot: Slot) -> tuple[Placement, ...]:
         found = self._found.setdefault(bucket, {})
         if slot.spec.name not in found:
             portion, axes = bucket.portion_of(slot), _axes(bucket)
@@ -78,7 +78,7 @@ class DTensorFactory:
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
             if SHARD in bucket.cuts.own:
                 # no bucket: torch keeps what keeps placements, in caches and as gradients
-                cuts, mesh = bucket.cuts, bucket.context.mesh
+                cuts, mesh = bucket.cuts, bucket.mesh
                 others[-1] = RaggedShard(
                     lambda: [_rows(slot, cuts.layout.local_slice(slot, each)) for each in _positions(cuts, mesh)],
                     slot.spec.name,
@@ -86,17 +86,17 @@ class DTensorFactory:
             found[slot.spec.name] = tuple(others)
         return found[slot.spec.name]
 
-    def _mesh(self, bucket: Bucket) -> DeviceMesh:
-        context, axes = bucket.context, _axes(bucket)
-        key = (id(context.mesh), axes)
+    def _mesh(self, bucket: ParamGroup) -> DeviceMesh:
+        axes = _axes(bucket)
+        key = (id(bucket.mesh), axes)
         if key not in self._meshes:
-            self._meshes[key] = _device_mesh(context.mesh, context.tensor, axes)
+            self._meshes[key] = _device_mesh(bucket.mesh, bucket.tp, axes)
         return self._meshes[key]
 
 
-def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
+def refuse_split_experts(buckets: Sequence[ParamGroup]) -> None:
     experts = (bucket for bucket in buckets if bucket.key.expert)
-    if split := [each.name for each in experts if each.context.mesh.everyone.size < dist.get_world_size()]:
+    if split := [each.name for each in experts if each.mesh.everyone.size < dist.get_world_size()]:
         raise NotImplementedError(
             f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
             " the model's names do not say which is which; ShardedModel.local_state() resumes on the same layout"
@@ -127,9 +127,9 @@ def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
     return local.start // slot.spec.row_numel, local.end // slot.spec.row_numel
 
 
-def _axes(bucket: Bucket) -> tuple[str, ...]:
+def _axes(bucket: ParamGroup) -> tuple[str, ...]:
     """The last one cuts rows, if any does. The tensor-parallel one stands before it: rows are those of its shards."""
-    own, mesh, tensor = bucket.cuts.own, bucket.context.mesh, bucket.context.tensor
+    own, mesh, tensor = bucket.cuts.own, bucket.mesh, bucket.tp
     of_tensor = () if tensor is None else ("tensor",)
     if own == On(SHARD, SHARD) and mesh.outer is not None:
         return (*of_tensor, "everyone")

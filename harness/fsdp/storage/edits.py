@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 
 LOOKED_AT = frozenset([0, *(10**power for power in range(1, 12))])
 
 
-def adopt(bucket: Bucket) -> None:
+def adopt(bucket: ParamGroup) -> None:
     if bucket.is_resident and not bucket.computes_with_main_weights and bucket.views.edited():
         take_over(bucket, differing(bucket))
         bucket.views.forget_edits()
 
 
-def refuse_lost(bucket: Bucket) -> None:
+def refuse_lost(bucket: ParamGroup) -> None:
     edited = [] if bucket.computes_with_main_weights else bucket.views.edited()
     if edited:
         raise RuntimeError(
@@ -39,7 +39,7 @@ def refuse_lost(bucket: Bucket) -> None:
         )
 
 
-def differing(bucket: Bucket) -> list[Tensor]:
+def differing(bucket: ParamGroup) -> list[Tensor]:
     """Masks of this rank's compute weights with other bits than main weights cast: bool, one a segment.
 
     Only while compute weights are unsharded. Empty where main weights are the compute weights.
@@ -50,7 +50,7 @@ def differing(bucket: Bucket) -> list[Tensor]:
     return [_bits_of(seen) != _bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 
-def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
+def take_over(bucket: ParamGroup, differing: Sequence[Tensor]) -> None:
     """Copy compute weights to main weights in these places; elsewhere main weights keep all their bits."""
     if bucket.codec.is_lossy:
         if any(bool(places.any()) for places in differing):
@@ -63,7 +63,7 @@ def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
         main.detach().copy_(torch.where(places, seen.to(main.dtype), main.detach()))
 
 
-def _own_compute_weights(bucket: Bucket) -> list[Tensor]:
+def _own_compute_weights(bucket: ParamGroup) -> list[Tensor]:
     own = bucket.cuts.own_shards(bucket.cuts.inner_shards(bucket.compute))
     return [shard.to(bucket.main_shards[0].device) for shard in own]
 
@@ -76,21 +76,21 @@ class LostEdits:
     def __init__(self, device: torch.device) -> None:
         self._looked_at = frozenset([0]) if is_queued(device) else LOOKED_AT
         self.looks = False
-        self._seen: dict[str, tuple[Bucket, Tensor]] = {}
+        self._seen: dict[str, tuple[ParamGroup, Tensor]] = {}
 
-    def begin(self, buckets: Iterable[Bucket], num_updates: int, *, may_look: bool) -> None:
+    def begin(self, buckets: Iterable[ParamGroup], num_updates: int, *, may_look: bool) -> None:
         self._seen.clear()
         self.looks = may_look and num_updates in self._looked_at
         if self.looks:  # of a gather that is under way, storage is there and weights are not
             self.note(bucket for bucket in buckets if bucket.is_resident)
 
-    def note(self, buckets: Iterable[Bucket]) -> None:
+    def note(self, buckets: Iterable[ParamGroup]) -> None:
         for bucket in buckets:
             kept = bucket.computes_with_main_weights
             if not kept and bucket.name not in self._seen and bucket.is_whole and bucket.awaited is None:
                 self._seen[bucket.name] = bucket, _sums(bucket)
 
-    def check(self, buckets: Iterable[Bucket]) -> None:
+    def check(self, buckets: Iterable[ParamGroup]) -> None:
         for bucket in buckets:
             found = self._seen.pop(bucket.name, None)
             if found is not None and bucket.is_whole:
@@ -102,7 +102,7 @@ class LostEdits:
 
 
 @torch.no_grad()
-def _sums(bucket: Bucket) -> Tensor:
+def _sums(bucket: ParamGroup) -> Tensor:
     """int64, shape [parameters], modulo 2^64."""
     return torch.stack([_words(view).sum() for _, view in bucket.named_slices(bucket.compute)])
 
@@ -112,7 +112,7 @@ def _words(values: Tensor) -> Tensor:
     return flat.view(torch.int64) if flat.nbytes % 8 == 0 and flat.numel() else _bits_of(flat)
 
 
-def _refuse_edited(bucket: Bucket, before: Tensor) -> None:
+def _refuse_edited(bucket: ParamGroup, before: Tensor) -> None:
     differs = (_sums(bucket) != before).tolist()
     edited = [name for (name, _), each in zip(bucket.params, differs, strict=True) if each]
     if edited:

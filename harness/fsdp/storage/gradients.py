@@ -16,6 +16,8 @@ not wait, nor does a unit that was called several times: autograd adds up its gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.together import copy_together, zero_together
 from harness.fsdp.policy import Dtypes
-from harness.fsdp.storage.bucket_context import Accumulation, GradientPlan
 from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, views_of
 from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
@@ -34,6 +36,33 @@ from harness.fsdp.vocabulary import GradBuffer
 ADDED = "grad_added_to_main_grad"
 """Set by a kernel of Megatron's protocol that has added the gradient itself; what autograd gets is a stand-in."""
 MAIN_GRADIENT = "get_main_grad"  # where a kernel of Megatron's protocol finds the place to add to
+
+
+class Accumulation(Enum):
+    in_place = "autograd adds to the sums themselves"
+    added = "added to the sums on this rank, and reduced once a step"
+    reduced = "every backward's are reduced over the inner axis into the sums"
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """Shared by all buckets of a model.
+
+    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: sums are int64
+    (see `harness.fsdp.comm.fixed_point`). offload: device of main gradients, apart from the sums.
+    """
+
+    memory: BucketMemory
+    buffer: GradBuffer = GradBuffer.flat
+    unsharded: bool = False
+    integers: bool = False
+    offload: torch.device | None = None
+
+    def accumulation(self, placements: Placements) -> Accumulation:
+        if not placements.accumulates_locally:
+            return Accumulation.reduced
+        alike = not self.integers and self.buffer is GradBuffer.flat
+        return Accumulation.in_place if alike else Accumulation.added
 
 
 class Gradients:

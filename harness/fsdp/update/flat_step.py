@@ -23,9 +23,9 @@ from torch._compile import _disable_dynamo
 from harness.fsdp.ragged import RaggedTensor, distribute_rows
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_of
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.update.rules import COUNTERS, ENTRIES, KERNELS, kernels_of
 
@@ -48,7 +48,7 @@ def moments_of(optimizer: Opt) -> frozenset[str] | None:
 
 @dataclass(eq=False)
 class Span:
-    bucket: Bucket
+    bucket: ParamGroup
     segment: int
     start: int
     end: int
@@ -348,7 +348,7 @@ class FlatStep:
         placed = self.take_state()
         self._plan = [[p for p in group["params"] if id(p) not in placed] for group in groups]
         kinds: dict[Any, int] = {}
-        stepped: dict[Bucket, dict[str, _Stepped]] = {}
+        stepped: dict[ParamGroup, dict[str, _Stepped]] = {}
         for number, group in enumerate(groups):
             for param in group["params"]:
                 if id(param) in placed and grad_of(param) is not None:
@@ -359,7 +359,7 @@ class FlatStep:
             self._add_pieces(bucket, by_name)
         self._count()
 
-    def _add_pieces(self, bucket: Bucket, stepped: dict[str, _Stepped]) -> None:
+    def _add_pieces(self, bucket: ParamGroup, stepped: dict[str, _Stepped]) -> None:
         rank, done = bucket.cuts.layout_rank, set[int]()
         for run in bucket.layout.runs(rank, {name: kind for name, (_, _, kind) in stepped.items()}):
             names = (slot.spec.name for slot in bucket.layout.slots_in(rank, run))
@@ -400,7 +400,7 @@ class FlatStep:
                 self._views = {key: view for key, view in self._views.items() if key[0] != id(param)}
 
     def _add_spans(self, params: Sequence[Tensor]) -> None:
-        by_bucket: dict[Bucket, dict[str, Tensor]] = {}
+        by_bucket: dict[ParamGroup, dict[str, Tensor]] = {}
         for param in params:
             bucket, name = _slot_of(param)
             by_bucket.setdefault(bucket, {})[name] = param
@@ -434,6 +434,6 @@ class FlatStep:
                 fill(view, value)
 
 
-def _slot_of(param: Tensor) -> tuple[Bucket, str]:
+def _slot_of(param: Tensor) -> tuple[ParamGroup, str]:
     sharded, index = cast(_Place, location_of(param))
     return sharded.bucket, sharded.bucket.layout.slots[index].spec.name

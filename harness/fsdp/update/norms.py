@@ -19,7 +19,7 @@ from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
 from harness.fsdp.comm.mesh import Everyone, all_values
 from harness.fsdp.comm.together import scale_together
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
 
 WIDENED = 1 << 20  # elements widened at a time
@@ -28,17 +28,17 @@ LONG = 1 << 16  # shorter tensors are summed in fp64
 SAFE = (1e-24, 1e30)  # totals for which squares neither vanish nor overflow in fp32; beyond, fp64 is used
 
 
-def gradient_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> Tensor:
+def gradient_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics) -> Tensor:
     """Euclidean norm of the main gradients, equal on all ranks; each parameter counts once. *Collective.*"""
     return _euclidean([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
-def weight_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> Tensor:
+def weight_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics) -> Tensor:
     """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
     return _euclidean([(bucket, bucket.main_shards) for bucket in buckets], everyone, numerics)
 
 
-def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> Tensor:
+def _euclidean(shards_of: list[tuple[ParamGroup, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> Tensor:
     """Buckets that every rank holds unsharded are counted by each for itself, others by the first holder of a shard."""
     whole, counted, split = _dealt(shards_of)
     count = square_counters if numerics.bitwise else sum_of_squares
@@ -53,14 +53,14 @@ def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone,
     return total.sqrt().reshape(())
 
 
-def _dealt(shards_of: Sequence[tuple[Bucket, list[Tensor]]]) -> tuple[list[Tensor], list[Tensor], bool]:
+def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[Tensor], list[Tensor], bool]:
     """(shards every rank holds, shards this rank counts for all that hold them, True if any bucket is split)"""
     whole = [shard for bucket, shards in shards_of if bucket.is_whole_everywhere for shard in shards]
     split = [(bucket, shards) for bucket, shards in shards_of if not bucket.is_whole_everywhere]
     return whole, [shard for bucket, shards in split for shard in bucket.counted(shards)], bool(split)
 
 
-def gradient_p_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics, p: float) -> Tensor:
+def gradient_p_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics, p: float) -> Tensor:
     """The p-norm of the main gradients, p positive or inf, equal on all ranks. *Collective.*
 
     Raises:
@@ -122,7 +122,7 @@ def _in_double(flat: Tensor) -> Tensor:
     return norm.square()
 
 
-def clip_gradients(buckets: Sequence[Bucket], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(buckets: Sequence[ParamGroup], norm: Tensor, max_norm: float) -> None:
     """Scale the main gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
 
     norm: fp64, shape [], on the model's device. The host reads it only where it has the gradients.
@@ -134,7 +134,7 @@ def clip_gradients(buckets: Sequence[Bucket], norm: Tensor, max_norm: float) -> 
     scale_gradients(buckets, float(coefficient) if held_by_host else coefficient)
 
 
-def scale_gradients(buckets: Sequence[Bucket], factor: float | Tensor) -> None:
+def scale_gradients(buckets: Sequence[ParamGroup], factor: float | Tensor) -> None:
     """Multiply the finished main gradients; padding is zeroed again after a factor that is not finite."""
     scale_together([shard for bucket in buckets for shard in bucket.grad_shards], factor)
     is_unseen = isinstance(factor, Tensor) and is_queued(factor.device)  # the host does not look at it

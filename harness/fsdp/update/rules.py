@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.options import ELEMENTWISE
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.vocabulary import Numerics
 
@@ -127,7 +127,9 @@ def kernels_of(group: Mapping[str, Any]) -> str:
 # -- preconditions -----------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(optimizer: Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool) -> None:
+def check_optimizer(
+    optimizer: Optimizer, buckets: Sequence[ParamGroup], numerics: Numerics, *, decoupled: bool
+) -> None:
     """Refuse an optimizer before anything is changed.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from harness.fsdp import build, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.ragged import RaggedTensor, operations, tensor
 from harness.fsdp.runtime import gradient_sync, installation
-from harness.fsdp.storage import at_rest, bucket
+from harness.fsdp.storage import at_rest, param_group
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.update import flat_step
@@ -52,7 +52,7 @@ SLIPS = {
         "tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))",
         "func(*args_, **kwargs_)",
     ),
-    "weights registered": Slip(bucket.Bucket, "_build_main_weights", " and may_share", ""),
+    "weights registered": Slip(param_group.ParamGroup, "_build_main_weights", " and may_share", ""),
     "gradients registered": Slip(Gradients, "_build", " or (is_cut and self.memory.registers)", ""),
     "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
 }

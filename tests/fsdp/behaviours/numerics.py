@@ -13,7 +13,7 @@ from harness.fsdp import megatron
 from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, fetching_ahead, first_line, relative
 from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh
@@ -286,8 +286,8 @@ _prefetch = GatherPipeline._prefetch
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
-    given = Bucket.given
-    with mock.patch.object(Bucket, "given", lambda *call: [torch.zeros_like(each) for each in given(*call)]):
+    given = ParamGroup.given
+    with mock.patch.object(ParamGroup, "given", lambda *call: [torch.zeros_like(each) for each in given(*call)]):
         _prefetch(self)
 
 

@@ -14,9 +14,9 @@ from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.storage import layout
-from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, live_bytes
 from tests.fsdp.behaviours.models import (
@@ -234,13 +234,13 @@ def outermost_owns(lab: Lab) -> str:
 
 # -- 7, 8: frozen and tied ---------------------------------------------------------------------------------------------
 
-_point_at_weights = Bucket.point_at_weights
+_point_at_weights = ParamGroup.point_at_weights
 
 
-def _frozen_get_storage(self: Bucket) -> None:
+def _frozen_get_storage(self: ParamGroup) -> None:
     if not self.trainable and self.gradients is None:
         params = [param for _, param in self.params]
-        self.gradients = Gradients(self.name, params, self.cuts, self.placements, self.dtypes, self.context.plan)
+        self.gradients = Gradients(self.name, params, self.cuts, self.placements, self.dtypes, self.plan)
     _point_at_weights(self)
 
 
@@ -249,7 +249,7 @@ def _frozen_get_storage(self: Bucket) -> None:
     "Frozen parameters have no gradient storage, and training around them works.",
     Mutant(
         "frozen buckets get gradient storage too",
-        lambda: mock.patch.object(Bucket, "point_at_weights", _frozen_get_storage),
+        lambda: mock.patch.object(ParamGroup, "point_at_weights", _frozen_get_storage),
     ),
 )
 def frozen(lab: Lab) -> str:

@@ -8,30 +8,54 @@ compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.events import OUTER, Label
+from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.together import copy_together
-from harness.fsdp.policy import Dtypes
+from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.storage.awaited import Awaited
-from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec, WeightCodec
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
-from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, route
+from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
 from harness.fsdp.tensor_parallel.parameters import Portion
 
+InitialValue = Callable[[str, torch.Size], Tensor]
+"""Full value of the parameter with this name; any dtype and device, shape as asked."""
 
-class Bucket:
+
+@dataclass(frozen=True)
+class GroupKey:
+    """dtype: as the module has them. fp8: encodings in 8 bits, 0, 1 or 2 (one for each direction)."""
+
+    dtype: torch.dtype
+    trainable: bool
+    expert: bool = False
+    fp8: int = 0
+
+    @property
+    def label(self) -> str:
+        marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
+        marks += ("", "/fp8", "/fp8x2")[self.fp8]
+        return str(self.dtype).removeprefix("torch.") + marks
+
+    def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
+        dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype)
+        return dtypes.in_8_bits() if self.fp8 else dtypes
+
+
+class ParamGroup:
     """Parameters of one unit with one compute dtype, all dense or all of experts, all trained or all frozen
     when they were sharded. What is trained may be frozen later: its gradients are absent then. What was frozen has
     storage for weights alone, until `train`.
@@ -45,10 +69,13 @@ class Bucket:
     def __init__(
         self,
         name: str,
-        key: BucketKey,
+        key: GroupKey,
         params: list[tuple[str, nn.Parameter]],
         dtypes: Dtypes,
-        context: BucketContext,
+        plan: GradientPlan,
+        mesh: Mesh,
+        placements: Placements,
+        tp: Communicator | None,
         initial: InitialValue | None,
     ) -> None:
         self.name = name
@@ -59,9 +86,13 @@ class Bucket:
         self.encodings = [Encoding(each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
         """Copies of the compute weights, one for each direction under [Note: Two encodings]."""
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
-        self.context = context
-        self.memory = context.plan.memory
-        group = None if context.tensor is None else context.tensor.group
+        self.plan = plan
+        self.mesh = mesh
+        self.placements = placements
+        self.tp = tp
+        """The axis of tensor parallelism."""
+        self.memory = plan.memory
+        group = None if tp is None else tp.group
         self.portions = {each: Portion.of(each, param, group) for each, param in params}
         """TP shard of each parameter, by name."""
         self.installed_version = 0
@@ -72,16 +103,15 @@ class Bucket:
 
     def _build(self, initial: InitialValue | None) -> None:
         """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
-        params, context = self.params, self.context
-        self.placements = context.placements
+        params = self.params
         specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
-        self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, self.dtypes.align_elements)
+        self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, self.dtypes.align_elements)
         self.layout = self.cuts.layout
         self._build_weights()
         self.gradients: Gradients | None = None
         if self.trainable:
             trained = [param for _, param in params]
-            self.gradients = Gradients(self.name, trained, self.cuts, self.placements, self.dtypes, context.plan)
+            self.gradients = Gradients(self.name, trained, self.cuts, self.placements, self.dtypes, self.plan)
         for slot, (each, _) in zip(self.layout.slots, params, strict=True):
             if initial is not None:
                 self.set_value(slot, initial(each, torch.Size(self.portions[each].shape)))
@@ -154,7 +184,7 @@ class Bucket:
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
-        offload = self.context.plan.offload if self.trainable else None
+        offload = self.plan.offload if self.trainable else None
         self.main_storage: Tensor | None = None
         """Main weights in storage of their own; None where they are the compute weights that are kept."""
         may_share = not (self.memory.registers and SHARD in self.cuts.own)
@@ -243,7 +273,7 @@ class Bucket:
             if each.kept is not None:
                 shards = self.cuts.inner_shards_of(wire(each.kept), target)
                 found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
-        comm = self.context.mesh.gather
+        comm = self.mesh.gather
         if not comm.runtime.has_streams:
             return found
         self.awaited = Awaited(found, Label("all_gather", self.name), comm.runtime)
@@ -263,9 +293,9 @@ class Bucket:
     def let_host_write(self) -> bool:
         """Where main weights lie on the host, have the device read none any more, of any bucket: it copies them beside
         the host's work. Whether it was so."""
-        if not self.trainable or self.context.plan.offload is None:
+        if not self.trainable or self.plan.offload is None:
             return False
-        self.context.mesh.gather.runtime.synchronize()
+        self.mesh.gather.runtime.synchronize()
         return True
 
     @property
@@ -334,7 +364,7 @@ class Bucket:
             inner: this inner rank's shards, of `whole` or elsewhere, in which its own main shards lie already.
             what, suffix: added to the bucket's name in the label.
         """
-        mesh, name = self.context.mesh, f"{self.name} {what}".rstrip() + suffix
+        mesh, name = self.mesh, f"{self.name} {what}".rstrip() + suffix
         found: list[Pending] = []
         sizes = {Axis.inner: mesh.gather.size, Axis.outer: 1 if mesh.outer is None else mesh.outer.size}
         # one that moves nothing would be waited for in place of the one before it
