@@ -7,8 +7,9 @@ each. It has `MUTANTS`, by name. And it may have `WORLD`, the number of ranks.
 from __future__ import annotations
 
 import itertools
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
+Check = Callable[[int, str], list[str]]
 RANKS, ZERO3 = 2, "optim_grads_params"
 BROKEN = ("AttributeError", "TypeError", "NameError")
 """What a patch raises that no longer fits what it patches: no mutant."""
@@ -27,17 +30,34 @@ BROKEN = ("AttributeError", "TypeError", "NameError")
 
 @dataclass(frozen=True)
 class Mutant:
-    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy."""
+    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy. room: for `rooms_of`."""
 
     breaks: str
     patch: Callable[[], Any]
     check: str
     strategy: str = ZERO3
+    room: str = ""
 
 
-def patched(where: Any, name: str, value: Any) -> Callable[[], Any]:
-    """The patch of a mutant: what `where` has under a name is `value`."""
-    return lambda: mock.patch.object(where, name, value)
+def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Callable[[], Any]:
+    """The patch of a mutant: what `where` has under a name is `value`; without one, it does nothing."""
+    return lambda: mock.patch.object(where, name, value, **more)
+
+
+def rooms_of(mutants: Mapping[str, Mutant]) -> list[Any]:
+    """Parameters of a test, one a mutant that says its room: its name."""
+    return [param for name, mutant in mutants.items() for param in each(mutant.room, [(name, mutant.breaks)])]
+
+
+def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:
+    """What is wrong with the error of an action: its kind (any, for Exception), or a part it does not say."""
+    try:
+        action()
+    except Exception as error:
+        if kind is not Exception and type(error) is not kind:
+            return [f"{type(error).__name__} instead of {kind.__name__}: {error}"]
+        return [f"{part!r} is not in: {error}" for part in parts if not re.search(part, str(error), re.S)]
+    return [f"nothing was said of {parts}"]
 
 
 def world_of(module: str) -> int:

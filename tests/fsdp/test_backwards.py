@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Strategy, fully_shard, fully_shard_model
 from tests.fsdp.at_rest.programs import whole
+from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
-from tests.fsdp.test_strange_programs import same_gradients
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]

@@ -23,8 +23,8 @@ from harness.fsdp import (
 )
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
-from tests.fsdp.test_strange_programs import same_gradients
 from tests.fsdp.trial import Case, batches
 from tests.support.spawn import run_ranks
 

@@ -25,9 +25,8 @@ from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_s
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.state.access import StateAccess
-from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.checked import Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, Pair, data, loss_of, shard
-from tests.fsdp.refusing import said
 from tests.support.mutants import Slip, each
 
 

@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.fsdp import ShardedModel, fully_shard_model, preconditions, sharding
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.runtime import forward_hooks
-from tests.fsdp.checked import Mutant, holds, is_found, patched
+from tests.fsdp.checked import Mutant, holds, is_found, patched, said
 from tests.fsdp.pairs import STRATEGIES, Block, Model, data, loss_of
-from tests.fsdp.refusing import said
 from tests.support.mutants import each
 
 

@@ -34,8 +34,8 @@ from harness.fsdp.runtime.step import (
     StepState,
 )
 from harness.fsdp.runtime.unit_weights import WEIGHT_TRANSITIONS, WeightState
+from tests.fsdp.habits.world import Boom, same_gradients
 from tests.fsdp.test_api import Block, make
-from tests.fsdp.test_strange_programs import Boom, same_gradients
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 DIVISOR = 2.0

@@ -1,0 +1,281 @@
+"""Loops that do what they do in one process, of which each was once silently wrong, grew, or was refused."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.runtime.forward_hooks import ForwardHooks
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.state.access import StateAccess
+from harness.fsdp.update.flat_step import FlatStep
+from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.habits.world import (
+    Block,
+    Habits,
+    Net,
+    Run,
+    alike,
+    data,
+    differing,
+    mean_square,
+    momentum,
+    plain_sgd,
+    run_of,
+)
+from tests.fsdp.pairs import STRATEGIES
+
+CHECKS = Habits()
+
+
+# -- loops -------------------------------------------------------------------------------------------------------------
+
+
+@CHECKS.check
+def evaluating_under_one_autocast(rank: int, strategy: str) -> list[str]:
+    """Autocast keeps the copies of weights that an evaluation made for the forward after it."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                model(x)
+            return F.mse_loss(model(x).float(), x)
+
+    plain, run = Net(), run_of(Net, rank, strategy)
+    Run(plain, plain, momentum(plain), (0, 1)).train(2, loss)
+    run.train(2, loss)
+    found, start = dict(run.model.full_weights()), dict(Net().named_parameters())
+    moved = {name: (p - start[name]).norm() for name, p in plain.named_parameters()}
+    return [f"{name} differs" for name, p in plain.named_parameters() if (found[name] - p).norm() > 0.1 * moved[name]]
+
+
+@CHECKS.check
+def evaluating_with_gradients(rank: int, strategy: str) -> list[str]:
+    """A forward whose graph is never used costs no memory later."""
+    run, peaks = run_of(Net, rank, strategy), []
+    for steps in (1, 2):
+        run.train(steps)
+        peaks.append(run.model.counters()["transient_peak_bytes"])
+        run.model(run.data(0))
+        run.optimizer.step()
+    return [] if peaks[0] == peaks[1] else [f"peaks of {peaks} bytes"]
+
+
+class Objective(Net):
+    def objective(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.hidden(x)).square().mean()
+        return out
+
+
+@CHECKS.right(lambda: Objective(first=lambda: Block().requires_grad_(False)))
+def training_by_a_method(run: Run) -> list[str]:
+    """It is a forward also to what is frozen and unfrozen between steps."""
+    if not run.is_plain:
+        run.model.register_forward_methods("objective")
+    run.train(1, lambda model, x: model.objective(x))
+    run.model.requires_grad_(True)
+    run.train(2, lambda model, x: model.objective(x))
+    through = torch.func.grad(lambda x: run.model.objective(x))
+    return [] if run.is_plain else said(lambda: through(run.data(0)), Exception, r"torch\.func transforms")
+
+
+@CHECKS.right()
+def stepping_on_zeros(run: Run) -> float:
+    """A step without a backward does nothing, but where `set_to_none=False` has left gradients of zeros."""
+    run.optimizer.step()
+    for set_to_none in (False, True):
+        mean_square(run.model, run.data(0)).backward()
+        for _ in range(2):
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=set_to_none)
+    return 0.0 if run.is_plain else float(run.model.grad_norm())
+
+
+@CHECKS.check
+def looking_before_a_step(rank: int, strategy: str) -> list[str]:
+    """A rank that steps after a forward waits for those that are in it yet, and read the weights that it updates."""
+
+    def look(run: Run, clip: Any) -> Tensor:
+        mean_square(run.model, run.data(0)).backward()
+        clip(0.1)
+        seen: Tensor = run.model(data([rank], 1))
+        run.optimizer.step()
+        return seen
+
+    plain, run = Net(), run_of(Net, rank, strategy, plain_sgd)
+    run.module.first.register_forward_hook(lambda *_: time.sleep(0.2 * rank))
+    expected = look(Run(plain, plain, plain_sgd(plain), (0, 1)), partial(clip_grad_norm_, plain.parameters()))
+    seen = look(run, run.model.clip_grad_norm_)
+    same = torch.allclose(seen, expected, atol=1e-5)
+    return differing(run.model, plain) + ([] if same else ["a forward with updated weights"])
+
+
+# -- optimizers, and what hangs on one ---------------------------------------------------------------------------------
+
+
+@CHECKS.right()
+def keeping_the_best(run: Run) -> None:
+    """`copy.deepcopy` of states, and back, as whoever looks for a learning rate does."""
+    run.train(1)
+    if not run.is_plain:
+        best = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        run.train(2)
+        run.model.load_state_dict(best[0])
+        run.optimizer.load_state_dict(best[1])
+
+
+@CHECKS.right()
+def loading_before_a_step(run: Run) -> None:
+    """torch keeps gradients when state is loaded: an optimizer's between forward and backward, any before the step."""
+    run.train(1)
+    saved, weights = copy.deepcopy((run.optimizer.state_dict(), run.model.state_dict()))
+    run.train(1)
+    loss = mean_square(run.model, run.data(2))
+    run.optimizer.load_state_dict(saved)
+    loss.backward()
+    run.optimizer.load_state_dict(saved)
+    run.model.load_state_dict(weights)
+    run.optimizer.step()
+
+
+@CHECKS.check
+def compiling_a_step(rank: int, strategy: str) -> list[str]:
+    """`torch.compile` of what steps: the engine's part of it runs as it is. Where the least and the most is split."""
+
+    def compiled(run: Run) -> None:
+        step = run.optimizer.step if run.is_plain else torch.compile(run.optimizer.step, backend="eager")
+        for number in range(2):
+            mean_square(run.model, run.data(number)).backward()
+            step()
+            run.optimizer.zero_grad()
+
+    return alike(Net, compiled)(rank, strategy) if strategy in ("no_shard", ZERO3) else []
+
+
+def all_but_the_head(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(module.named_parameters())[:-2], lr=0.2, momentum=0.9)
+
+
+@CHECKS.right(optimize=all_but_the_head)
+def naming_what_is_added(run: Run) -> Any:
+    """Groups with names of parameters, and hooks on the optimizer's state."""
+    heard: list[int] = []
+    run.train(1)
+    run.model.zero_grad()  # in plain torch, what no optimizer has keeps its gradients
+    optimizer = run.optimizer
+    optimizer.add_param_group({"params": list(run.module.named_parameters())[-2:], "lr": 0.1})
+    optimizer.register_state_dict_post_hook(lambda _, found: found | {"note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: heard.append(given.pop("note")))
+    optimizer.register_load_state_dict_post_hook(lambda _: heard.append(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    run.train(1)
+    return [group["param_names"] for group in saved["param_groups"]], heard
+
+
+class CountingSGD(torch.optim.Optimizer):
+    """One's own, whose state counts steps by an int."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.add_(mean, alpha=-group["lr"] / state["step"])
+
+
+@CHECKS.check
+def counting_by_an_int(rank: int, strategy: str) -> list[str]:
+    """State of a plain optimizer is loaded, and its count goes on."""
+    plain = Net()
+    alone, run = Run(plain, plain, CountingSGD(plain.parameters()), (0, 1)), run_of(Net, rank, strategy, _counting)
+    alone.train(2)
+    run.train(1)
+    run.model.load_state_dict(plain.state_dict())
+    run.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
+    alone.train(2)
+    run.train(2)
+    return differing(run.model, plain)
+
+
+def _counting(module: nn.Module) -> torch.optim.Optimizer:
+    return CountingSGD(module.parameters())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_program_is_right(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+_load_weights, _run_as_forward = StateAccess.load_state_dict, ForwardHooks.run_as_forward
+
+
+def _does_not_follow(self: ForwardHooks, method: Any, *args: Any) -> Any:
+    with mock.patch.object(self, "before_gradients"):
+        return _run_as_forward(self, method, *args)
+
+
+def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
+    found = _load_weights(self, *args, **named)
+    self.gradients.forget()
+    return found
+
+
+_of_programs = partial(Mutant, room="The engine, by habits of programs")
+_of_loops = partial(Mutant, room="The engine, by habits of loops")
+_of_steps = partial(Mutant, room="The engine, by habits around a step")
+MUTANTS = {
+    "copies of shards": _of_programs(
+        "A copy of a state dictionary follows every update",
+        patched(RaggedTensor, "__deepcopy__", lambda self, memo: self),
+        "keeping_the_best",
+    ),
+    "methods that train": _of_loops(
+        "A method that runs as a forward does not follow what is frozen and unfrozen",
+        patched(ForwardHooks, "run_as_forward", _does_not_follow),
+        "training_by_a_method",
+    ),
+    "zeros": _of_loops(
+        "Gradients of zeros that zero_grad has left are forgotten",
+        patched(GradientSync, "let_go", lambda self: self.forget()),
+        "stepping_on_zeros",
+        "optim_grads",
+    ),
+    "loads of weights forget": _of_steps(
+        "Loading weights forgets the gradients of the step",
+        patched(StateAccess, "load_state_dict", _forgets_too),
+        "loading_before_a_step",
+        "optim_grads",
+    ),
+    "steps are traced": _of_steps(
+        "torch.compile traces what the engine does around a step",
+        lambda: mock.patch.object(FlatStep, "_begin", vars(FlatStep._begin)["__wrapped__"]),
+        "compiling_a_step",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)

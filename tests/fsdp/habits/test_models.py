@@ -1,0 +1,333 @@
+"""Models that train as in one process, of which each was once silently wrong, or was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from harness.fsdp import fully_shard_model
+from harness.fsdp.runtime import backward_hooks, forward_hooks
+from harness.fsdp.runtime.backward_hooks import BackwardHooks
+from harness.fsdp.runtime.forward import Forward
+from harness.fsdp.runtime.forward_hooks import ForwardHooks
+from harness.fsdp.runtime.handed_on import without_weights
+from harness.fsdp.runtime.readiness import Readiness
+from tests.fsdp import methods
+from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.habits.world import (
+    Block,
+    Habits,
+    Net,
+    Run,
+    alike,
+    data,
+    mean_square,
+    run_of,
+    training,
+)
+from tests.fsdp.pairs import STRATEGIES
+
+CHECKS = Habits()
+net: Any = partial(partial, Net)
+"""Makes what makes a `Net`."""
+
+
+# -- what models hand on, write to, and leave out ----------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Gives a part of its table: a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gain = nn.Parameter(torch.randn(9, 6)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.table[:rows], {"transposed": self.table.t(), "gain": self.gain}
+
+
+def positioned(net: Any, x: Tensor) -> Tensor:
+    rows, more = net.positions(1)
+    x = net.first(x)
+    out: Tensor = net.second((x + rows) * more["gain"] + (x @ more["transposed"]).sum(1, keepdim=True))
+    return out
+
+
+class Telling(Net):
+    """Returns a parameter and an input as they are."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"out": super().forward(x), "weight": self.head.weight, "input": x}
+
+
+def of_weight(model: nn.Module, x: Tensor) -> Tensor:
+    given: dict[str, Tensor] = model(x)
+    return given["out"].square().mean() + 0.1 * given["weight"].square().sum()
+
+
+class Tree(Block):
+    """A unit that calls itself."""
+
+    def forward(self, x: Tensor, level: int = 0) -> Tensor:
+        x = self(x, level + 1) + self(-x, level + 1) if level < 2 else x
+        return super().forward(torch.tanh(x))
+
+
+def scaled(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = (model(x) * model.scale.exp()).square().mean()
+    return out
+
+
+class Collecting(Block):
+    """A unit that writes to an argument, as auxiliary losses and caches do."""
+
+    def forward(self, x: Tensor, bag: list[Tensor], pair: tuple[Tensor, int], *, extra: Tensor) -> Tensor:
+        x = x + self.linear(x) * pair[0] + extra
+        bag.append(x.square().mean(-1, keepdim=True))
+        return x
+
+
+def collected(net: Any, x: Tensor) -> Tensor:
+    bag: list[Tensor] = []
+    for unit in (net.first, net.second):
+        x = unit(x, bag, (x, 3), extra=x)
+    return 0.1 * x + 0.01 * torch.stack(bag).sum(0)
+
+
+class Ignoring(Block):
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def rooted(net: Any, x: Tensor) -> Tensor:
+    """The gradient of z must stay absent: sqrt(0) would make it NaN."""
+    out: Tensor = net.second(net.first(net.root(x, net.z.sqrt())))
+    return out
+
+
+class Interrupted(Block):
+    """Ctrl-C in a notebook, and on with the next cell."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def again(model: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return mean_square(model, x)
+    except KeyboardInterrupt:
+        return mean_square(model, x)
+
+
+OF_SCALE = {"scale": lambda: nn.Parameter(torch.tensor(0.3))}
+OF_IGNORING = {"root": Ignoring, "z": lambda: nn.Parameter(torch.zeros(1))}
+CHECKS |= {
+    # a third step diverges, and rounding with it
+    "handing_on": alike(net(units=(Block, Positions), positions=Positions, hidden=positioned), training(2)),
+    "returning_leaves": alike(Telling, training(loss=of_weight)),
+    "recursing": alike(net(first=Tree)),
+    "a_parameter_after_the_forward": alike(net(**OF_SCALE), training(2, scaled)),
+    "writing_to_arguments": alike(net(units=(Collecting,), first=Collecting, second=Collecting, hidden=collected)),
+    "an_unused_input_of_a_unit_called_root": alike(net(units=(Block, Ignoring), hidden=rooted, **OF_IGNORING)),
+    "interrupting": alike(net(second=Interrupted), training(loss=again)),
+}
+
+
+class Box:
+    """Of a kind that nobody knows."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+
+class Boxed(Block):
+    def forward(self, box: Any) -> Any:
+        return Box(super().forward(box.held))
+
+
+Boxing = net(units=(Boxed,), first=Boxed, second=Boxed, hidden=lambda net, x: net.second(net.first(Box(x))).held)
+
+
+@CHECKS.check
+def boxing(rank: int, strategy: str) -> list[str]:
+    """What is noted of calls that no hook sees is forgotten with their step."""
+    run = run_of(Boxing, rank, strategy)
+    run.train(4)
+    noted = max(len(unit.readiness._unseen) for unit in run.model._parts.units)
+    return alike(Boxing)(rank, strategy) + ([] if noted == 1 else [f"{noted} calls are noted"])
+
+
+# -- gradients of inputs -----------------------------------------------------------------------------------------------
+
+
+def stopped(net: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        before = net.first(x)
+    out: Tensor = net.second(before + x)
+    return out
+
+
+def attacks(run: Run, times: int, *, frozen: bool) -> list[bool]:
+    """Steps on inputs changed by their own gradients, which are no backwards of a step."""
+    counted: list[bool] = []
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        before = getattr(model, "has_gradients", None)
+        model.requires_grad_(not frozen)
+        for _ in range(times):
+            (change,) = torch.autograd.grad(mean_square(model, x.requires_grad_()), x)
+            x = (x + 0.1 * change.sign()).detach()
+        model.requires_grad_(True)
+        counted.append(getattr(model, "has_gradients", None) is not before)
+        return mean_square(model, x)
+
+    run.train(3, loss)
+    return counted
+
+
+CHECKS["attacking"] = alike(Net, partial(attacks, times=2, frozen=True))
+CHECKS["attacking_past_a_stop"] = alike(net(hidden=stopped), partial(attacks, times=1, frozen=False))
+
+
+# -- methods beside forward --------------------------------------------------------------------------------------------
+
+
+@CHECKS.check
+def classes(rank: int, strategy: str) -> list[str]:
+    """Parameters have their own class while they are computed with, in the backward too."""
+    model, optimizer = methods.built(strategy)
+    inside: set[type] = set()
+    handle = model.module.embed.register_full_backward_hook(lambda *_: inside.add(type(model.module.embed.weight)))
+    for _ in range(2):
+        model(methods.tokens_of(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    seen = set().union(*(block.seen for block in model.module.blocks))
+    return [] if seen == {nn.Parameter, methods.Marked} and inside == {nn.Parameter} else [str(seen | inside)]
+
+
+@CHECKS.check
+def parts(rank: int, strategy: str) -> list[str]:
+    """`generate` and a registered method against one process, on data of each rank's own, and a step through it."""
+    (model, optimizer), plain, told = methods.built(strategy), methods.Net(), []
+    tokens = methods.tokens_of(rank)
+    for _ in range(2):
+        told += [] if torch.equal(model.generate(tokens), plain.generate(tokens)) else ["generate"]
+    model.register_forward_methods("encode", "blocks.0.forward")
+    with torch.no_grad():
+        told += [] if torch.equal(model.encode(tokens), plain.encode(tokens)) else ["encode"]
+    model.encode(tokens).square().mean().backward()
+    for other in range(RANKS):
+        (plain.encode(methods.tokens_of(other)).square().mean() / RANKS).backward()
+    found = dict(model.full_gradients())
+    for name, param in plain.named_parameters():
+        expected = torch.zeros_like(param) if param.grad is None else param.grad
+        told += [name] if param.requires_grad and not torch.allclose(found[name], expected, atol=1e-6) else []
+    optimizer.step()
+    told += [] if model._parts.memory.live_bytes == 0 else ["memory is not given back"]
+    return told + said(lambda: model.register_forward_methods("nothing"), ValueError, "'nothing'")
+
+
+class Yielding(Block):
+    def forward(self, x: Tensor) -> Any:
+        yield super().forward(x)
+
+
+@CHECKS.check
+def yielding(rank: int, strategy: str) -> list[str]:
+    """What a generator computes, it computes when the call of its unit is over."""
+    model = fully_shard_model(nn.Sequential(Yielding()), zero_dp_strategy=strategy, fsdp_unit_modules=[Block])
+    if strategy != STRATEGIES[0]:
+        return said(lambda: next(model(data([rank], 0))), Exception, "unit 0 returns a generator.*a list")
+    return [] if next(model(data([rank], 0))).shape == (4, 6) else ["another output"]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_program_is_right(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def _cut_off(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
+    """Without the copy a program reads memory that is gone, and may end there."""
+    found = without_weights(output, weights, unit)
+    return found if found is output else tree_map_only(Tensor, Tensor.detach, found)
+
+
+def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: Any = None, forward: int = 0) -> None:
+    newest, updates = backward_hooks.ABOVE_ALL, self.step.num_updates
+    hook = backward_hooks.WeakHook(self._pre_backward, unit, call, forward, newest, updates)
+    if leaves:
+        torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
+
+
+_is_due = property(lambda self: bool(self._due_params) or self.has_hidden_calls)
+_of_programs = partial(Mutant, room="The engine, by habits of programs")
+_of_loops = partial(Mutant, room="The engine, by habits of loops")
+_of_methods = partial(Mutant, room="The engine, by methods beside forward")
+MUTANTS = {
+    "views of weights": _of_programs(
+        "The copy of a weight that a unit hands on brings no gradient back",
+        patched(forward_hooks, "without_weights", _cut_off),
+        "handing_on",
+    ),
+    "hooks on leaves": _of_programs(
+        "A parameter among a model's outputs is watched for ever",
+        patched(BackwardHooks, "watch_outputs", _watches_leaves),
+        "returning_leaves",
+        "no_shard",
+    ),
+    "inputs alone": _of_programs(
+        "A backward of a frozen model counts as one of the step",
+        patched(BackwardHooks, "_is_all_frozen", False),
+        "attacking",
+        "no_shard",
+    ),
+    "interrupts": _of_programs(
+        "Nobody notices that a forward was interrupted", patched(ForwardHooks, "break_off"), "interrupting"
+    ),
+    "stops": _of_loops(
+        "A part that ran without gradients makes a backward of a gradient of an input",
+        patched(Readiness, "is_due", _is_due),
+        "attacking_past_a_stop",
+        "no_shard",
+    ),
+    "unseen calls": _of_loops(
+        "Calls that no hook sees are noted for ever", patched(Readiness, "forget_unseen"), "boxing"
+    ),
+    "generators": _of_methods(
+        "A generator finds the weights of its unit released",
+        patched(forward_hooks, "refuse_generator"),
+        "yielding",
+    ),
+    "root let go": _of_methods(
+        "A forward of the model inside a method ends as one outside does",
+        patched(Forward, "in_model", property(lambda self: False)),
+        "parts",
+    ),
+    "method as it is": _of_methods(
+        "A registered method runs without the root",
+        patched(ForwardHooks, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
+        "parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)

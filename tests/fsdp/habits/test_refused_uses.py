@@ -1,0 +1,422 @@
+"""What goes through a sharded model, and what programs do to its weights meanwhile, is right or refused; never half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from harness.fsdp import MixedPrecisionPolicy, StepError, fully_shard, fully_shard_model
+from harness.fsdp.guards.replicas import ReplicaCheck
+from harness.fsdp.runtime import backward_hooks, forward_hooks, gradient_sync, program_hooks, readiness
+from harness.fsdp.runtime.graph import Passed
+from harness.fsdp.runtime.program_hooks import ProgramHook
+from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.storage.edits import LostEdits
+from harness.fsdp.storage.parameter_access import ParameterViews
+from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.mutants import Slip
+
+CHECKS = Habits()
+
+# -- backwards that are none of the step's -----------------------------------------------------------------------------
+
+
+@CHECKS.check
+def earlier_graphs(rank: int, strategy: str) -> list[str]:
+    run = run_of(Net, rank, strategy)
+    old = run.model(run.data(0)).sum()
+    run.train(1)
+    found = said(old.backward, StepError, "run the forward again")
+    run.model.zero_grad()
+    run.train(1)
+    return found
+
+
+@CHECKS.right()
+def inputs_alone(run: Run) -> tuple[bool, bool]:
+    """autograd.grad(loss, x) is no backward of the step, which comes after it."""
+    x, close = run.data(0).requires_grad_(), True
+    for _ in range(2):
+        loss = mean_square(run.model, x)
+        (ours,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (right,) = torch.autograd.grad(mean_square(Net(), x), x)
+        close &= torch.allclose(ours, right, atol=1e-6)
+    counted = getattr(run.model, "has_gradients", False)
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.train(2)
+    return close, counted
+
+
+@CHECKS.right()
+def gradients_asked_for(run: Run) -> list[str]:
+    """autograd.grad(loss, parameters) would give what no rank has reduced; the step that follows is right."""
+    found = []
+    if not run.is_plain:
+        loss = mean_square(run.model, run.data(0))
+        found = said(
+            lambda: torch.autograd.grad(loss, list(run.model.parameters())),
+            RuntimeError,
+            r"torch\.autograd\.grad\(\) was asked for the gradient of head\.weight",
+            r"Call loss\.backward\(\) and read parameter\.grad",
+        )
+        run.model.zero_grad()
+    run.train(1)
+    return found
+
+
+# -- tensors and transforms --------------------------------------------------------------------------------------------
+
+
+def of_words(net: Any, x: Tensor) -> Tensor:
+    out: Tensor = net.second(net.first(x if x.is_floating_point() else F.embedding(x, net.table, sparse=True)))
+    return out
+
+
+@CHECKS.check
+def strange_tensors(rank: int, strategy: str) -> list[str]:
+    run = run_of(lambda: Net(hidden=of_words, table=lambda: nn.Parameter(torch.randn(10, 6))), rank, strategy)
+    given = DTensor.from_local(run.data(0), init_device_mesh("cpu", (2,)), [Replicate()])
+    found = said(lambda: run.model(given), TypeError, "input of the sharded model is a DTensor", "to_local")
+    words = run.model(torch.tensor([1, 2 + rank])).sum()
+    found += said(words.backward, RuntimeError, "gradient of table is torch.sparse_coo", "sparse=False")
+    run.model.zero_grad()
+    run.train(1)
+    return found
+
+
+@CHECKS.check
+def transforms(rank: int, strategy: str) -> list[str]:
+    run = run_of(Net, rank, strategy)
+    x, model = run.data(0), run.model
+    through = torch.func.grad(lambda x: mean_square(model, x))
+    found = said(lambda: through(x), RuntimeError, r"torch\.func transforms", r"torch\.autograd\.grad\(loss")
+    found += said(lambda: torch.jit.trace(model, x), RuntimeError, r"torch\.jit\.trace .* cannot record")
+    with forward_ad.dual_level():
+        twofold = forward_ad.make_dual(x, torch.ones_like(x))
+        found += said(lambda: model(twofold), RuntimeError, "forward-mode", r"copy of the module made of full_weights")
+    run.train(1)
+    return found
+
+
+class Attentive(nn.Module):
+    """out_proj is a Linear, and its weight is read without a call of it."""
+
+    units = (nn.Linear,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.out = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 4, 6)
+        out: Tensor = self.out(self.attention(x, x, x)[0])
+        return out
+
+
+@CHECKS.check
+def attention(rank: int, strategy: str) -> list[str]:
+    """Right while weights are whole, or refused."""
+    train = partial(alike(Attentive), rank, strategy)
+    refused = ("sharded one, .*", "`fully_shard` both together")
+    return said(train, RuntimeError, *refused) if strategy == ZERO3 else train()
+
+
+class Editing(nn.Module):
+    """A unit that edits what it gets, and computes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.linear = nn.Parameter(torch.full((6,), 1.2)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(F.leaky_relu_(x.mul_(self.gain), 0.3))
+        return out
+
+
+class Edited(nn.Module):
+    """Its caller, who goes on with what was edited, and with a view of it from before.
+
+    Args:
+        gives: what the unit gets of h.
+    """
+
+    units = (Editing,)
+
+    def __init__(self, gives: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.editing, self.gives = nn.Linear(6, 6), Editing(), gives
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        part = h[:, :1]
+        out: Tensor = h * 0.5 + self.editing(self.gives(h)) + part
+        return out
+
+
+@CHECKS.check
+def edited_inputs(rank: int, strategy: str) -> list[str]:
+    """What a unit edits in place its caller has edited too, gradients included; or is told the unit."""
+    odd, _ = sharded(Edited(lambda h: h.view(-1, 6)), strategy)
+    found = said(lambda: odd(data([rank], 0)), RuntimeError, "unit editing edited an input in place.*x = x.clone()")
+    return found + alike(Edited, training(2))(rank, strategy)
+
+
+# -- weights that hooks and forwards edit ------------------------------------------------------------------------------
+
+
+def by_data(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.data.add_(param.grad, alpha=-0.2)
+    param.grad = None
+
+
+@torch.no_grad()
+def in_place(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.sub_(0.2 * param.grad)
+
+
+def by_optimizer(param: nn.Parameter) -> None:
+    """torch's own recipe has an optimizer for each parameter, built beforehand."""
+    torch.optim.SGD([param], lr=0.2).step()
+
+
+@CHECKS.check
+def stepping_in_hooks(rank: int, strategy: str) -> list[str]:
+    """ "Optimizer in backward", by hand and by optimizers, hung on the module or on the sharded model's parameters."""
+
+    def hung(hook: Callable[[nn.Parameter], None], part: str, *, before: bool) -> Callable[[], None]:
+        module = Net()
+        for param in module.get_submodule(part).parameters() if before else ():
+            param.register_post_accumulate_grad_hook(hook)
+        model = fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=module.units)
+        for param in module.get_submodule(part).parameters() if not before else ():
+            param.register_post_accumulate_grad_hook(hook)
+        return lambda: mean_square(model, data([rank], 0)).backward()
+
+    told = "changed values of parameter {}.* inside the backward.*optimizer.step\\(\\) after backward"
+    return [
+        f"{hook.__name__} on {part}, before={before}: {each}"
+        for hook in (by_data, in_place, by_optimizer)
+        for part in ("head", "first")
+        for before in (True, False)
+        for each in said(hung(hook, part, before=before), Exception, told.format(part))
+    ]
+
+
+class Constrained(nn.Linear):
+    """Keeps rows of its weight short, as EEGNet does: it assigns to `data` in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(x)
+
+
+@CHECKS.check
+def assigning_in_a_forward(rank: int, strategy: str) -> list[str]:
+    train = partial(alike(partial(Net, head=lambda: Constrained(6, 6))), rank, strategy)
+    return said(train, Exception, "head.weight was changed after sharding")
+
+
+class Clamping(nn.Linear):
+    """Clamps its weight in its forwards, from some one on."""
+
+    begin = calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls >= self.begin:
+            self.weight.data.clamp_(-0.1, 0.1)
+        self.calls += 1
+        return super().forward(x)
+
+
+def late() -> nn.Module:
+    layer = Clamping(6, 6)
+    layer.begin = 3
+    return layer
+
+
+def clamping(layer: Callable[[], nn.Module], place: str) -> Net:
+    net = Net()
+    net.set_submodule(place, layer())
+    return net
+
+
+CLAMPS = [(lambda: Clamping(6, 6), "second.out"), (lambda: Clamping(6, 6), "head"), (late, "second.out")]
+LOST = r"parameter {}.weight was edited inside a forward .*unsharded\(\)"
+
+
+@CHECKS.check
+def clamping_in_a_forward(rank: int, strategy: str) -> list[str]:
+    """It counts where it is an edit of main weights, and is refused where it would be lost, from whenever on."""
+    told = []
+    for layer, place in CLAMPS:
+        train = partial(
+            alike(partial(clamping, layer, place), training(11 if strategy == ZERO3 else 3)), rank, strategy
+        )
+        told += said(train, Exception, LOST.format(place)) if strategy == ZERO3 else train()
+    return told
+
+
+@CHECKS.check
+def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
+    """Main weights of their own do not know of it, whatever the strategy."""
+    told = []
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    for layer, place in CLAMPS[:2]:
+        module = clamping(layer, place).bfloat16()
+        more = {"fsdp_unit_modules": module.units, "mixed_precision_policy": policy}
+        model = fully_shard_model(module, zero_dp_strategy=strategy, **more)
+        told += said(partial(model, data([rank], 0).bfloat16()), Exception, LOST.format(place))
+    return told
+
+
+@CHECKS.check
+def initialising_unseeded(rank: int, strategy: str) -> list[str]:
+    """Each rank draws its own numbers: refused where edits are compared, and named where replicas are."""
+
+    def unsharded() -> None:
+        model = run_of(Net, rank, strategy).model
+        torch.manual_seed(rank)
+        with model.unsharded():
+            nn.init.normal_(model.module.head.weight)
+
+    def compared() -> None:
+        module = Net()
+        pair = fully_shard(module, plain_sgd(module), zero_dp_strategy=strategy, check_replicas_every=1)
+        torch.manual_seed(rank)
+        nn.init.normal_(module.head.weight)
+        Run(module, *pair, (rank,)).train(2)
+
+    told = said(unsharded, Exception, "head.weight.*All ranks must make the same edit inside unsharded")
+    if strategy == "no_shard":
+        return told + said(compared, Exception, "replicas differ after update 1: head.weight")
+    return told  # each rank updates a part, and all take that
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_right_or_says_what_to_do(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+_begin = LostEdits.begin
+
+
+def _looks_once(self: LostEdits, buckets: Any, num_updates: int, *, may_look: bool) -> None:
+    _begin(self, buckets, num_updates, may_look=may_look and not num_updates)
+
+
+RESIDENT = Slip(LostEdits, "note", "bucket.computes_with_main_weights", "bucket.is_resident")
+_cannot_take = partial(Mutant, room="The engine, by what it cannot take")
+_of_programs = partial(Mutant, room="The engine, by habits of programs")
+_of_steps = partial(Mutant, room="The engine, by habits around a step")
+
+MUTANTS = {
+    "transforms": _cannot_take(
+        "torch's own words tell of a transform that cannot go through a unit",
+        patched(forward_hooks, "refuse_transforms"),
+        "transforms",
+        "no_shard",
+    ),
+    "edited inputs": _cannot_take(
+        "What a unit edited in place is used by its caller without a gradient through the edit",
+        patched(Passed, "take_edits", return_value=[]),
+        "edited_inputs",
+    ),
+    "earlier graphs": _cannot_take(
+        "A backward mixes old activations with new weights", patched(Step, "check_forward"), "earlier_graphs"
+    ),
+    "inputs alone": _cannot_take(
+        "A gradient of an input ends the step",
+        patched(backward_hooks, "could_reach", return_value=False),
+        "inputs_alone",
+        "optim",
+    ),
+    "gradients asked for": _cannot_take(
+        "autograd.grad of parameters gives one rank's gradients",
+        patched(readiness, "_will_come", return_value=False),
+        "gradients_asked_for",
+    ),
+    "DTensor inputs": _cannot_take(
+        "A DTensor input is found by whatever meets it first",
+        patched(forward_hooks, "refuse_dtensors"),
+        "strange_tensors",
+    ),
+    "sparse gradients": _cannot_take(
+        "A sparse gradient is found by whatever meets it first",
+        patched(backward_hooks, "refuse_layout"),
+        "strange_tensors",
+    ),
+    "edits through data": _of_programs(
+        "What a forward assigns to `weight.data` is dropped with the gathered weights",
+        patched(ParameterViews, "check_untouched"),
+        "assigning_in_a_forward",
+    ),
+    "steps in hooks": _of_steps(
+        "A hook may change weights by the gradient of one rank",
+        patched(ProgramHook, "__call__", lambda self, param: self.hook(param)),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+    "edits through data in a hook": _of_steps(
+        "A hook's parameter counts no edits through `data`",
+        patched(program_hooks, "counting", lambda own: own),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+    "hooks hung before": _of_steps(
+        "What was hung on a parameter before it was sharded is not watched",
+        patched(gradient_sync, "watch"),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+    "edits without a trace": _of_steps(
+        "What a forward does to `weight.data` in place is lost with the gathered weights",
+        patched(LostEdits, "begin"),
+        "clamping_in_a_forward",
+    ),
+    "edits of the first step alone": _of_steps(
+        "Edits without a trace are looked for in the first step alone",
+        patched(LostEdits, "begin", _looks_once),
+        "clamping_in_a_forward",
+    ),
+    "kept where they are whole": _of_steps(
+        "Whole weights are taken for main weights, also narrow ones",
+        lambda: patched(LostEdits, "note", RESIDENT.made())(),
+        "clamping_narrow_weights_in_a_forward",
+        "optim",
+    ),
+    "edits are not compared": _of_steps(
+        "Each rank keeps the numbers it has drawn inside unsharded()",
+        patched(WholeWeights, "_compare"),
+        "initialising_unseeded",
+    ),
+    "replicas are not compared": _of_steps(
+        "Ranks part by the numbers they have drawn, whatever check_replicas_every says",
+        patched(ReplicaCheck, "is_due", False),
+        "initialising_unseeded",
+        "no_shard",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
