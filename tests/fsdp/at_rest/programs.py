@@ -1,4 +1,4 @@
-"""Ordinary torch programs over sharded parameters, each written once: on one process with all data, and on ranks."""
+"""Ordinary torch programs over sharded parameters, beside those of `flat_step`, which differ in their optimizers."""
 
 from __future__ import annotations
 
@@ -6,386 +6,225 @@ import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, optim
 from torch.nn.utils import clip_grad_norm_
 
-from harness.fsdp import ShardedModel, fully_shard_model, fully_shard_optimizer
-
-WORLD, STEPS = 2, 3
-Params = list[nn.Parameter]
-
-
-class Block(nn.Module):
-    """Rows that two ranks cut unevenly."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width + 1),
-            nn.Linear(3 * width + 1, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+from tests.fsdp.flat_step import more_programs
+from tests.fsdp.flat_step.programs import RULES, adamw
+from tests.fsdp.flat_step.world import Program, World, data, full
 
 
-class Net(nn.Module):
-    """Two units, a scalar, a parameter of one row, one that nothing uses, and a root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.entry = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList(Block(7) for _ in range(2))
-        self.scale, self.row = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1, 3))
-        self.unused = nn.Parameter(torch.ones(4, 2))
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x) * self.scale + self.row
-        return out
+def plain_loop(world: World) -> None:
+    """Nobody hands the optimizer over."""
+    world.binds = False
+    model = world.net()
+    world.loop(model, world.bind(adamw(model.parameters())))
 
 
-@dataclass
-class World:
-    """A model on one process (`rank` None) or on a rank; `step` is counted by `backward`."""
+def rules_that_nobody_hands_over(world: World) -> None:
+    """They step DTensors, one by a closure alone."""
+    rules = {name: make for name, make in RULES.items() if name != "Rprop"}  # of a scalar it makes no DTensor
+    for make in (*rules.values(), lambda p: optim.Adafactor(p, lr=0.01)):
+        model = world.net()
+        world.loop(model, make(model.parameters()), 2)
+    model = world.net()
+    lbfgs = optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
 
-    rank: int | None
-    module: Net
-    model: nn.Module
-    step: int = 0
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        return world.backward(model)
 
-    @property
-    def params(self) -> Params:
-        return list(self.module.parameters())
-
-    def loss(self, number: int, **more: Any) -> Tensor:
-        """The mean over all ranks' data, of which a rank sees its own."""
-        ranks = range(WORLD) if self.rank is None else [self.rank]
-        found = [self.model(data(rank, number)).square().mean() for rank in ranks]
-        return torch.stack(found).mean()
-
-    def backward(self, sync: bool = True) -> None:
-        self.step += 1
-        model = self.model
-        with model.no_sync() if isinstance(model, ShardedModel) and not sync else nullcontext():
-            self.loss(self.step).backward()
+    for _ in range(2):
+        lbfgs.step(closure)  # type: ignore[arg-type] # torch declares a float
 
 
-def data(rank: int, number: int) -> Tensor:
-    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * number + rank))
-
-
-def whole(value: Any) -> Any:
-    """A plain tensor; collective where it is sharded."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def adamw(world: World) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(world.params, lr=0.02)
-
-
-def bound(world: World, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    return fully_shard_optimizer(world.model, optimizer) if isinstance(world.model, ShardedModel) else optimizer
-
-
-Seen = list[Any]
-Program = Callable[[World], Seen]
-
-
-def plain_loop(world: World) -> Seen:
-    optimizer = adamw(world)
-    for _ in range(STEPS):
-        world.backward()
+def clipped(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for norm_type, foreach in itertools.product((2.0, 1.0, 3.0, float("inf")), (None, True, False)):
+        world.backward(model)
+        world.extras.append(clip_grad_norm_(model.parameters(), 0.3, norm_type, foreach=foreach).detach())
         optimizer.step()
         optimizer.zero_grad()
-    return []
 
 
-def bound_loop(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for _ in range(STEPS):
-        world.backward()
+def gradients_read_and_edited(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    named = dict(model.named_parameters())
+    for use in ("all", "block", "all"):
+        world.backward(model, use=use)
+        world.extras += [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        world.extras += [torch.tensor([p.grad is None for p in model.parameters()])]
+        named["blocks.0.up.weight"].grad.mul_(0.5)
+        named["entry.weight"].grad = named["entry.weight"].grad * 2 + 0.01
+        named["entry.bias"].grad = None
         optimizer.step()
         optimizer.zero_grad()
-    return [optimizer.state[world.module.head.weight]["exp_avg"], len(optimizer.state_dict()["state"])]
 
 
-def clipped(world: World) -> Seen:
-    optimizer, norms = bound(world, adamw(world)), []
-    for norm_type in (2.0, 1.0, 3.0):
-        world.backward()
-        norms.append(whole(clip_grad_norm_(world.params, 0.3, norm_type)).detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
-def gradients_read_and_edited(world: World) -> Seen:
-    optimizer, seen = bound(world, adamw(world)), []
-    for _ in range(STEPS):
-        world.backward()
-        seen += [whole(p.grad.norm()) for p in world.params if p.grad is not None]
-        seen.append(world.module.unused.grad is None)
-        world.module.head.weight.grad.mul_(0.5)  # type: ignore[union-attr] # it has one
-        world.module.entry.weight.grad = world.module.entry.weight.grad * 2 + 0.01  # type: ignore[operator] # as above
-        world.module.entry.bias.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def gradients_kept(world: World) -> Seen:
+def gradients_kept(world: World) -> None:
     """Of one loss while those of another one come, and after the step; forgotten in every way there is."""
-    optimizer, seen = bound(world, adamw(world)), []
-    ways = (optimizer.zero_grad, world.model.zero_grad, lambda: [setattr(p, "grad", None) for p in world.params])
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    ways = (optimizer.zero_grad, model.zero_grad, lambda: [setattr(p, "grad", None) for p in model.parameters()])
     for place, (forget, views) in enumerate(itertools.product(ways, (False, True))):
-        world.backward()
-        kept = [p.grad.detach() if views else p.grad for p in world.params if p.grad is not None]
+        world.backward(model)
+        kept = [p.grad.detach() if views else p.grad for p in model.parameters()]
         forget()
-        seen += [whole(each.norm()) for each in kept]
-        world.backward()
-        for other, one in zip((p.grad for p in world.params if p.grad is not None), kept, strict=True):
-            other.add_(one, alpha=0.5)
+        world.extras += [full(each.norm()) for each in kept]
+        world.backward(model)
+        for param, one in zip(model.parameters(), kept, strict=True):
+            param.grad.add_(one, alpha=0.5)
         if place == 0:
-            world.module.head.weight.grad = world.module.head.weight.grad * 2  # type: ignore[operator] # it has one
+            weight = model.get_parameter("exit.weight")
+            weight.grad = weight.grad * 2
         optimizer.step()
         forget()
-        seen += [whole(each).detach().clone() for each in kept]
-    return seen
+        world.extras += [full(each).clone() for each in kept]
 
 
-def further_backward(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for _ in range(STEPS):
-        world.backward()
-        world.backward()  # adds to what .grad holds
+def further_backward(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for _ in range(3):
+        world.backward(model)
+        world.backward(model)  # adds to what .grad holds
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    return []
 
 
-def accumulated(world: World) -> Seen:
-    optimizer = adamw(world)
-    for _ in range(STEPS):
-        world.backward(sync=False)
-        world.backward()
+def accumulated(world: World) -> None:
+    world.binds = False
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for _ in range(3):
+        world.backward(model, sync=False)
+        world.backward(model)
         optimizer.step()
         optimizer.zero_grad()
-    return []
 
 
-def raised_and_went_on(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for step in range(STEPS):
-        if step == 1:
-            broken = world.loss(99)
-            broken.register_hook(_fail)
-            try:
-                broken.backward()
-            except ArithmeticError:
-                optimizer.zero_grad()
-        world.backward()
-        optimizer.step()
+def raised_and_went_on(world: World) -> None:
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    world.loop(model, optimizer, 1)
+    broken = world.loss(model)
+    broken.register_hook(_fail)
+    try:
+        broken.backward()
+    except ArithmeticError:
         optimizer.zero_grad()
-    return []
+    world.loop(model, optimizer, 2)
 
 
 def _fail(_: Tensor) -> None:
     raise ArithmeticError
 
 
-def averaged(world: World) -> Seen:
-    """An average swapped in, looked at, and swapped out."""
-    optimizer, seen = bound(world, adamw(world)), []
-    ema = [p.detach().clone() for p in world.params]
-    for _ in range(STEPS):
-        world.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def averaged(world: World) -> None:
+    """An average swapped in, looked at, and swapped out; torch's, and a copy of the parameters that stays as it was."""
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    params = [*model.parameters()]
+    ema = [p.detach().clone() for p in params]
+    for _ in range(3):
+        world.loop(model, optimizer, 1)
         with torch.no_grad():
-            for mean, param in zip(ema, world.params, strict=True):
+            for mean, param in zip(ema, params, strict=True):
                 mean.lerp_(param, 0.1)
-            kept = [p.detach().clone() for p in world.params]
-            for param, mean in zip(world.params, ema, strict=True):
+            kept = copy.deepcopy(params)
+            for param, mean in zip(params, ema, strict=True):
                 param.copy_(mean)
-            seen.append(world.model(data(7, 7)))
-            for param, value in zip(world.params, kept, strict=True):
-                param.data = value
-    return [*seen, *ema]
+            world.extras.append(model(data(7, 7)))
+            for param, value in zip(params, kept, strict=True):
+                param.data = value.detach()
+    world.extras += ema
 
 
-def clamped(world: World) -> Seen:
-    optimizer = adamw(world)
-    for _ in range(STEPS):
-        world.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for param in world.params:
+def clamped(world: World) -> None:
+    world.binds = False
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for _ in range(3):
+        world.loop(model, optimizer, 1)
+        for param in model.parameters():
             param.data.clamp_(-0.2, 0.2)
-    return [whole(p.norm()) for p in world.params] + [whole(world.module.head.weight.mean())]
+    world.extras = [p.detach().norm() for p in model.parameters()]
 
 
-def sharpness_aware(world: World) -> Seen:
-    optimizer = bound(world, torch.optim.SGD(world.params, lr=0.05, momentum=0.9))
-    for _ in range(STEPS):
-        world.backward()
-        old = [p.detach().clone() for p in world.params]
-        with torch.no_grad():
-            for param in world.params:
-                if param.grad is not None:
-                    param.add_(param.grad, alpha=0.1)
-        optimizer.zero_grad()
-        world.step -= 1
-        world.backward()
-        for param, value in zip(world.params, old, strict=True):
-            param.data = value
-        optimizer.step()
-        optimizer.zero_grad()
-    return []
-
-
-def with_closure(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        world.backward()
-        return 1.0
-
-    return [optimizer.step(closure) for _ in range(STEPS)]
-
-
-def saved_and_loaded(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for _ in range(2):
-        world.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: whole(value).clone() for name, value in world.module.state_dict().items()}
+def saved_and_loaded(world: World) -> None:
+    """Whole weights and the optimizer's state, taken up where they were saved."""
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    module = model if world.rank is None else model.module
+    world.loop(model, optimizer, 2)
+    weights = {name: full(value).clone() for name, value in module.state_dict().items()}
     state = copy.deepcopy(optimizer.state_dict())
-    world.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    world.module.load_state_dict(weights)
+    world.loop(model, optimizer, 1)
+    module.load_state_dict(weights)
     optimizer.load_state_dict(state)
-    world.step = 2
-    world.backward()
-    optimizer.step()
-    return []
+    world.loop(model, optimizer, 1)
 
 
-def hooked(world: World) -> Seen:
+def hooked(world: World) -> None:
     """Hooks hung on parameters that are sharded see a rank's own gradient, and change what is summed."""
-    seen: Seen = []
-    world.module.head.weight.register_hook(lambda grad: (seen.append(grad.shape), grad * 3)[1])
-    world.module.head.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    return [*plain_loop(world), *seen[:2]]
+    world.binds = False
+    model = world.net()
+    seen: list[float] = []
+    model.get_parameter("exit.weight").register_hook(lambda grad: (seen.append(grad.shape.numel()), grad * 3)[1])
+    model.get_parameter("exit.bias").register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    world.loop(model, world.bind(adamw(model.parameters())))
+    world.extras = [torch.tensor(seen)]
 
 
-def frozen_for_a_while(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for step in range(STEPS):
-        world.module.blocks[0].requires_grad_(step != 1)
-        world.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [world.module.blocks[0].up.weight.requires_grad]  # type: ignore[union-attr] # a module
-
-
-def several_groups(world: World) -> Seen:
-    decayed = [p for p in world.params if p.dim() > 1]
-    others = [p for p in world.params if p.dim() <= 1]
-    optimizer = bound(
-        world, torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.1}])
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for _ in range(STEPS):
-        world.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return schedule.get_last_lr()
-
-
-def edited_whole(world: World) -> Seen:
+def edited_whole(world: World) -> None:
     """Whole weights in a context, between steps."""
-    optimizer = adamw(world)
-    for _ in range(STEPS):
-        world.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model = world.model
-        with model.unsharded() if isinstance(model, ShardedModel) else nullcontext(), torch.no_grad():
-            for block in world.module.blocks:
-                weight: Any = block.up.weight  # type: ignore[union-attr] # a module
+    world.binds = False
+    model = world.net()
+    optimizer = world.bind(adamw(model.parameters()))
+    for _ in range(3):
+        world.loop(model, optimizer, 1)
+        with nullcontext() if world.rank is None else model.unsharded(), torch.no_grad():
+            for place in range(3):
+                weight = model.get_parameter(f"blocks.{place}.up.weight")
                 weight.div_(weight.norm())
-    return []
 
 
-def penalties(world: World) -> Seen:
+def penalties(world: World) -> None:
     """Of all weights, added to a rank's loss, multiplied with it, and mixed with it otherwise."""
-    optimizer, seen = bound(world, adamw(world)), []
+    model = world.net()
+    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.01))
+    head = model.get_parameter("exit.weight")
     forms: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda loss, total: loss + 0.01 * total,
         lambda loss, total: loss * (1 + 0.01 * total),
         lambda loss, total: torch.lerp(loss, total.sqrt(), 0.1),
         lambda loss, total: torch.stack([loss, 0.01 * total]).sum(),
         lambda loss, total: (0.01 * total).add_(loss),
+        lambda loss, total: loss + 0.1 * head.square().sum(),
+        lambda loss, total: loss + 0.1 * (head.norm(dim=1).sum() + head.amax() + (head.t() @ head).sum()),
+        lambda loss, total: loss + 0.1 * head.abs().mean(),
     ]
-    for number, form in enumerate(forms):
-        total: Any = sum(p.square().sum() for p in world.params)
-        total = total + torch.stack([p.norm() for p in world.params]).sum()
-        loss = form(world.loss(number), total)
-        loss.backward()
-        seen += [whole(total).detach()]
+    for form in forms:
+        total: Any = sum(p.square().sum() for p in model.parameters())
+        total = total + torch.stack([p.norm() for p in model.parameters()]).sum()
+        world.backward(model, scale=lambda loss, form=form, total=total: form(loss, total))
+        world.extras.append(full(total).detach())
         optimizer.step()
         optimizer.zero_grad()
-    return seen
-
-
-def head_in_the_loss(world: World) -> Seen:
-    optimizer = bound(world, adamw(world))
-    for _ in range(STEPS):
-        world.step += 1
-        loss = world.loss(world.step)
-        (loss + 0.1 * world.module.head.weight.square().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return []
 
 
 PROGRAMS: dict[str, Program] = {
     each.__name__.replace("_", " "): each
     for each in (
-        plain_loop, bound_loop, clipped, gradients_read_and_edited, gradients_kept, further_backward, accumulated,
-        raised_and_went_on, averaged, clamped, sharpness_aware, with_closure, saved_and_loaded, hooked,
-        frozen_for_a_while, several_groups, edited_whole, penalties, head_in_the_loss,
+        plain_loop, rules_that_nobody_hands_over, clipped, gradients_read_and_edited, gradients_kept, further_backward,
+        accumulated, raised_and_went_on, averaged, clamped, saved_and_loaded, hooked, edited_whole, penalties,
     )
+} | {
+    "bound loop": more_programs.PROGRAMS["AdamW"],
+    "frozen for a while": more_programs.PROGRAMS["frozen_in_turn"],
 }  # fmt: skip
-
-
-def run_plain(name: str) -> tuple[Seen, list[Tensor]]:
-    module = Net()
-    seen = PROGRAMS[name](World(None, module, module))
-    return seen, [p.detach().clone() for p in module.parameters()]
-
-
-def run_sharded(rank: int, name: str, strategy: str) -> tuple[Seen, list[Tensor]]:
-    """What a program has seen and left; whole. at_rest.ENABLED is the caller's."""
-    module = Net()
-    model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    seen = PROGRAMS[name](World(rank, module, model))
-    found = [whole(each) for each in seen], [whole(p).detach().clone() for p in module.parameters()]
-    model.close()
-    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,35 +74,38 @@ def own_gradients_alone(world: World) -> None:
             other.zero_grad()
 
 
-def _several_backwards(again: Callable[[Any, Any, Any], None]) -> Program:
-    def trains(world: World) -> None:
-        model = world.net()
-        params = [*model.parameters()]
-        one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
-        for _ in range(3):
-            world.backward(model)
-            one.step()
-            again(world, model, one)
-            world.backward(model)
-            one.step()
-            other.step()
-            one.zero_grad()
-            other.zero_grad()
-
-    return trains
-
-
-def _forgets_unfinished(world: World, model: Any, one: Any) -> None:
-    """A backward inside no_sync that is forgotten; what the other had before it stays."""
-    if world.rank is not None:
-        with model.no_sync():
-            world.backward(model)
-    else:
-        world.batch += 1
-    one.zero_grad()
+@program
+def forgotten_inside_no_sync(world: World) -> None:
+    """A backward inside no_sync that one forgets; what the other had before it stays."""
+    model = world.net()
+    params = [*model.parameters()]
+    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    for _ in range(3):
+        world.backward(model)
+        one.step()
+        if world.rank is None:
+            world.batch += 1
+        else:
+            world.backward(model, sync=False)
+        one.zero_grad()
+        world.backward(model)
+        one.step()
+        other.step()
+        one.zero_grad()
+        other.zero_grad()
 
 
-PROGRAMS["forgotten inside no_sync"] = _several_backwards(_forgets_unfinished)
+@program
+def in_turn(world: World) -> None:
+    """Each phase begins with its optimizer's zero_grad; its loss reaches the other one's parameters too."""
+    model = world.net()
+    params = [*model.parameters()]
+    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    for step in range(4):
+        for optimizer, sign in ((one, 1.0), (other, -1.0)) if step % 2 else ((one, 1.0),):
+            optimizer.zero_grad()
+            world.backward(model, scale=lambda loss, sign=sign: sign * loss)
+            optimizer.step()
 
 
 @program

@@ -208,7 +208,7 @@ MUTANTS = {
             "        self._kept = []\n",
             "One optimizer forgets what another one had",
         ),
-        "forgotten inside no_sync",
+        "forgotten_inside_no_sync",
         3,
     ),
     "unfinished gradients": (
@@ -219,7 +219,7 @@ MUTANTS = {
             "pass",
             "What came inside no_sync is not forgotten",
         ),
-        "forgotten inside no_sync",
+        "forgotten_inside_no_sync",
         3,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,14 +34,14 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Three units between two matrices, and a scalar."""
+    """Three units between two matrices, a scalar and a parameter of one row."""
 
     def __init__(self, seed: int = 0, width: int = 7) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.entry, self.exit = nn.Linear(5, width), nn.Linear(width, 3)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.gain = nn.Parameter(torch.tensor(1.1))
+        self.gain, self.row = nn.Parameter(torch.tensor(1.1)), nn.Parameter(torch.ones(1, 3))
 
     def forward(self, x: Tensor, use: str = "all") -> Tensor:
         x = self.gain * self.entry(x)
@@ -49,7 +50,7 @@ class Net(nn.Module):
             return found
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.exit(x)
+        out: Tensor = self.exit(x) + self.row
         return out
 
 
@@ -91,16 +92,20 @@ class World:
                 fully_shard_optimizer(model, optimizer)
         return optimizer
 
-    def backward(self, model: Any, *, use: str = "all", new: bool = True, scale: Any = None) -> Tensor:
+    def loss(self, model: Any, use: str = "all") -> Tensor:
+        """The mean over all data, of which a rank sees its own."""
+        ranks = range(WORLD) if self.rank is None else [self.rank]
+        return torch.stack([model(data(self.batch, rank), use).square().mean() for rank in ranks]).mean()
+
+    def backward(
+        self, model: Any, *, use: str = "all", new: bool = True, scale: Any = None, sync: bool = True
+    ) -> Tensor:
         """Of the mean loss over all data; the loss here."""
         self.batch += new
-        total = torch.zeros((), dtype=torch.float64)
-        for rank in range(WORLD) if self.rank is None else [self.rank]:
-            loss = model(data(self.batch, rank), use).square().mean()
-            loss = loss / WORLD if self.rank is None else loss
+        with nullcontext() if sync or self.rank is None else model.no_sync():
+            loss = self.loss(model, use)
             (loss if scale is None else scale(loss)).backward()
-            total += loss.detach()
-        return total
+        return loss.detach()
 
     def loop(self, model: Any, optimizer: Any, steps: int = 4, clip: float = 0.0, scheduler: Any = None) -> None:
         for _ in range(steps):
@@ -161,6 +166,6 @@ def run(rank: int, stage: int, program: Program, *, binds: bool = True) -> list[
     program(right)
     try:
         program(found)
+        return differences(found, right)
     except Exception:
         return [traceback.format_exc()]
-    return differences(found, right)

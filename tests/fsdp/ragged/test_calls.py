@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
-from harness.fsdp.ragged import operations, reductions
+from harness.fsdp.ragged import distribute_rows, operations, reductions
 from tests.fsdp.ragged import layouts
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
 from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
@@ -148,3 +149,27 @@ def test_a_mistake_is_found(name: str) -> None:
     _, layout, call = MUTANTS[name]
     assert not outcomes(layout)[call]
     assert mistakes(_ranks(layouts.ALL[layout]))[name]
+
+
+def placed(rank: int) -> list[str]:
+    """Placements equal themselves alone, and torch makes no DTensor that its own rules would misread."""
+    mesh, told = mesh_of(layouts.HALVES), []
+    parameter = cut(torch.arange(24.0).view(8, 3), layouts.HALVES, mesh)
+    ragged = parameter.placements[0]
+    other = cut(torch.arange(24.0).view(8, 3), layouts.UNEVEN, mesh).placements[0]
+    told += ["is not itself"] if ragged != copy.deepcopy(ragged) else []
+    told += ["equals another cut"] if other == ragged else []
+    told += ["equals Shard(0)"] if ragged == Shard(0) or Shard(0) == ragged else []
+    shape, stride = parameter.shape, parameter.stride()
+    for make in (
+        lambda: DTensor.from_local(parameter.to_local(), mesh, [ragged], shape=shape, stride=stride),
+        lambda: distribute_tensor(torch.ones(8, 3), mesh).redistribute(mesh, [ragged]),
+    ):
+        with contextlib.suppress(AssertionError, RuntimeError):
+            told.append(f"torch made {make()}")
+    again = distribute_rows(torch.arange(24.0).view(8, 3), like=parameter)
+    return told + ([] if torch.equal(again, parameter) else ["distribute_rows"])
+
+
+def test_placements_are_never_mistaken() -> None:
+    assert run_ranks(placed, 2) == [[], []]
