@@ -55,11 +55,11 @@ imports: install
 
 install: $(VENV)/.installed
 
-# The engines to compare with. DeepSpeed's build asks for torch and would fetch another one if it were left alone.
+# The engines to compare with, and sweepers and launchers of Hydra's. DeepSpeed's build asks for torch and would fetch another one if it were left alone.
 peers: $(VENV)/.peers
 
 $(VENV)/.peers: $(VENV)/.installed
-	$(PIP_INSTALL) -c constraints.txt -e '.[peers]' wheel setuptools
+	$(PIP_INSTALL) -c constraints.txt -e '.[peers,hydra]' wheel setuptools
 	$(PIP_INSTALL) --no-deps --no-build-isolation deepspeed==0.19.8
 	touch $@
 

@@ -22,11 +22,12 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, inst
 
 import contextlib
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
@@ -34,7 +35,7 @@ from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts,
 from harness.cli.help import request_help
 from harness.cli.streams import standard_streams
 from harness.config.catalog import ROOT
-from harness.config.compose import Cell, compose_cell, register
+from harness.config.compose import Cell, compose, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
@@ -42,7 +43,19 @@ from harness.store.screen import unfiltered
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
-from harness.study.request import carry_out, refuse_study
+from harness.study.request import JobFailed, carry_out, refuse_study, run_job
+
+
+@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")
+def train(cfg: DictConfig) -> float | None:
+    """Freeze one cell and carry it out; a sweeper of Hydra's is given its objective (`study.objective`)."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        return run_job(cfg)
+    overrides = list(HydraConfig.get().overrides.task)
+    try:
+        raise SystemExit(carry_out([compose_cell(cfg, overrides)]))
+    except REQUEST_ERRORS as error:  # Hydra would announce it before we can explain it
+        raise SystemExit(_told(error, overrides)) from None
 
 
 def main(argv: list[str]) -> int:
@@ -57,13 +70,19 @@ def main(argv: list[str]) -> int:
                 return as_rank(argv, place)
             arguments = read_arguments(argv)
             output.needed = arguments.starts_nothing
-            return request(arguments, lambda cell: carry_out([cell]))
-    except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
-        return 0
+            return request(arguments)
+    except JobFailed as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     except REQUEST_ERRORS as error:
-        return tell(error, argv) if place is None or place.rank == 0 else exit_code(error)
+        return _told(error, argv) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _told(error: Exception, words: list[str]) -> int:
+    # `run.py launch.dry_run=true | head`: the reader has seen enough
+    return 0 if isinstance(error, BrokenPipeError) else tell(error, words)
 
 
 def _place() -> RankPlace:
@@ -77,31 +96,24 @@ def _place() -> RankPlace:
         ) from None
 
 
-def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
-    """Compose and carry out a request; a set of cells (-m) goes through the sweeper, which ends the process."""
+def request(arguments: Arguments) -> int:
+    """Compose and carry out a request; what Hydra runs (`train`, the sweeper) ends the process with its exit code."""
     if arguments.help:
         print(request_help())
         return 0
     if arguments.frozen is not None:
-        return run(replay_run(arguments.frozen, arguments.overrides))
-
-    composed: list[DictConfig] = []
-
-    def keep(cfg: DictConfig) -> None:
-        composed.append(cfg)  # and leave Hydra: it would announce an error before we can explain it
-
+        return carry_out([replay_run(arguments.frozen, arguments.overrides)])
     register()
     register_study(arguments.overrides)
+    if not arguments.shows and not arguments.multirun:
+        refuse_study(arguments.overrides)
     sys.argv[1:] = arguments.for_hydra
     try:
-        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(keep)()
+        train()
     except RecursionError:
         told = "files of your own options name each other without end"
         raise refuse("defaults", told, fix="leave `defaults` out of them") from None
-    if not composed:  # Hydra was asked to show something
-        return 0
-    refuse_study(arguments.overrides)
-    return run(compose_cell(composed[0], arguments.overrides))
+    return 0
 
 
 def as_rank(argv: list[str], place: RankPlace) -> int:
@@ -112,17 +124,25 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
             "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix=commands.request("-m ...")
         )
     if arguments.starts_nothing:
-        return 0 if place.rank else request(arguments, lambda cell: carry_out([cell]))
+        return 0 if place.rank else request(arguments)
     folder = meeting_folder(shared_root(arguments.overrides), os.environ)
     if place.rank:
         return work(ask(folder, place), place)
     host = Host(folder, place)
     try:
-        return request(arguments, lambda cell: open_and_work(cell, host, place))
+        return open_and_work(_cell(arguments), host, place)
     except Exception as error:
         host.publish(Answer(exit_code=exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1))
         host.linger()
         raise
+
+
+def _cell(arguments: Arguments) -> Cell:
+    if arguments.frozen is not None:
+        return replay_run(arguments.frozen, arguments.overrides)
+    register_study(arguments.overrides)
+    refuse_study(arguments.overrides)
+    return compose(arguments.overrides)
 
 
 def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:

@@ -12,7 +12,8 @@ from hydra._internal.utils import get_args_parser
 from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import check_overrides, hydra_words, no_flag, typed_value
+from harness.config.hydra_settings import SWEEPER, Asked
+from harness.config.overrides import hydra_words, no_flag, read_overrides, typed_value
 from harness.store import commands
 
 
@@ -25,6 +26,8 @@ class Arguments:
 
     shows: bool
     help: bool = False
+    asked: Asked | None = None
+    """What is asked of Hydra's own; None where Hydra is only asked about itself."""
 
     @property
     def starts_nothing(self) -> bool:
@@ -35,7 +38,9 @@ class Arguments:
         """Flags first: argparse takes overrides on one side of a flag only."""
         own = catalog.own_folder()
         folder = [] if own is None else ["--config-dir", str(own)]
-        return [*self.flags, *folder, *hydra_words(self.overrides)]
+        ours = self.asked is not None and self.asked.sweeper == SWEEPER
+        sweeper = [f"hydra/sweeper={SWEEPER}"] if ours else []
+        return [*self.flags, *folder, *hydra_words(self.overrides), *sweeper]
 
 
 def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
@@ -57,13 +62,15 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     if parsed.config_dir:
         catalog.choose_own_folder(parsed.config_dir)
         flags = _without_folder(flags)
+    asked = None
     about_hydra = bool(parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info)
     if not about_hydra:
-        words = check_overrides(overrides, multirun=parsed.multirun)
+        words, asked = read_overrides(overrides, multirun=parsed.multirun)
         typed = {word.key for word in words}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
     shows = about_hydra or bool(parsed.cfg)
-    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen, shows, parsed.help)
+    multirun = bool(parsed.multirun) if asked is None else asked.multirun
+    return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help, asked)
 
 
 def _no_flag(word: str) -> BadRequest:

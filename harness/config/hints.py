@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -217,6 +217,11 @@ def explain(error: Exception) -> BadRequest:
     inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(inner, OmegaConfBaseException) and inner.full_key:
         return BadRequest([explain_value(inner)])
+    plugin = re.search(
+        r"Could not find '(hydra/(?:sweeper|launcher))/(\S+)'(?:.*?:\n((?:\t\S+\n?)+))?", str(error), re.DOTALL
+    )
+    if plugin:
+        return BadRequest([_no_plugin(plugin[1], plugin[2], (plugin[3] or "").split())])
     pattern = r"In '(?P<option>[^']+)': \w+ raised while composing config:\n(?P<text>.*)"
     in_file = re.search(pattern, str(error), re.DOTALL)
     if in_file:
@@ -224,6 +229,24 @@ def explain(error: Exception) -> BadRequest:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if "+" not in line] or [type(error).__name__]
     return BadRequest([Violation("request", " ".join(useful[:3]))])
+
+
+_PLUGINS = {
+    "optuna": "optuna-sweeper",
+    "ax": "ax-sweeper",
+    "nevergrad": "nevergrad-sweeper",
+    "joblib": "joblib-launcher",
+}
+_PLUGINS |= {"ray": "ray-launcher", "rq": "rq-launcher"} | dict.fromkeys(
+    ("submitit_local", "submitit_slurm"), "submitit-launcher"
+)
+
+
+def _no_plugin(group: str, name: str, installed: Sequence[str]) -> Violation:
+    package = _PLUGINS.get(name)
+    meant = [f"{group}={each}" for each in nearest(name, installed)]
+    fix = f"pip install hydra-{package}" if package else _did_you_mean(meant)
+    return Violation(f"{group}={name}", "no such plugin is installed", ", ".join(installed), fix)
 
 
 def _in_file(option: str, text: str) -> Violation:

@@ -1,12 +1,15 @@
-"""Refusal of Hydra's own settings, typed or in option files, with the alternative to type.
+"""Hydra's own settings, typed or in option files: which are honoured, and what to type in place of the others.
 
-Hydra would compose them, and launchers and sweepers named there would be silently ignored or fail.
+Any sweeper and launcher of Hydra can carry out a set of cells (-m). Where runs lie and what is logged is Hydra's
+to say only for these; a setting that would have no effect is refused wherever it stands.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +19,111 @@ from harness.store.errors import StoreError
 from harness.store.reading import read_text, read_yaml
 from harness.store.shapes import Maybe
 
+SWEEPER, LAUNCHER = "harness", "basic"
+"""The sweeper and launcher where none is named: one plan for all cells, carried out where `cluster` says."""
 _RUNS = "launch.root=DIR, the folder of all runs; study.name=NAME makes the folder in it"
-INSTEAD = {
-    "launcher": "cluster=slurm submits jobs, cluster=local runs here",
-    "sweeper": "-m a=1,2 for a set of cells, or a study file: -m study=FILE.yaml",
-    "mode": "-m for a set of cells",
-    "run": _RUNS,
-    "sweep": _RUNS,
-}
+INSTEAD = {"run": _RUNS, "sweep": _RUNS, "output_subdir": _RUNS}
+ALONE = "name it in words, or in an option that all cells have"
+OF_JOBS = ("sweep", "job_logging", "hydra_logging")
+"""Settings of jobs that Hydra starts: honoured beside a sweeper or launcher of Hydra's."""
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class HydraSetting:
+    """subject: the word, or file and place. key: path under `hydra`, such as `launcher.n_jobs`; empty for all of it.
+    swept: it stands in one of several options, which Hydra composes for each job after it chose the launcher."""
+
+    subject: str
+    key: str
+    value: Any = None
+    swept: bool = False
+
+    @property
+    def part(self) -> str:
+        return self.key.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks of Hydra. typed_multirun: -m was typed."""
+
+    settings: tuple[HydraSetting, ...]
+    typed_multirun: bool
+
+    def _chosen(self, part: str, default: str) -> str:
+        names = [str(each.value) for each in self.settings if each.key == part and isinstance(each.value, str)]
+        return names[0] if names else default  # typed ones come first, as Hydra has it
+
+    @cached_property
+    def sweeper(self) -> str:
+        return self._chosen("sweeper", SWEEPER)
+
+    @cached_property
+    def launcher(self) -> str:
+        return self._chosen("launcher", LAUNCHER)
+
+    @cached_property
+    def multirun(self) -> bool:
+        return self.typed_multirun or self._chosen("mode", "").upper() == "MULTIRUN"
+
+    @property
+    def by_hydra(self) -> bool:
+        """True if Hydra's sweeper or launcher starts the jobs, each of which carries out one cell."""
+        return self.sweeper != SWEEPER or self.launcher != LAUNCHER
+
+    def violations(self) -> Iterator[Violation]:
+        for each in self.settings:
+            if each.subject.startswith(("+", "~")) and not each.key.startswith(("sweeper.", "launcher.")):
+                yield refusal(each.subject, each.key)
+            elif each.part in ("sweeper", "launcher"):
+                if each.swept:
+                    yield Violation(each.subject, "stands in one of several options, and a set has one", fix=ALONE)
+                elif not self.multirun:
+                    instead = "" if each.part == "sweeper" else "; cluster=slurm for one cell"
+                    problem = "is for a set of cells, where its option is chosen beside -m"
+                    yield Violation(each.subject, problem, fix=f"-m{instead}")
+            elif each.key == "mode":
+                if str(each.value).upper() != "MULTIRUN":
+                    yield Violation(each.subject, "one cell is what is asked for without -m", "MULTIRUN")
+            elif each.part not in OF_JOBS or not self.by_hydra:
+                yield refusal(each.subject, each.key)
 
 
 def is_hydra(key: str) -> bool:
     return re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"), maxsplit=1)[0] == "hydra"
 
 
+def setting(subject: str, key: str, value: Any) -> HydraSetting:
+    """Args: key: as written, such as `/hydra/launcher` or `hydra.launcher.n_jobs`."""
+    parts = re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"))
+    return HydraSetting(subject, ".".join(parts[1:]), value)
+
+
 def refusal(subject: str, key: str) -> Violation:
-    part = re.split(r"[./]", key.lstrip("/"))[1:2]
-    problem = "Hydra's own settings are fixed: the harness decides where and how cells run"
-    return Violation(subject, problem, fix=INSTEAD.get(part[0] if part else "", "leave it out"))
+    problem = "Hydra's own settings are fixed but for its sweepers and launchers: the harness decides where runs lie"
+    return Violation(subject, problem, fix=INSTEAD.get(key.partition(".")[0], "leave it out"))
 
 
-def in_option(group: str, name: str) -> Iterator[Violation]:
+def asked(typed: Iterable[HydraSetting], options: Iterable[tuple[str, str, bool]], multirun: bool) -> Asked:
+    """Read the option files that a request chooses.
+
+    Args: options: groups, names (a study's may be a path), and whether it is one of several.
+    """
+    found = list(typed)
+    for group, name, swept in options:
+        file = catalog.study_path(name) if group == catalog.STUDIES else None
+        inside = in_study_file(file) if file is not None else in_option(group, name)
+        found += [replace(each, swept=swept) for each in inside]
+    return Asked(tuple(found), multirun)
+
+
+def in_option(group: str, name: str) -> Iterator[HydraSetting]:
     yield from _in_file(_file(f"{group}/{name}"), group, set())
 
 
-def in_study_file(file: Path) -> Iterator[Violation]:
+def in_study_file(file: Path) -> Iterator[HydraSetting]:
     yield from _in_file(file, catalog.STUDIES, set())
 
 
@@ -54,7 +135,7 @@ def _file(path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def _in_file(file: Path | None, group: str, seen: set[Path]) -> Iterator[Violation]:
+def _in_file(file: Path | None, group: str, seen: set[Path]) -> Iterator[HydraSetting]:
     if file is None or file in seen:
         return
     seen.add(file)
@@ -64,24 +145,26 @@ def _in_file(file: Path | None, group: str, seen: set[Path]) -> Iterator[Violati
     except StoreError:  # Hydra, or the reader of one's own files, says what is wrong with it
         return
     if package and is_hydra(package[1]):
-        yield refusal(f"{file}: @package {package[1]}", package[1].removeprefix("_global_."))
+        yield setting(f"{file}: @package {package[1]}", package[1], values)
     for key in filter(is_hydra, map(str, values)):
         inside = values[key]
-        paths = [f"{key}.{each}" for each in inside] if key == "hydra" and isinstance(inside, dict) else [key]
-        yield from (refusal(f"{file}: {path}", path) for path in paths)
+        pairs = [(f"{key}.{each}", inside[each]) for each in inside] if isinstance(inside, dict) else [(key, inside)]
+        yield from (setting(f"{file}: {path}", path, value) for path, value in pairs)
     defaults = values.get("defaults")
     for entry in defaults if isinstance(defaults, list) else ():
         yield from _in_default(entry, file, group, seen)
 
 
-def _in_default(entry: object, file: Path, group: str, seen: set[Path]) -> Iterator[Violation]:
-    """Check a line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name,
-    name]`."""
+def _in_default(entry: object, file: Path, group: str, seen: set[Path]) -> Iterator[HydraSetting]:
+    """Read a line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name, name]`."""
     words, names = next(iter(entry.items())) if isinstance(entry, dict) and entry else (str(entry), None)
     path, _, package = str(words).rpartition(" ")[2].partition("@")
     if is_hydra(path) or is_hydra(package):
         chosen = "" if names is None else f": {names}"
-        yield refusal(f"{file}: defaults: {words}{chosen}", path if is_hydra(path) else package)
+        where = path if is_hydra(path) else package
+        if names is None and is_hydra(path):  # `- /hydra/launcher/joblib`
+            where, _, names = path.rpartition("/")
+        yield setting(f"{file}: defaults: {words}{chosen}", where, names)
         return
     whole = path.lstrip("/") if path.startswith("/") else f"{group}/{path}"
     for name in names if isinstance(names, list) else [names]:

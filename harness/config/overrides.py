@@ -11,23 +11,24 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.config import hydra_settings
 from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, file_of, load_catalog, own_folder, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
-from harness.config.hydra_settings import in_option, in_study_file, is_hydra, refusal
+from harness.config.hydra_settings import Asked, HydraSetting, is_hydra
 from harness.config.root import OPEN_DICTS, typed_root
 from harness.config.words import quote
 from harness.store import commands
@@ -54,52 +55,81 @@ class Word:
 
 
 def check_overrides(overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None) -> list[Word]:
-    """Parse and check every override.
+    """Parse and check every override; Hydra's own settings are checked, and are none of the words.
 
     Args: multirun: comma lists and ranges make axes. catalog: the checkout's own by default.
 
     Raises `BadRequest` with every violation.
     """
+    return read_overrides(overrides, multirun=multirun, catalog=catalog)[0]
+
+
+def read_overrides(
+    overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None
+) -> tuple[list[Word], Asked]:
+    """The words of `check_overrides`, and what the request and its option files ask of Hydra."""
     catalog = catalog or load_catalog()
-    words: list[Word] = []
     violations: list[Violation] = []
+    parsed: dict[str, Override] = {}
     for text in overrides:
-        result = _read(text, multirun, catalog)
-        if isinstance(result, Word):
-            words.append(result)
+        result = _parsed(text, catalog)
+        if isinstance(result, Override):
+            parsed[text] = result
         else:
-            violations.extend(result)
+            violations.append(result)
+    asked = _asked_of_hydra(parsed, catalog, multirun)
+    words: list[Word] = []
+    for text in overrides:
+        if text not in parsed or is_hydra(str(parsed[text].key_or_group)):
+            continue
+        found = _refused(text, parsed[text], asked) or _understand(text, parsed[text], catalog)
+        if isinstance(found, Word):
+            words.append(found)
+        else:
+            violations.extend(found)
     violations.extend(_duplicates(words))
+    violations.extend(asked.violations())
     if violations:
         raise BadRequest(violations)
-    return words
+    return words, asked
 
 
-def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]:
+def _parsed(text: str, catalog: Catalog) -> Override | Violation:
     if any("\ud800" <= character <= "\udfff" for character in text):
-        return [Violation(repr(text), "holds bytes that are not UTF-8", fix="a name in UTF-8")]
+        return Violation(repr(text), "holds bytes that are not UTF-8", fix="a name in UTF-8")
     try:
-        override = OverridesParser.create().parse_override(text)
+        return OverridesParser.create().parse_override(text)
     except HydraException:
-        return [_malformed(text, catalog)]
+        return _malformed(text, catalog)
     except ValueError:  # Python reads no whole number of more than 4,300 digits
-        return [Violation(shorten(text, SHOWN), "holds a number of more digits than are read", fix="fewer digits")]
-    return _refused(text, override, multirun) or _understand(text, override, catalog)
+        return Violation(shorten(text, SHOWN), "holds a number of more digits than are read", fix="fewer digits")
 
 
-def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
+def _asked_of_hydra(parsed: Mapping[str, Override], catalog: Catalog, multirun: bool) -> Asked:
+    typed: list[HydraSetting] = []
+    options: list[tuple[str, str, bool]] = []
+    for text, override in parsed.items():
+        key = str(override.key_or_group)
+        if is_hydra(key):
+            typed.append(hydra_settings.setting(text, key, override.value()))
+        elif key in catalog.groups:
+            names = [str(value.parsed) for value in _values(override, catalog.options[key])]
+            options += [(key, name, len(names) > 1) for name in names]
+    return hydra_settings.asked(typed, options, multirun)
+
+
+def _refused(text: str, override: Override, asked: Asked) -> list[Violation]:
     key = str(override.key_or_group)
     if text.startswith(("+", "~")):
         return [appending(text)]
-    if is_hydra(key):
-        return [refusal(text, key)]
     if override.package is not None and key:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
-    if override.is_interval_sweep():
-        return [Violation(text, "has no values to go through", fix=f"{key}=range(START,STOP,STEP) or a list of values")]
+    if override.is_interval_sweep() and asked.sweeper in (hydra_settings.SWEEPER, "basic"):
+        fix = f"{key}=range(START,STOP,STEP) or a list of values; or a sweeper that draws them, hydra/sweeper=optuna"
+        return [Violation(text, "has no values to go through", fix=fix)]
     if override.is_range_sweep() and (wrong := _endless(text, override.value())):
         return [wrong]
-    if override.is_sweep_override() and not multirun:
+    if override.is_sweep_override() and not asked.multirun:
         fix = f"{commands.request(f'-m {shlex.quote(text)}')}, or {key}=[...] for a list"
         return [Violation(text, "names several values, which makes several cells", fix=fix)]
     return []
@@ -147,14 +177,14 @@ def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violat
     if option is None and group in NULLABLE:
         return []
     if group == "study" and (file := study_path(str(option))) is not None:
-        return list(in_study_file(file)) if file.is_file() else [_no_study_file(str(option), file, catalog)]
+        return [] if file.is_file() else [_no_study_file(str(option), file, catalog)]
     if isinstance(option, dict):
         inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
         return [Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)]
     if str(option) not in catalog.options[group]:
         return [explain_option(group, option, catalog)]
     fault = _own_fault(group, str(option))
-    return [fault] if fault else list(in_option(group, str(option)))
+    return [fault] if fault else []
 
 
 def _own_fault(group: str, option: str) -> Violation | None:
@@ -192,7 +222,9 @@ def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
         yield _Value(override.value(), str(override.input_line).partition("=")[2])
         return
     swept: Any = override.value()
-    if isinstance(swept, Glob):
+    if isinstance(swept, IntervalSweep):
+        yield from (_Value(end, str(end)) for end in (swept.start, swept.end))
+    elif isinstance(swept, Glob):
         yield from (_Value(name, name) for name in swept.filter(list(names)))
     else:
         for parsed, text in zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True):

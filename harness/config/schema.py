@@ -361,6 +361,8 @@ class StudyConfig:
     """Largest mean difference over seeds that does not matter: loss (relative), grad_norm (logarithm of the ratio)."""
     window: int = number(0, 0, COUNT, "steps")
     """Number of last steps to which the margins apply. 0: the later half of the run."""
+    objective: str = "loss"
+    """Number that Hydra's sweepers such as Optuna are given: loss, grad_norm, or another of the last step's record."""
     order_seed: int = number(0, 0, SEED)
     """Seed of the order in which the arms of a block run; each block has a new order (bench)."""
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import catalog
-from harness.config.compose import Cell, check_kinds
+from harness.config.compose import Cell, check_kinds, compose_cell
 from harness.config.errors import refuse
-from harness.config.overrides import check_overrides
+from harness.config.overrides import check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.launch.order import is_timed
 from harness.launch.slurm.steps import in_allocation
 from harness.store import commands
+from harness.store.metrics import last_record
+from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
@@ -34,7 +38,11 @@ def refuse_study(overrides: Sequence[str]) -> None:
         )
 
 
-def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> int:
+Launch = Callable[[Sequence[Sequence[str]]], None]
+"""Carries out jobs, the overrides of a cell each, by a launcher of Hydra's."""
+
+
+def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str], launch: Launch) -> int:
     """Carry out a set of cells: a study, typed axes, or both; returns the exit code.
 
     It is recorded, so that its verdict knows every arm and its control. Raises `BadRequest`: violations of every cell,
@@ -49,7 +57,74 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) ->
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
         typed = [*_own_options(), *as_asked(arguments)]
         write_study(Path(first.launch.root), wanted.cells, wanted.controls, typed)
-    return carry_out(wanted.cells)
+    if _is_basic(master) or first.launch.dry_run:
+        return carry_out(wanted.cells)
+    for cell in wanted.cells:
+        _not_timed(cell, master)
+    launch([hydra_words(cell.overrides) for cell in wanted.cells])
+    return 0
+
+
+class JobFailed(Exception):
+    """A cell that a sweeper or launcher of Hydra's asked for did not end well."""
+
+    def __init__(self, exit_code: int, run: Path) -> None:
+        super().__init__(f"{run}: not done (exit code {exit_code}); {commands.verb(f'show {shlex.quote(str(run))}')}")
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _failed, (self.exit_code, str(self))
+
+
+def _failed(exit_code: int, message: str) -> JobFailed:
+    """A `JobFailed` that came from another process."""
+    error = JobFailed(exit_code, Path())
+    error.args = (message,)
+    return error
+
+
+def run_job(cfg: DictConfig) -> float | None:
+    """One job of a sweeper or launcher of Hydra's: freeze the cell, carry it out, return its objective.
+
+    The objective is None where nothing was trained here: a dry run, or a job on SLURM that is not waited for.
+
+    Raises `BadRequest`: the cell; or it has no number of the name `study.objective`. `JobFailed`.
+    """
+    hydra = HydraConfig.get()
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":  # in a process of the launcher's nobody has read --config-dir
+            catalog.choose_own_folder(source.path)
+    cell = compose_cell(cfg, list(hydra.overrides.task))
+    _not_timed(cell, OmegaConf.create({"hydra": hydra}))
+    code = carry_out([cell])
+    run = RunDir(Store(cell.config["launch"]["root"]).path_of(cell))
+    if code:
+        raise JobFailed(code, run.path)
+    return None if cell.typed.launch.dry_run else _objective(run, cell.typed.study.objective)
+
+
+def _objective(run: RunDir, name: str) -> float | None:
+    last = last_record(run.metrics) if (run.summary).exists() else None
+    if last is None:
+        return None
+    numbers = {key: value for key, value in last.items() if isinstance(value, int | float)}
+    if name not in numbers:
+        choices = ", ".join(sorted(numbers))
+        raise refuse(f"study.objective={name}", "is no number of a step's record", choices=choices)
+    return float(numbers[name])
+
+
+def _is_basic(master: DictConfig) -> bool:
+    return str(master.hydra.launcher.get("_target_", "")).endswith(".BasicLauncher")
+
+
+def _not_timed(cell: Cell, master: DictConfig) -> None:
+    if is_timed(cell) and not _is_basic(master):
+        raise refuse(
+            "measure=bench",
+            "beside cells that a launcher of Hydra's runs at the same time, step times cannot be compared",
+            fix="leave hydra/launcher out: timed cells then run one after another, in blocks",
+        )
 
 
 def _own_options() -> list[str]:

@@ -154,7 +154,7 @@ def test_axes_without_sense_are_refused_quickly(word: str) -> None:
     "word",
     [
         "hydra.run.dir=x",
-        "hydra/launcher=basic",
+        "hydra/job_logging=none",
         "sharding@foo=optim",
         "train={steps: 5}",
         "train.steps.x=1",
