@@ -27,7 +27,7 @@ class Arguments:
     shows: bool
     help: bool = False
     asked: Asked | None = None
-    """What is asked of Hydra's own; None where Hydra is only asked about itself."""
+    """Settings for Hydra; None where Hydra is only asked about itself."""
 
     @property
     def starts_nothing(self) -> bool:
@@ -69,6 +69,11 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
         typed = {word.key for word in words}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
     shows = about_hydra or bool(parsed.cfg)
+    if asked is not None and asked.draws and typed_value(overrides, "launch.dry_run", False):
+        problem = f"trains nothing, and hydra/sweeper={asked.sweeper} draws values by what was trained"
+        raise refuse(
+            "launch.dry_run=true", problem, fix=f"leave one out; {commands.request('--cfg hydra ...')} shows it"
+        )
     multirun = bool(parsed.multirun) if asked is None else asked.multirun
     return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help, asked)
 

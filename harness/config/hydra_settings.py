@@ -47,7 +47,7 @@ class HydraSetting:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of Hydra. typed_multirun: -m was typed."""
+    """Settings that a request has for Hydra. typed_multirun: -m was typed."""
 
     settings: tuple[HydraSetting, ...]
     typed_multirun: bool
@@ -72,6 +72,11 @@ class Asked:
     def by_hydra(self) -> bool:
         """True if Hydra's sweeper or launcher starts the jobs, each of which carries out one cell."""
         return self.sweeper != SWEEPER or self.launcher != LAUNCHER
+
+    @property
+    def draws(self) -> bool:
+        """True if the sweeper chooses values by what earlier jobs returned."""
+        return self.sweeper not in (SWEEPER, "basic")
 
     def violations(self) -> Iterator[Violation]:
         for each in self.settings:

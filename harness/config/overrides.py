@@ -124,7 +124,7 @@ def _refused(text: str, override: Override, asked: Asked) -> list[Violation]:
         return [appending(text)]
     if override.package is not None and key:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
-    if override.is_interval_sweep() and asked.sweeper in (hydra_settings.SWEEPER, "basic"):
+    if override.is_interval_sweep() and not asked.draws:
         fix = f"{key}=range(START,STOP,STEP) or a list of values; or a sweeper that draws them, hydra/sweeper=optuna"
         return [Violation(text, "has no values to go through", fix=fix)]
     if override.is_range_sweep() and (wrong := _endless(text, override.value())):

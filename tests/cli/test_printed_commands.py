@@ -39,7 +39,7 @@ SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
 ELSEWHERE = (
     r"bad request:\n  (cluster\.device=cuda: this process may use \d+ CUDA devices|"
-    r"ckpt\.load=\S+: \S+ holds no checkpoint).*"
+    r"ckpt\.load=\S+: \S+ holds no checkpoint|launch\.dry_run=true: trains nothing).*"
 )
 """Refusals that are about this machine, or about a name that stands for the reader's own."""
 SEPARATE = re.compile(r"\s+#\s")
