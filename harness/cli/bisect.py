@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from harness.bisect.history import Bisection, Culprit
 from harness.bisect.settings import KeySearch
 from harness.bisect.trials import Request
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.errors import refuse
 from harness.store.screen import INDENT, fold, width
 
@@ -69,4 +69,4 @@ def _keys(request: Request, good: str, bad: str) -> int:
     return 0
 
 
-BISECT = Verb("bisect", "the first commit, or the fewest settings, that make a run differ", _arguments, _bisect)
+BISECT = Implementation(_arguments, _bisect)

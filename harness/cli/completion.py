@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 
-from harness.cli.verb import Verb, parser_of
+from harness.cli.verb import Implementation, Verb, parser_of
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from harness.store import commands
@@ -134,11 +133,11 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
-def _completion(verbs: Callable[[], Sequence[Verb]], arguments: Namespace) -> int:
-    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line, verbs())))
+def _completion(arguments: Namespace) -> int:
+    from harness.cli.verbs import VERBS
+
+    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
     return 0
 
 
-def completion(verbs: Callable[[], Sequence[Verb]]) -> Verb:
-    summary = "a function for bash or zsh, so that TAB offers what can be typed"
-    return Verb("completion", summary, _arguments, partial(_completion, verbs))
+COMPLETION = Implementation(_arguments, _completion)

@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.adapter import environment
 from harness.config.errors import refuse
 from harness.config.schema import Dtype
@@ -87,5 +87,5 @@ def _convert(verb: str, source: str, arguments: Namespace) -> int:
     return subprocess.run(command, env=environment(), check=False).returncode
 
 
-EXPORT = Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", _export_arguments, _export)
-IMPORT = Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", _import_arguments, _import)
+EXPORT = Implementation(_export_arguments, _export)
+IMPORT = Implementation(_import_arguments, _import)

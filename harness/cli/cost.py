@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 from harness.bench import report, text
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.words import ask_again
 
 
@@ -32,4 +32,4 @@ def _bench(arguments: Namespace) -> int:
     return found.exit_code
 
 
-BENCH = Verb("bench", "step time, memory and traffic of a timed study's arms", _bench_arguments, _bench)
+BENCH = Implementation(_bench_arguments, _bench)

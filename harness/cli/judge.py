@@ -11,7 +11,7 @@ from pathlib import Path
 from harness.bisect.history import compare_code
 from harness.bisect.trials import Request
 from harness.cli.runs import located
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
 from harness.store import commands
@@ -130,10 +130,5 @@ def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
     return root, verdict(root, name)
 
 
-COMPARE = Verb(
-    "compare",
-    "two runs, or two versions of the code",
-    _compare_arguments,
-    _compare,
-)
-VERDICT = Verb("verdict", "every arm of a study against its control", _verdict_arguments, _verdict)
+COMPARE = Implementation(_compare_arguments, _compare)
+VERDICT = Implementation(_verdict_arguments, _verdict)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.errors import refuse
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.schema import WandbMode
@@ -75,7 +75,7 @@ def _sync(arguments: Namespace) -> int:
     return 0
 
 
-SYNC = Verb("sync", "stored runs into wandb, one for each; wandb=online does it live", _sync_arguments, _sync)
+SYNC = Implementation(_sync_arguments, _sync)
 
 
 def _wandb_arguments(parser: ArgumentParser) -> None:
@@ -103,4 +103,4 @@ def _push(arguments: Namespace) -> int:
     return 0
 
 
-WANDB = Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", _wandb_arguments, _push)
+WANDB = Implementation(_wandb_arguments, _push)

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rundir import Store
@@ -74,4 +74,4 @@ def text(found: Rehearsal) -> str:
     return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])
 
 
-REHEARSE = Verb("rehearse", "stop a run after a step, resume it, and compare every number", _arguments, _rehearse)
+REHEARSE = Implementation(_arguments, _rehearse)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.cli.judge import keep_verdict
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Verb, path
+from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.files import write_atomic
@@ -87,4 +87,4 @@ def _write(target: Path, text: str) -> None:
         raise refuse(str(target), str(error.strerror), fix=fix) from None
 
 
-REPORT = Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", _arguments, _report)
+REPORT = Implementation(_arguments, _report)

@@ -7,7 +7,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from harness.cli.verb import Verb
+from harness.cli.verb import Implementation
 from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
@@ -123,9 +123,9 @@ def _gc(arguments: Namespace) -> int:
     return 0
 
 
-WATCH = Verb("watch", "how every run is doing: state, step, loss; failures by cause", _watch_arguments, _watch)
-SHOW = Verb("show", "one run: where it came from, how far it got, why it failed", _run_argument, _show)
-DIFF = Verb("diff", "in what two runs differ: configuration, sources, versions, machine", _diff_arguments, _diff)
-RETRY = Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", _ref_argument, _retry)
-CANCEL = Verb("cancel", "end every run that is queued or running", _ref_argument, _cancel)
-GC = Verb("gc", "what a store could do without, such as leftovers of crashes", _gc_arguments, _gc)
+WATCH = Implementation(_watch_arguments, _watch)
+SHOW = Implementation(_run_argument, _show)
+DIFF = Implementation(_diff_arguments, _diff)
+RETRY = Implementation(_ref_argument, _retry)
+CANCEL = Implementation(_ref_argument, _cancel)
+GC = Implementation(_gc_arguments, _gc)

@@ -6,6 +6,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,11 +18,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Verb:
-    name: str
-    summary: str
+class Implementation:
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """place: module of `harness.cli`, and the name of the `Implementation` in it."""
+
+    name: str
+    summary: str
+    place: str
+
+    @property
+    def implementation(self) -> Implementation:
+        module, _, name = self.place.partition(".")
+        loaded: Implementation = getattr(import_module(f"harness.cli.{module}"), name)
+        return loaded
 
 
 def path(text: str) -> Path:
@@ -37,7 +51,7 @@ def parser_of(verb: Verb) -> ArgumentParser:
         metavar="DIR",
         help="where runs are stored (default: runs)",
     )
-    verb.add_arguments(parser)
+    verb.implementation.add_arguments(parser)
     return parser
 
 

@@ -1,21 +1,32 @@
-"""Every verb, in the order of `--help`."""
+"""Every verb, in the order of `--help`. A verb's module is imported once it is typed."""
 
 from __future__ import annotations
 
-from harness.cli.bisect import BISECT
-from harness.cli.completion import completion
-from harness.cli.convert import EXPORT, IMPORT
-from harness.cli.cost import BENCH
-from harness.cli.judge import COMPARE, VERDICT
-from harness.cli.mirror import SYNC, WANDB
-from harness.cli.rehearse import REHEARSE
-from harness.cli.report import REPORT
-from harness.cli.runs import CANCEL, DIFF, GC, RETRY, SHOW, WATCH
 from harness.cli.verb import Verb
 
 KINDS: dict[str, tuple[Verb, ...]] = {
-    "Is it still the same run, and what did it cost": (COMPARE, VERDICT, REPORT, BISECT, BENCH, REHEARSE),
-    "How runs fare": (WATCH, SHOW, DIFF, RETRY, CANCEL, GC),
-    "From and to elsewhere": (EXPORT, IMPORT, SYNC, WANDB, completion(lambda: VERBS)),
+    "Is it still the same run, and what did it cost": (
+        Verb("compare", "two runs, or two versions of the code", "judge.COMPARE"),
+        Verb("verdict", "every arm of a study against its control", "judge.VERDICT"),
+        Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", "report.REPORT"),
+        Verb("bisect", "the first commit, or the fewest settings, that make a run differ", "bisect.BISECT"),
+        Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
+        Verb("rehearse", "stop a run after a step, resume it, and compare every number", "rehearse.REHEARSE"),
+    ),
+    "How runs fare": (
+        Verb("watch", "how every run is doing: state, step, loss; failures by cause", "runs.WATCH"),
+        Verb("show", "one run: where it came from, how far it got, why it failed", "runs.SHOW"),
+        Verb("diff", "in what two runs differ: configuration, sources, versions, machine", "runs.DIFF"),
+        Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", "runs.RETRY"),
+        Verb("cancel", "end every run that is queued or running", "runs.CANCEL"),
+        Verb("gc", "what a store could do without, such as leftovers of crashes", "runs.GC"),
+    ),
+    "From and to elsewhere": (
+        Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", "convert.EXPORT"),
+        Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", "convert.IMPORT"),
+        Verb("sync", "stored runs into wandb, one for each; wandb=online does it live", "mirror.SYNC"),
+        Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "mirror.WANDB"),
+        Verb("completion", "a function for bash or zsh, so that TAB offers what can be typed", "completion.COMPLETION"),
+    ),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

@@ -145,7 +145,6 @@ def test_a_cancel_that_proposes_to_start_is_found(
 ) -> None:
     slip = Slip(runs, "_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'")
     monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=slip.made()))
-    monkeypatch.setattr("harness.cli.main.VERBS", [runs.CANCEL])
     with pytest.raises(AssertionError):
         test_cancel_and_gc_with_nothing_to_do(root, capsys)
 
@@ -284,3 +283,27 @@ def test_variables_that_no_launcher_sets_are_a_bad_request(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert runpy.run_path(str(ROOT / "run.py"))["main"](["launch.dry_run=true"]) == 2
     assert "unset RANK WORLD_SIZE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [
+        (["--help"], ("bisect", "parity", "launch.slurm", "report", "mirror", "bench")),
+        (["watch", "--once"], ("bisect", "parity.tiers", "report", "mirror", "bench")),
+        (["completion", "bash", "--line", "python run.py shard"], ("bisect", "parity", "report", "mirror", "bench")),
+    ],
+)
+def test_a_verb_loads_no_other_verbs_modules(words: list[str], others: tuple[str, ...], tmp_path: Path) -> None:
+    code = """
+import sys
+from harness.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+    command = [sys.executable, "-c", code, *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    loaded = done.stderr.splitlines()[-1].split()
+    assert "harness.cli.main" in loaded
+    assert not [each for each in loaded if each.startswith(tuple(f"harness.{other}" for other in others))]
