@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.build import Engine
+from harness.fsdp.guards.sharded_twice import IGNORED_BY_DDP, refuse_ddp
 from harness.fsdp.preconditions import engine_of
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
@@ -104,6 +105,8 @@ class FSDPModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
+                refuse_ddp()
             if name in self._elsewhere:
                 raise AttributeError(f"{name}: {self._elsewhere[name]}") from None
             raise

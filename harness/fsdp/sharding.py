@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any, Unpack
 
 import torch
@@ -19,10 +19,10 @@ from harness.fsdp.arguments import groups_of_mesh, resolve_classes
 from harness.fsdp.build import BuildContext, Engine
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.guards.sharded_twice import answer_other_engines
+from harness.fsdp.guards import sharded_twice
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of, live
+from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.placement import Placements
@@ -79,14 +79,14 @@ def shard(
 
 def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequence[str]) -> Any:
     """Build an engine, which the module keeps. Its parts then refuse to be copied or pickled, as the engine's hooks on
-    them would be too, and to be wrapped by another engine."""
+    them would be too, and are registered as sharded."""
     engine = Engine(module, context)
     module.__dict__[ENGINE] = engine
     reference = weakref.ref(engine)
     for part in module.modules():
         part.__dict__["__reduce_ex__"] = refuse_copy
         part.__dict__[PART] = reference
-    answer_other_engines(module, partial(live, reference))
+    sharded_twice.register(module)
     plain: Any = type(module)
     object.__setattr__(module, "__class__", _mixed(kind, plain, *_hidden(kind, module)))
     for name in methods:
@@ -187,7 +187,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
 
 
 def _set_by_engine(part: nn.Module) -> dict[str, Any]:
-    names = (ENGINE, PART, "__reduce_ex__", "named_modules")
+    names = (ENGINE, PART, "__reduce_ex__")
     return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
 
 

@@ -1,14 +1,14 @@
-"""No other engine around a sharded model, and none inside it: said where either is built."""
+"""No other engine reduces what a sharded model does: it is refused, or leaves the model alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint, replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -16,18 +16,19 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import ShardedModel, fully_shard_model, preconditions, sharding
+from harness.fsdp import ShardedModel, fully_shard_model, preconditions
+from harness.fsdp import module as mix_in
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.runtime import forward_hooks
 from tests.fsdp.checked import Mutant, holds, is_found, patched, said
-from tests.fsdp.pairs import STRATEGIES, Block, Model, data, loss_of
+from tests.fsdp.pairs import STRATEGIES, Block, Model, close, data, loss_of, plain_gradients
 from tests.support.mutants import each
 
 
 class Parent(nn.Module):
     def __init__(self, child: nn.Module) -> None:
         super().__init__()
-        self.child, self.scale = child, nn.Parameter(torch.ones(()))
+        self.child, self.scale = child, nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Any:
         return self.child(x * self.scale)
@@ -47,30 +48,45 @@ def sharded(strategy: str, module: nn.Module | None = None) -> ShardedModel:
     return fully_shard_model(module or Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
 
 
-def places(model: ShardedModel) -> Iterator[tuple[str, nn.Module]]:
-    yield "the model", model
-    yield "a part", model.module.blocks[0]
-    yield "a parent of a part", Parent(model.module.blocks[1])
-    yield "a parent of the model", Parent(model)
-
-
 def around(rank: int, strategy: str) -> list[str]:
-    """Every engine around a sharded model, its module, a part of it, and a parent of each, is refused at once."""
+    """An engine around a sharded model, or one of torch's composable APIs on a part, is refused at once."""
     told = []
     for name, build in ENGINES.items():
-        engine, model = name.split()[0], sharded(strategy)
-        wrong = [f"{name} around {each}" for each in _around(engine, build, model)]
-        if not wrong:
-            loss_of(model, data(0, rank)).backward()  # it trains as if nobody had tried
-            model.finish_grad_sync()
-        told += wrong
+        model, engine = sharded(strategy), name.split()[0]
+        if engine == "DistributedDataParallel":
+            told += said(partial(build, model), ValueError, f"^{engine} around", f"Leave {engine} out")
+        elif engine != "FullyShardedDataParallel":
+            for wrapped in (model, sharded(strategy).blocks[0]):
+                told += said(partial(build, wrapped), AssertionError, f"{engine} has already been applied")
+        told += told or trained(model, model, rank)  # it trains as if nobody had tried
     return told
 
 
-def _around(engine: str, build: Callable[[nn.Module], Any], model: ShardedModel) -> Iterator[str]:
-    for place, module in places(model):
-        wrong = said(partial(build, module), ValueError, f"^{engine} around", f"Leave {engine} out", "outermost module")
-        yield from (f"{place}: {each}" for each in wrong)
+def trained(model: ShardedModel, outer: nn.Module, rank: int) -> list[str]:
+    """What is wrong with a gradient of the model's, by a forward of what is around it."""
+    loss_of(outer, data(0, rank)).backward()
+    right = plain_gradients([data(0, other) for other in range(dist.get_world_size())], 1 / dist.get_world_size())
+    return close(dict(model.full_gradients()), right)
+
+
+def beneath(rank: int, strategy: str) -> list[str]:
+    """Engines that know torch's registry leave a sharded model alone in what they are around."""
+    told = []
+    for name, build in ENGINES.items():
+        if name != "DistributedDataParallel":
+            model = sharded(strategy)
+            told += [f"{name}: {each}" for each in trained(model, build(Parent(model)), rank)]
+    return told
+
+
+def distributed(rank: int, strategy: str) -> list[str]:
+    """DistributedDataParallel around what holds a sharded model is refused, in the first forward at the latest."""
+    model = sharded(strategy)
+    try:
+        loss_of(DistributedDataParallel(Parent(model)), data(0, rank))
+    except (ValueError, NotImplementedError):
+        return trained(model, model, rank)
+    return ["a forward"]
 
 
 def inside(_: int, strategy: str) -> list[str]:
@@ -98,7 +114,7 @@ def late(rank: int, strategy: str) -> list[str]:
 
 
 def beside(rank: int, strategy: str) -> list[str]:
-    """What is no second engine around the model: saving, checkpointing, and an engine that does not hold the model."""
+    """What is no second engine around the model: saving, checkpointing, and one that does not hold it."""
     teacher = sharded(strategy)
     get_model_state_dict(teacher)
     checkpoint(teacher.module.blocks[0])
@@ -106,37 +122,20 @@ def beside(rank: int, strategy: str) -> list[str]:
     student.child.register_forward_hook(lambda _, args, out: out + 0 * teacher(*args))
     loss_of(DistributedDataParallel(student), data(0, rank)).backward()
     FSDP1(Model())
-    teacher.close()
-    told = [name for name, _ in teacher.named_modules()] == [name for name, _ in Model().named_modules()]
-    return [] if told else ["named_modules() after close()"]
+    return []
 
 
-CHECKS = {each.__name__: each for each in (around, inside, late, beside)}
-_METHOD = sharded_twice._named_modules
-
-
-def _asking_always(reference: Any, engine: Any, *args: Any, **kwargs: Any) -> Any:
-    if engine():
-        sharded_twice._refuse("named_modules")
-    return _METHOD(reference, engine, *args, **kwargs)
-
-
+CHECKS = {each.__name__: each for each in (around, beneath, distributed, inside, late, beside)}
 MUTANTS = {
-    "parts do not answer": Mutant(
-        "DistributedDataParallel, FSDP and replicate are built around a sharded model",
-        patched(sharding, "answer_other_engines", lambda *_: None),
+    "DDP is not known": Mutant(
+        "DistributedDataParallel is built around a sharded model, which is then reduced twice",
+        patched(mix_in, "IGNORED_BY_DDP", ""),
         "around",
         "no_shard",
     ),
-    "DDP is not known": Mutant(
-        "DistributedDataParallel is built around a sharded model, which is then reduced twice",
-        lambda: mock.patch.dict(sharded_twice._ENGINES, {("torch.nn.parallel.distributed", "__init__"): ""}),
-        "around",
-        "optim",
-    ),
     "composable APIs are not known": Mutant(
         "FSDP2 and replicate are applied to a sharded model",
-        patched(sharded_twice, "_CONTRACT", ("", "")),
+        patched(sharded_twice, "_APIS", ()),
         "around",
         "no_shard",
     ),
@@ -153,11 +152,6 @@ MUTANTS = {
         patched(forward_hooks, "refuse_ddp_around", lambda _: None),
         "late",
         "no_shard",
-    ),
-    "whoever asks is refused": Mutant(
-        "A sharded model's modules can be listed by nobody",
-        patched(sharded_twice, "_named_modules", _asking_always),
-        "beside",
     ),
 }
 
