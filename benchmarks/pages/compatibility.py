@@ -28,9 +28,8 @@ sys.path.insert(0, str(ROOT))
 from tests.fsdp.ordinary.dialects import OURS, PEERS, attempt_as, changed_lines  # noqa: E402
 from tests.fsdp.ordinary.judging import TOLERANCE, difference  # noqa: E402
 from tests.fsdp.ordinary.program import Program  # noqa: E402
-from tests.fsdp.ordinary.running import Lost, Outcome, Raised, Trained, reference  # noqa: E402
+from tests.fsdp.ordinary.running import Lost, Outcome, Raised, Trained, reference, run  # noqa: E402
 from tests.fsdp.ordinary.scenarios import SCENARIOS  # noqa: E402
-from tests.fsdp.ordinary.visits import run  # noqa: E402
 from tests.fsdp.pairs import STRATEGIES  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "compatibility.json"

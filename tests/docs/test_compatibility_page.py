@@ -9,9 +9,8 @@ import pytest
 from benchmarks.pages.compatibility import DATA, HANGS, PAGE, PEERS, RAISES, REFUSED, RIGHT, WRONG, judged, page
 from tests.fsdp.ordinary.dialects import OURS, attempt_as, changed_lines
 from tests.fsdp.ordinary.program import Program
-from tests.fsdp.ordinary.running import Lost, Raised, Trained, reference
+from tests.fsdp.ordinary.running import Lost, Raised, Trained, reference, run
 from tests.fsdp.ordinary.scenarios import SCENARIOS
-from tests.fsdp.ordinary.visits import run
 from tests.fsdp.pairs import STRATEGIES
 
 FACTS = json.loads(DATA.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import BackwardPlan, StepShape
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
-from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, fetching_ahead, first_line, live_bytes
+from tests.fsdp.behaviours.lab import FP32, Broken, Lab, Mutant, behaviour, fetching_ahead, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
 from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
 from tests.fsdp.behaviours.subject import NotOffered, Setup
@@ -56,17 +57,12 @@ def gathers(lab: Lab) -> str:
     told = []
     for recompute in (False, True):
         subject = lab.build(seeded(Net, units=UNITS, recompute=recompute), Setup(units=(Block,)))
-        lab.train(subject, 1, k=2)
-        with lab.counting() as traffic:
-            lab.accumulate(subject, 2)
-            subject.finish()
-        count = traffic.count("all_gather")
-        told.append(f"{count} with recomputation" if recompute else str(count))
+        told.append(lab.traffic(subject, 2).count("all_gather"))
         # The unit a forward ends with may stay for the backward that begins with it.
         allowed = range(2 * 2 * UNITS - 1, 2 * (2 * UNITS + 1) + 1)
-        lab.claim(count in allowed, f"{count} gathers for {UNITS} units and a root over 2 microbatches")
-    lab.claim(len({each.split()[0] for each in told}) == 1, f"gathers: {', '.join(told)}")
-    return f"gathers of {UNITS} units and a root over 2 microbatches: {', '.join(told)}"
+        lab.claim(told[-1] in allowed, f"{told[-1]} gathers for {UNITS} units and a root over 2 microbatches")
+    lab.claim(told[0] == told[1], f"gathers: {told[0]}, {told[1]} with recomputation")
+    return f"gathers of {UNITS} units and a root over 2 microbatches, without and with recomputation: {told}"
 
 
 @behaviour(
@@ -78,19 +74,21 @@ def gathers(lab: Lab) -> str:
     ),
 )
 def reduces_each_microbatch(lab: Lab) -> str:
+    return _reductions(lab, (("optim_grads", "reduce_scatter"), ("optim_grads_params", "reduce_scatter")), each=True)
+
+
+def _reductions(lab: Lab, strategies: Sequence[tuple[str, str]], *, each: bool) -> str:
+    """Claim that there is one reduction of a kind a bucket, a microbatch or a step, and none of the other kind."""
     told = []
-    for strategy in ("optim_grads", "optim_grads_params"):
-        for k in (1, 3):
-            subject = lab.build(seeded(Net, units=UNITS), Setup(strategy, (Block,)))
-            lab.train(subject, 1, k)
-            with lab.counting() as traffic:
-                lab.accumulate(subject, k)
-                subject.finish()
-            count, want = traffic.count("reduce_scatter"), k * (UNITS + 1)
-            lab.claim(count == want, f"{strategy}, k = {k}: {count} reduce-scatters, not {want}")
-            lab.claim(traffic.count("all_reduce") == 0, f"{strategy}: {traffic.count('all_reduce')} all-reduces")
-            told.append(str(count))
-    return f"reduce-scatters of 4 buckets for k = 1 and 3: {told[0]} and {told[1]}"
+    for strategy, kind in lab.each(strategies):
+        with lab.asking():
+            for k in (1, 3):
+                traffic = lab.traffic(lab.build(seeded(Net, units=UNITS), Setup(strategy, (Block,))), k)
+                found = {each: traffic.count(each) for each in ("all_reduce", "reduce_scatter") if traffic.count(each)}
+                want = {kind: (k if each else 1) * (UNITS + 1)}
+                lab.claim(found == want, f"{strategy}, k = {k}: {found}, not {want}")
+                told.append(f"{strategy} k = {k}: {sum(found.values())}")
+    return f"reductions of {UNITS + 1} buckets: {', '.join(told)}{lab.without}"
 
 
 _plan_units: Any = units.plan_units
@@ -102,19 +100,7 @@ _plan_units: Any = units.plan_units
     NO_SYNC_IS_IGNORED,
 )
 def reduces_each_step(lab: Lab) -> str:
-    told = []
-    for strategy, kind in lab.each((("no_shard", "all_reduce"), ("optim", "reduce_scatter"))):
-        with lab.asking():
-            for k in (1, 3):
-                subject = lab.build(seeded(Net, units=UNITS), Setup(strategy, (Block,)))
-                lab.train(subject, 1, k)
-                with lab.counting() as traffic:
-                    lab.accumulate(subject, k)
-                    subject.finish()
-                found = {each: traffic.count(each) for each in ("all_reduce", "reduce_scatter") if traffic.count(each)}
-                lab.claim(found == {kind: UNITS + 1}, f"{strategy}, k = {k}: {found}, not {UNITS + 1} of {kind}")
-                told.append(f"{strategy} k = {k}: {sum(found.values())}")
-    return f"reductions of {UNITS + 1} buckets: " + ", ".join(told)
+    return _reductions(lab, (("no_shard", "all_reduce"), ("optim", "reduce_scatter")), each=False)
 
 
 @behaviour(
@@ -126,17 +112,13 @@ def reduces_each_step(lab: Lab) -> str:
 )
 def outer_traffic(lab: Lab) -> str:
     told = []
-    for outer in lab.each(("no_shard", "optim")):
+    for outer, want in lab.each((("no_shard", (2, 1)), ("optim", (3, 0)))):
         with lab.asking():
             subject = lab.build(seeded(Net, units=UNITS), Setup(units=(Block,), outer=2, outer_strategy=outer))
-            lab.train(subject, 1, k=2)
-            with lab.counting() as traffic:
-                lab.accumulate(subject, 2)
-                subject.finish()
-            reduces, sums = traffic.count("reduce_scatter"), traffic.count("all_reduce")
-            want = (2 * (UNITS + 1), UNITS + 1) if outer == "no_shard" else (3 * (UNITS + 1), 0)
-            told.append(f"outer {outer}: {reduces} reduce-scatters, {sums} all-reduces")
-            lab.claim((reduces, sums) == want, f"{told[-1]}, not {want[0]} and {want[1]}")
+            traffic = lab.traffic(subject, 2)
+            found = traffic.count("reduce_scatter"), traffic.count("all_reduce")
+            told.append(f"outer {outer}: {found[0]} reduce-scatters, {found[1]} all-reduces")
+            lab.claim(found == tuple(each * (UNITS + 1) for each in want), f"{told[-1]}, not {want} a bucket")
     return "k = 2, 4 buckets: " + "; ".join(told) + lab.without
 
 
@@ -182,9 +164,8 @@ def one_order(lab: Lab) -> str:
             try:
                 lab.accumulate(subject)
             except RuntimeError as failure:
-                issued = ", ".join(traffic.order_so_far())
-                told = f"{strategy}: rank {lab.rank} issued {issued}, and then: {first_line(failure)}"
-                raise Broken(told) from failure
+                issued = f"{strategy}: rank {lab.rank} issued {', '.join(traffic.order)}"
+                raise Broken(f"{issued}, and then: {first_line(failure)}") from failure
         orders = lab.everywhere(traffic.order)
         # Gathers and reductions are on communicators of their own, or told apart by tags: each kind has one order.
         for kind in ("all_gather", "reduce_scatter"):
@@ -192,8 +173,7 @@ def one_order(lab: Lab) -> str:
             shown = "; ".join(", ".join(names) for names in each)
             lab.must(each[0] == each[1], f"{strategy}: {kind} in different orders: {shown}")
         subject.finish()
-        error = lab.error(subject.gradients(), _branched(lab, count, path))
-        lab.claim(error < 1e-5, f"{strategy}: gradients off by {error:.1e}")
+        lab.within(FP32, lab.error(subject.gradients(), _branched(lab, count, path)), f"{strategy}: gradients")
     return "one order where ranks call units in different orders (ZeRO-2), and where one leaves a unit out (ZeRO-3)"
 
 
@@ -214,7 +194,7 @@ def _fetch_all(self: GatherPipeline) -> None:
         self._start_unshard(self._sweep[self._next - 1])
 
 
-def _peak_units(lab: Lab, setup: Setup) -> float:
+def _two_units_at_most(lab: Lab, setup: Setup) -> str:
     """Most units' gathered weights alive at once in two forwards without gradients, as a multiple of one unit's.
 
     What is there before the first forward is not counted, pools that the first one makes are.
@@ -222,16 +202,17 @@ def _peak_units(lab: Lab, setup: Setup) -> float:
     make = seeded(Net, units=6, dim=128, hidden=192)  # large enough that nothing is packed into staging buffers
     unit = sum(p.nbytes for p in Block(128, 192).parameters())
     subject = lab.build(make, setup)
-    x = torch.ones(1, 128)
     levels: list[int] = []
     resting = live_bytes()
     handles = [b.up.register_forward_hook(lambda *_: levels.append(live_bytes())) for b in subject.module.blocks]
     with torch.no_grad():
-        subject.model(x)
-        subject.model(x)
+        for _ in range(2):
+            subject.model(torch.ones(1, 128))
     for handle in handles:
         handle.remove()
-    return (max(levels) - resting) / unit
+    peak = (max(levels) - resting) / unit
+    lab.claim(peak < 3, f"weights of {peak:.1f} of 6 units at once, the root's included")
+    return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"
 
 
 @behaviour(
@@ -245,9 +226,7 @@ def _peak_units(lab: Lab, setup: Setup) -> float:
 def prefetch_is_capped(lab: Lab) -> str:
     if lab.subject.name == "megatron_fsdp":
         raise NotOffered("its limit is half a billion elements, which this model does not reach; none can be given")
-    peak = _peak_units(lab, Setup(units=(Block,)))
-    lab.claim(peak < 3, f"weights of {peak:.1f} of 6 units at once, the root's included")
-    return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"
+    return _two_units_at_most(lab, Setup(units=(Block,)))
 
 
 @behaviour(
@@ -259,9 +238,7 @@ def prefetch_is_capped(lab: Lab) -> str:
     ),
 )
 def double_buffer_is_two(lab: Lab) -> str:
-    peak = _peak_units(lab, Setup(units=(Block,), options={"fsdp_double_buffer": True}))
-    lab.claim(peak < 3, f"weights of {peak:.1f} units at once")
-    return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"
+    return _two_units_at_most(lab, Setup(units=(Block,), options={"fsdp_double_buffer": True}))
 
 
 _refill = BucketMemory.refill
@@ -314,7 +291,7 @@ WIDE_WIRE = Mutant(
 )
 
 
-def _wire_bytes(lab: Lab, kinds: tuple[str, ...], setup: Setup) -> list[int]:
+def _wire_bytes(lab: Lab, kind: str, setup: Setup) -> list[int]:
     """Bytes sent by reductions with an fp32 and with a bf16 wire, of a model whose padding hardly counts."""
     found = []
     lab.dim = 64
@@ -323,7 +300,7 @@ def _wire_bytes(lab: Lab, kinds: tuple[str, ...], setup: Setup) -> list[int]:
         with lab.counting() as traffic:
             lab.accumulate(subject, 2)
             subject.finish()
-        found.append(sum(traffic.bytes(kind) for kind in kinds))
+        found.append(traffic.count(kind, "bytes"))
     return found
 
 
@@ -332,7 +309,7 @@ def wire(lab: Lab) -> str:
     told = []
     for strategy in lab.each(("optim", "optim_grads", "optim_grads_params")):
         with lab.asking():
-            wide, narrow = _wire_bytes(lab, ("reduce_scatter",), Setup(strategy, (Block,)))
+            wide, narrow = _wire_bytes(lab, "reduce_scatter", Setup(strategy, (Block,)))
             told.append(f"{strategy} {narrow}/{wide}")
             lab.claim(
                 0.99 * wide <= 2 * narrow <= 1.06 * wide, f"{strategy}: {narrow} bytes under bf16, {wide} under fp32"
@@ -346,8 +323,7 @@ def outer_wire(lab: Lab) -> str:
     for outer, most in lab.each((("no_shard", 0.75), ("optim", 0.5))):
         with lab.asking():
             setup = Setup(units=(Block,), outer=2, outer_strategy=outer)
-            kinds = ("all_reduce",) if outer == "no_shard" else ("reduce_scatter",)
-            wide, narrow = _wire_bytes(lab, kinds, setup)
+            wide, narrow = _wire_bytes(lab, "all_reduce" if outer == "no_shard" else "reduce_scatter", setup)
             told.append(f"outer {outer} {narrow}/{wide}")
             # The second leg of our all-reduce carries sums in the main gradients' dtype.
             fits = 0 < narrow <= 1.03 * most * wide

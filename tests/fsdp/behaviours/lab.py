@@ -6,7 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,10 @@ from tests.fsdp.behaviours.subject import NotOffered, Optimize, Setup, Subject, 
 
 ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHARDED = ALL[1:]
-
+FP32 = 1e-5
+"""Relative distance that rounding in fp32 stays below here."""
+BF16 = 1e-2
+"""The same with a wire of bf16: one rounding of each contribution, in fp32 sums."""
 MOST = 3
 """Claims of one check that are told."""
 
@@ -45,7 +48,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """A number of the list (with a suffix where a part of it needs something else), and what shows it."""
+    """A number of the list (with a suffix where a part of it needs something else), and what shows it.
+
+    check: gives what was measured. shortened: it tries a part of its values where `Lab.whole` does not ask for all.
+    """
 
     key: str
     says: str
@@ -53,7 +59,6 @@ class Behaviour:
     check: Callable[[Lab], str]
     mutants: tuple[Mutant, ...]
     shortened: bool = False
-    """Whether the check tries a part of its values where `Lab.whole` does not ask for all."""
 
     @property
     def number(self) -> int:
@@ -61,11 +66,27 @@ class Behaviour:
         return int(self.key.split("-")[0])
 
 
-class Counted(CollectiveMeter):
-    """A meter that also keeps the order in which collectives were issued on this rank."""
+CATALOG: dict[str, Behaviour] = {}
+
+
+def behaviour(
+    key: str, says: str, *mutants: Mutant, ranks: int = 2, shortened: bool = False
+) -> Callable[[Callable[[Lab], str]], Behaviour]:
+    """Declare a check and the mistakes it has to find."""
+
+    def declare(check: Callable[[Lab], str]) -> Behaviour:
+        CATALOG[key] = Behaviour(key, says, ranks, check, mutants, shortened)
+        return CATALOG[key]
+
+    return declare
+
+
+class Traffic(CollectiveMeter):
+    """What this rank issued, in order; once it is over, by kind, but for what tells which parameters were used."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.kinds: dict[str, dict[str, int]] = {}
         super().__init__()
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
@@ -73,26 +94,9 @@ class Counted(CollectiveMeter):
             self.order.append(f"{kind} {bucket or num_bytes}")
         super().add(kind, bucket, count, num_bytes)
 
-
-@dataclass
-class Traffic:
-    """What this rank issued while a `Lab.counting` was open."""
-
-    meter: Counted
-    order: list[str] = field(default_factory=list)
-    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
-
-    def order_so_far(self) -> list[str]:
-        """What was issued, while the counting goes on."""
-        return list(self.meter.order)
-
-    def count(self, kind: str) -> int:
-        """Collectives of a kind."""
-        return self.kinds.get(kind, {}).get("count", 0)
-
-    def bytes(self, kind: str) -> int:
-        """Bytes this rank sent by them."""
-        return self.kinds.get(kind, {}).get("bytes", 0)
+    def count(self, kind: str, what: str = "count") -> int:
+        """Collectives of a kind, or the "bytes" this rank sent by them."""
+        return self.kinds.get(kind, {}).get(what, 0)
 
 
 class Lab:
@@ -112,6 +116,8 @@ class Lab:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dim = DIM
         """Width of the microbatches; a check that builds a wider model says so."""
+        self.worst = 0.0
+        """The largest error that `within` was given."""
         self._built: list[Subject] = []
         self._broken: list[str] = []
         self._refused: list[str] = []
@@ -123,6 +129,8 @@ class Lab:
         self._built.append(made)
         return made
 
+    # -- claims --------------------------------------------------------------------------------------------------
+
     def must(self, holds: bool, measured: str) -> None:
         """Raise at once: for what every rank knows of all ranks, so that none goes on alone."""
         if not holds:
@@ -132,6 +140,11 @@ class Lab:
         """Remember what was measured if it is not as it should be."""
         if not holds:
             self._broken.append(measured)
+
+    def within(self, bound: float, error: float, told: str) -> None:
+        """Claim that an error is below its bound."""
+        self.worst = max(self.worst, error)
+        self.claim(error < bound, f"{told} off by {error:.1e}")
 
     def each(self, values: Sequence[Any]) -> Iterator[Any]:
         """The values the engine can be asked for; at least one, or the behaviour is not offered.
@@ -153,6 +166,10 @@ class Lab:
             yield
         except NotOffered as refusal:
             self._refused.append(str(refusal))
+
+    def off(self, what: str) -> str:
+        """What `within` found, in words."""
+        return f"{what} off by at most {self.worst:.0e}{self.without}"
 
     @property
     def without(self) -> str:
@@ -217,6 +234,26 @@ class Lab:
             optimizer.step()
         return {name: p.detach() for name, p in model.named_parameters()}
 
+    def gradients(
+        self, make: Make, setup: Setup, k: int = 1, *, bound: float = FP32, like: Make | None = None
+    ) -> Subject:
+        """Claim that a step's gradients are those of one process, which trains `like` if that is another model."""
+        subject = self.build(make, setup)
+        self.accumulate(subject, k)
+        error = self.error(subject.gradients(), self.plain(like or make, k))
+        outer = f", outer {setup.outer_strategy}" if setup.outer > 1 else ""
+        self.within(bound, error, f"{setup.strategy}{outer}, {setup.comm} wire, k = {k}: gradients")
+        return subject
+
+    def weights(self, make: Make, setup: Setup, optimize: Optimize | None = None, steps: int = 3) -> Subject:
+        """Claim that weights after some steps are those of one process."""
+        optimize = optimize or sgd()
+        subject = self.build(make, setup, optimize)
+        self.train(subject, steps)
+        error = self.error(subject.weights(), self.trained(make, optimize, steps))
+        self.within(FP32, error, f"{setup.strategy}: weights after {steps} steps")
+        return subject
+
     # -- looking -------------------------------------------------------------------------------------------------
 
     def error(self, have: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -233,15 +270,21 @@ class Lab:
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """Count this rank's collectives in the body, but for the one that tells which parameters were used."""
-        meter = Counted()
-        traffic = Traffic(meter)
+        """Count this rank's collectives in the body."""
+        traffic = Traffic()
         try:
             yield traffic
         finally:
-            traffic.order = meter.order
-            traffic.kinds = by_kind([row for row in meter.take() if row.bucket != "used parameters"])
-            meter.close()
+            traffic.kinds = by_kind([row for row in traffic.take() if row.bucket != "used parameters"])
+            traffic.close()
+
+    def traffic(self, subject: Subject, k: int) -> Traffic:
+        """Of a step's forwards and backwards, after a whole step that is not counted."""
+        self.train(subject, 1, k)
+        with self.counting() as traffic:
+            self.accumulate(subject, k)
+            subject.finish()
+        return traffic
 
 
 def first_line(error: BaseException) -> str:
@@ -288,19 +331,3 @@ def live_bytes() -> int:
                 storage = tensor.untyped_storage()
                 held[storage._cdata] = storage.nbytes()  # of released weights there is no address
     return sum(held.values())
-
-
-CATALOG: dict[str, Behaviour] = {}
-
-
-def behaviour(
-    key: str, says: str, *mutants: Mutant, ranks: int = 2, shortened: bool = False
-) -> Callable[[Callable[[Lab], str]], Behaviour]:
-    """Declare a check and the mistakes it has to find."""
-
-    def declare(check: Callable[[Lab], str]) -> Behaviour:
-        made = Behaviour(key, says, ranks, check, mutants, shortened)
-        CATALOG[key] = made
-        return made
-
-    return declare

@@ -74,35 +74,25 @@ class Layer(nn.Module):
         return out
 
 
-class Nested(nn.Module):
-    """Two units with a unit inside each."""
+class Chain(nn.Module):
+    """A root without parameters around units, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class PartlyFrozen(nn.Module):
-    """A frozen unit, and units with a frozen half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        for param in self.blocks[1].parameters():
-            param.requires_grad_(False)
-        for block in (self.blocks[0], self.blocks[2]):
-            for param in block.get_submodule("up").parameters():
-                param.requires_grad_(False)
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def partly_frozen() -> nn.Module:
+    """A frozen unit, and units with a frozen half."""
+    model = Chain(*(Block() for _ in range(3)))
+    for part in ("blocks.1", "blocks.0.up", "blocks.2.up"):
+        model.get_submodule(part).requires_grad_(False)
+    return model
 
 
 class Tied(nn.Module):
@@ -133,18 +123,6 @@ class SmallRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.narrow.T).sum(-1, keepdim=True) * self.wide.mean()
-
-
-class Holder(nn.Module):
-    """A root without parameters around one unit."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        super().__init__()
-        self.unit = unit
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.unit(x)
-        return out
 
 
 class Single(nn.Module):
@@ -280,32 +258,17 @@ class Fused(torch.autograd.Function):
 class FusedBlock(nn.Module):
     """A unit whose matrix writes its own main gradient where `fused` says so; its vector does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / 3)
         self.bias = nn.Parameter(torch.zeros(DIM))
-        self.fused = False
+        self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fused:
             out: Tensor = Fused.apply(x, self.weight)  # type: ignore[no-untyped-call]
             return x + torch.tanh(out + self.bias)
         return x + torch.tanh(x @ self.weight.T + self.bias)
-
-
-class FusedNet(nn.Module):
-    """Two such units."""
-
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FusedBlock() for _ in range(2))
-        for block in self.blocks:
-            block.fused = fused  # type: ignore[assignment]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Filled(nn.Linear):
@@ -330,19 +293,6 @@ class FilledBlock(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class FilledNet(nn.Module):
-    """Units of that kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FilledBlock() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def seeded(model: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Make:
     """A maker of the same model, with the same weights, each time."""
 
@@ -351,6 +301,17 @@ def seeded(model: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Make:
         return model(*args, **kwargs)
 
     return make
+
+
+def holding(make: Make, weights: dict[str, Tensor]) -> Make:
+    """A maker of the same model with other weights."""
+
+    def made() -> nn.Module:
+        model = make()
+        model.load_state_dict(weights)
+        return model
+
+    return made
 
 
 def batch(index: int, dim: int = DIM) -> Batch:

@@ -14,14 +14,11 @@ from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.storage.param_group import ParamGroup
-from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, fetching_ahead, first_line, relative
+from tests.fsdp.behaviours.lab import ALL, BF16, FP32, Lab, Mutant, behaviour, fetching_ahead, first_line, relative
 from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh
 
-FP32 = 1e-5
-"""Relative distance that rounding in fp32 stays below here."""
-BF16 = 1e-2
-"""The same with a wire of bf16: one rounding of each contribution, in fp32 sums."""
+NET = seeded(Net)
 
 _fold, _fold_exchange, _finish = NativeReduction.fold, ExchangeReduction.fold, ReducePipeline.finish
 
@@ -61,12 +58,8 @@ SCALED_TWICE = Mutant(
     "21", "ZeRO-1 with a wire of its own dtype: the shard never includes the local gradient twice.", ADDS_TO_LOCAL
 )
 def local_gradient_counts_once(lab: Lab) -> str:
-    make = seeded(Net)
-    subject = lab.build(make, Setup("optim", (Block,), comm=torch.bfloat16))
-    lab.accumulate(subject, 2)
-    error = lab.error(subject.gradients(), lab.plain(make, 2))
-    lab.claim(error < BF16, f"gradients off by {error:.1e} with a bf16 wire, k = 2")
-    return f"gradients off by {error:.1e} with a bf16 wire, k = 2"
+    lab.gradients(NET, Setup("optim", (Block,), comm=torch.bfloat16), 2, bound=BF16)
+    return lab.off("gradients with a bf16 wire and k = 2")
 
 
 def _sums_in_wire(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
@@ -105,34 +98,23 @@ def accumulates_wide(lab: Lab) -> str:
     SCALED_TWICE,
 )
 def divided_once(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = 0.0
     for strategy in lab.each(ALL):
         with lab.asking():
             for k in (1, 2, 4):
-                subject = lab.build(make, Setup(strategy, (Block,)))
-                lab.accumulate(subject, k)
-                error = lab.error(subject.gradients(), lab.plain(make, k))
-                worst = max(worst, error)
-                lab.claim(error < FP32, f"{strategy}, k = {k}: gradients off by {error:.1e}")
-    return f"k = 1, 2, 4: gradients off by at most {worst:.0e}; {_averaging(lab)}{lab.without}"
+                lab.gradients(NET, Setup(strategy, (Block,)), k)
+    return f"{lab.off('k = 1, 2, 4: gradients')}; {_averaging(lab)}"
 
 
 def _averaging(lab: Lab) -> str:
     """What `average_in_collective` does."""
-    make = seeded(Net)
     try:
-        subject = lab.build(make, Setup(units=(Block,), options={"average_in_collective": True}))
+        lab.gradients(NET, Setup(units=(Block,), options={"average_in_collective": True}))
     except (NotOffered, NotImplementedError):
         return "average_in_collective is refused"
     except Exception as failure:  # whatever it is, it is no refusal
         told = f"{type(failure).__name__}: {first_line(failure)}"
         lab.claim(False, f"k = 1, 2, 4 are right, but average_in_collective: {told}")
-        return ""
-    lab.accumulate(subject)
-    error = lab.error(subject.gradients(), lab.plain(make))
-    lab.claim(error < FP32, f"average_in_collective: gradients off by {error:.1e}")
-    return f"average_in_collective off by {error:.0e}"
+    return "average_in_collective is among them"
 
 
 _shard = megatron.shard
@@ -149,31 +131,30 @@ _shard = megatron.shard
     ),
 )
 def per_token(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = 0.0
+    want = {name: value * lab.world for name, value in lab.plain(NET, 2).items()}
     for strategy in lab.each(ALL):
         with lab.asking():
-            subject = lab.build(make, Setup(strategy, (Block,), options={"calculate_per_token_loss": True}))
+            subject = lab.build(NET, Setup(strategy, (Block,), options={"calculate_per_token_loss": True}))
             lab.accumulate(subject, 2)
-            want = {name: value * lab.world for name, value in lab.plain(make, 2).items()}
-            error = lab.error(subject.gradients(), want)
-            worst = max(worst, error)
-            lab.claim(error < FP32, f"{strategy}: off by {error:.1e} from the sum over ranks")
-    return f"gradients are {lab.world} x the averaged ones, off by {worst:.0e}{lab.without}"
+            lab.within(FP32, lab.error(subject.gradients(), want), f"{strategy}: the sum over ranks is")
+    return lab.off(f"gradients are {lab.world} x the averaged ones,")
 
 
-def _mixture_error(lab: Lab, expert_parallel: int, k: int, strategy: str) -> tuple[float, float]:
-    """Errors of dense and of this rank's expert gradients against all experts in one process."""
-    mesh = expert_mesh(expert_parallel, tensor_axis=False)
+def _mixtures(lab: Lab, strategies: tuple[str, ...], ks: tuple[int, ...]) -> str:
+    """Claim that dense gradients and this rank's expert's are those of all experts in one process."""
+    mesh = expert_mesh(2, tensor_axis=False)
     group, own = mesh["ep"].get_group(), mesh.get_local_rank("ep")
-    setup = Setup(strategy, (Experts,), expert_parallel=expert_parallel)
-    subject = lab.build(lambda: Mixture(group, expert_parallel, own), setup)
-    lab.accumulate(subject, k)
-    have = subject.gradients()
-    want = lab.plain(lambda: Mixture(None, expert_parallel, 0), k)
-    expert = relative(have["layer.experts.0.weight"], want[f"layer.experts.{own}.weight"])
-    dense = max(relative(have[name], want[name]) for name in have if ".experts." not in name)
-    return dense, max(lab.everywhere(expert))
+    for strategy in lab.each(strategies):
+        with lab.asking():
+            for k in ks:
+                subject = lab.build(lambda: Mixture(group, 2, own), Setup(strategy, (Experts,), expert_parallel=2))
+                lab.accumulate(subject, k)
+                have, want = subject.gradients(), lab.plain(lambda: Mixture(None, 2, 0), k)
+                expert = relative(have["layer.experts.0.weight"], want[f"layer.experts.{own}.weight"])
+                dense = max(relative(have[name], want[name]) for name in have if ".experts." not in name)
+                lab.within(FP32, dense, f"{strategy}, k = {k}: dense gradients")
+                lab.within(FP32, max(lab.everywhere(expert)), f"{strategy}, k = {k}: gradients of experts")
+    return lab.off(f"EP 2 of {lab.world} ranks, k = {', '.join(map(str, ks))}: gradients")
 
 
 @behaviour(
@@ -186,13 +167,7 @@ def _mixture_error(lab: Lab, expert_parallel: int, k: int, strategy: str) -> tup
     ranks=4,
 )
 def experts_are_divided_right(lab: Lab) -> str:
-    told = []
-    for strategy in lab.each(("no_shard", "optim_grads_params")):
-        with lab.asking():
-            dense, expert = _mixture_error(lab, 2, 1, strategy)
-            lab.claim(max(dense, expert) < FP32, f"{strategy}: dense off by {dense:.1e}, experts by {expert:.1e}")
-            told.append(f"{strategy} {max(dense, expert):.0e}")
-    return f"EP 2 of 4 ranks, gradients off by {', '.join(told)}{lab.without}"
+    return _mixtures(lab, ("no_shard", "optim_grads_params"), (1,))
 
 
 def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
@@ -205,7 +180,6 @@ def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *
 ADDS_ALONE = Mutant(
     "a lone rank adds its sum to itself", lambda: mock.patch.object(ExchangeReduction, "fold", _adds_where_alone)
 )
-LONE = ((torch.float32, FP32), (torch.bfloat16, BF16))
 
 
 @behaviour(
@@ -215,18 +189,12 @@ LONE = ((torch.float32, FP32), (torch.bfloat16, BF16))
     ranks=1,
 )
 def lone_rank(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = {torch.float32: 0.0, torch.bfloat16: 0.0}
     for strategy in lab.each(ALL):
         with lab.asking():
-            for comm, bound in LONE:
+            for comm, bound in ((torch.float32, FP32), (torch.bfloat16, BF16)):
                 for k in (1, 2, 4):
-                    subject = lab.build(make, Setup(strategy, (Block,), comm=comm))
-                    lab.accumulate(subject, k)
-                    error = lab.error(subject.gradients(), lab.plain(make, k))
-                    worst[comm] = max(worst[comm], error)
-                    lab.claim(error < bound, f"{strategy}, {comm} wire, k = {k}: gradients off by {error:.1e}")
-    return f"gradients off by {worst[torch.float32]:.0e}, with a bf16 wire by {worst[torch.bfloat16]:.0e}{lab.without}"
+                    lab.gradients(NET, Setup(strategy, (Block,), comm=comm), k, bound=bound)
+    return lab.off("gradients with fp32 and bf16 wires")
 
 
 @behaviour(
@@ -235,16 +203,7 @@ def lone_rank(lab: Lab) -> str:
     ADDS_ALONE,
 )
 def lone_experts(lab: Lab) -> str:
-    told = []
-    for strategy in lab.each(("no_shard", "optim", "optim_grads_params")):
-        with lab.asking():
-            for k in (1, 2, 4):
-                dense, expert = _mixture_error(lab, 2, k, strategy)
-                lab.claim(
-                    max(dense, expert) < FP32, f"{strategy}, k = {k}: dense off by {dense:.1e}, experts by {expert:.1e}"
-                )
-                told.append(max(dense, expert))
-    return f"EP 2 of 2 ranks, k = 1, 2, 4: gradients off by {max(told, default=0.0):.0e}{lab.without}"
+    return _mixtures(lab, ("no_shard", "optim", "optim_grads_params"), (1, 2, 4))
 
 
 @behaviour(
@@ -254,12 +213,10 @@ def lone_experts(lab: Lab) -> str:
     ranks=4,
 )
 def hybrid_equals_flat(lab: Lab) -> str:
-    make = seeded(Net)
-    told = []
     for strategy, outer in lab.each([(s, o) for s in ALL for o in ("no_shard", "optim")]):
         with lab.asking():
             try:
-                told.append(_hybrid(lab, make, strategy, outer))
+                _hybrid(lab, Setup(strategy, (Block,), outer=2, outer_strategy=outer))
             except (NotOffered, NotImplementedError):
                 raise
             except ValueError as refusal:
@@ -267,19 +224,16 @@ def hybrid_equals_flat(lab: Lab) -> str:
                 raise NotOffered(f"{strategy} with outer {outer} is refused") from refusal
             except RuntimeError as error:
                 lab.claim(False, f"{strategy}, outer {outer}: {first_line(error)[:120]}")
-    return f"gradients off by at most {max(told, default=0.0):.0e}, replicas equal to the bit{lab.without}"
+    return lab.off("replicas equal to the bit, gradients")
 
 
-def _hybrid(lab: Lab, make: Any, strategy: str, outer: str) -> float:
-    subject = lab.build(make, Setup(strategy, (Block,), outer=2, outer_strategy=outer))
-    lab.accumulate(subject, 2)
-    error = lab.error(subject.gradients(), lab.plain(make, 2))
-    lab.claim(error < FP32, f"{strategy}, outer {outer}: gradients off by {error:.1e}")
+def _hybrid(lab: Lab, setup: Setup) -> None:
+    subject = lab.gradients(NET, setup, 2)
     subject.step()
     lab.train(subject, 2)
     digests = lab.everywhere({n: w.double().sum().item() for n, w in subject.weights().items()})
-    lab.claim(all(d == digests[0] for d in digests), f"{strategy}, outer {outer}: replicas differ after 3 steps")
-    return error
+    told = f"{setup.strategy}, outer {setup.outer_strategy}: replicas differ after 3 steps"
+    lab.claim(all(d == digests[0] for d in digests), told)
 
 
 _prefetch = GatherPipeline._prefetch
@@ -300,16 +254,12 @@ def _blank_ahead(self: GatherPipeline) -> None:
     ),
 )
 def overlap_changes_nothing(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = 0.0
     for strategy in lab.each(ALL):
         with lab.asking():
             found = []
             for overlap in (True, False):
-                subject = lab.build(make, Setup(strategy, (Block,), overlap=overlap))
+                subject = lab.build(NET, Setup(strategy, (Block,), overlap=overlap))
                 lab.train(subject, 3)
                 found.append(subject.weights())
-            error = lab.error(found[1], found[0])
-            worst = max(worst, error)
-            lab.claim(error < FP32, f"{strategy}: weights after 3 steps off by {error:.1e} without overlap")
-    return f"weights of 3 steps with and without overlap differ by {worst:.0e}{lab.without}"
+            lab.within(FP32, lab.error(*found), f"{strategy}: weights of 3 steps without overlap")
+    return lab.off("weights of 3 steps with and without overlap")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -17,10 +18,10 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import put_grad
 from harness.fsdp.update import norms
 from harness.fsdp.update.flat_step import DECOUPLED, FlatStep
-from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
-from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
-from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, FP32, SCALED_TWICE
-from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, sgd
+from tests.fsdp.behaviours.lab import ALL, FP32, Lab, Mutant, behaviour, relative
+from tests.fsdp.behaviours.models import Block, Chain, FusedBlock, Net, holding, seeded
+from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, NET, SCALED_TWICE
+from tests.fsdp.behaviours.subject import NotOffered, Setup, sgd
 
 # -- 28, 29: the optimizer ---------------------------------------------------------------------------------------------
 
@@ -55,22 +56,20 @@ def _one_setting(self: FlatStep, optimizer: Optimizer) -> None:
     ),
 )
 def first_updates(lab: Lab) -> str:
-    make = seeded(Net)
-    worst, least = 0.0, 1.0
-    start = {name: p.detach().double() for name, p in make().named_parameters()}
+    least = 1.0
+    start = {name: p.detach().double() for name, p in NET().named_parameters()}
     for family in (torch.optim.Adam, torch.optim.AdamW):
         optimize = _adam(family)
-        subject = lab.build(make, Setup(units=(Block,)), optimize)
+        subject = lab.build(NET, Setup(units=(Block,)), optimize)
         for step in range(3):
             lab.accumulate(subject, 1, step)
             subject.step()
-            want = lab.trained(make, optimize, step + 1)
-            have = subject.weights()
-            error = max(relative(have[n].double() - start[n], want[n] - start[n]) for n in want)
-            size = min(((have[n] - start[n]).norm() / (want[n] - start[n]).norm()).item() for n in want)
-            worst, least = max(worst, error), min(least, size)
-    lab.claim(worst < 1e-3, f"updates off by up to {worst:.1e}; the smallest is {least:.3f} of what it should be")
-    return f"updates 1 to 3 off by at most {worst:.0e}"
+            want = lab.trained(NET, optimize, step + 1)
+            moved = {n: w.double() - start[n] for n, w in subject.weights().items()}
+            least = min(least, *((moved[n].norm() / (want[n] - start[n]).norm()).item() for n in want))
+            error = max(relative(moved[n], want[n] - start[n]) for n in want)
+            lab.within(1e-3, error, f"update {step + 1}, whose smallest is {least:.3f} of what it should be,")
+    return lab.off("updates 1 to 3")
 
 
 def _adam(family: type[torch.optim.Adam]) -> Any:
@@ -97,14 +96,10 @@ def _two_groups(module: Any) -> torch.optim.Optimizer:
     ),
 )
 def groups_survive(lab: Lab) -> str:
-    make = seeded(Net)
-    subject = lab.build(make, Setup(units=(Block,)), _two_groups)
+    subject = lab.weights(NET, Setup(units=(Block,)), _two_groups)
     settings = [(group["lr"], group["weight_decay"]) for group in subject.optimizer.param_groups]
-    lab.train(subject, 3)
-    error = lab.error(subject.weights(), lab.trained(make, _two_groups, 3))
     lab.claim(settings == [(0.1, 0.2), (0.02, 0.0)], f"(lr, weight decay) of each group after wrapping: {settings}")
-    lab.claim(error < FP32, f"weights after 3 steps off by {error:.1e}")
-    return f"two groups keep theirs; weights after 3 steps off by {error:.0e}"
+    return lab.off("two groups keep theirs; weights after 3 steps")
 
 
 # -- 30 to 34: gradients of a step -------------------------------------------------------------------------------------
@@ -126,10 +121,13 @@ def _last_is_left_out(self: ShardedParameters, *args: Any, **named: Any) -> None
     ),
 )
 def attached_when_reduced(lab: Lab) -> str:
-    make = seeded(Net)
-    subject = lab.build(make, Setup("optim_grads_params", (Block,), compute=torch.bfloat16))
-    before = [grad for _, grad in subject.optimizer_gradients() if grad is not None]
-    lab.claim(not before, f"{len(before)} gradients before the first backward")
+    subject = lab.build(NET, Setup("optim_grads_params", (Block,), compute=torch.bfloat16))
+
+    def nothing(when: str) -> None:
+        left = [grad for _, grad in subject.optimizer_gradients() if grad is not None]
+        lab.claim(not left, f"{len(left)} gradients {when}")
+
+    nothing("before the first backward")
     lab.accumulate(subject, 2)
     seen: list[tuple[Tensor, Tensor | None]] = []
     # A hook of torch's: called when the step itself begins, after what the engine does before it.
@@ -140,8 +138,7 @@ def attached_when_reduced(lab: Lab) -> str:
     dtypes = {grad.dtype for _, grad in seen if grad is not None}
     lab.claim(not missing, f"no gradient for {len(missing)} of {len(seen)} tensors that this rank holds")
     lab.claim(dtypes == {torch.float32}, f"gradients of {dtypes}")
-    left = [grad for _, grad in subject.optimizer_gradients() if grad is not None]
-    lab.claim(not left, f"{len(left)} gradients are left after zero_grad")
+    nothing("are left after zero_grad")
     return f"{len(seen)} tensors stepped, none with a gradient before, all with fp32 ones after"
 
 
@@ -163,35 +160,30 @@ def _forgets_earlier(self: GradientSync) -> None:
     ),
 )
 def accumulation(lab: Lab) -> str:
-    make = seeded(Net)
     told = []
     for strategy in lab.each(ALL):
         with lab.asking():
-            subject = lab.build(make, Setup(strategy, (Block,), rhythm="contexts"))
-            lab.accumulate(subject, 3)
-            error = lab.error(subject.gradients(), lab.plain(make, 3))
+            subject = lab.gradients(NET, Setup(strategy, (Block,), rhythm="contexts"), 3)
             subject.step()
             lab.accumulate(subject, 3, 1)
             subject.step()
-            after = lab.error(subject.weights(), lab.trained(make, sgd(), 2, 3))
-            lab.claim(error < FP32, f"{strategy}: no_sync on 2 of 3 microbatches gives gradients off by {error:.1e}")
-            lab.claim(after < FP32, f"{strategy}: weights after two steps with no_sync off by {after:.1e}")
+            after = lab.error(subject.weights(), lab.trained(NET, sgd(), 2, 3))
+            lab.within(FP32, after, f"{strategy}: weights after two steps with no_sync")
             told.append(f"{strategy} {_without_contexts(lab, strategy)}")
     return f"right with no_sync; three backwards that all synchronise: {', '.join(told)}{lab.without}"
 
 
 def _without_contexts(lab: Lab, strategy: str) -> str:
-    make = seeded(Net)
-    subject = lab.build(make, Setup(strategy, (Block,), rhythm="auto"))
+    subject = lab.build(NET, Setup(strategy, (Block,), rhythm="auto"))
     try:
         lab.accumulate(subject, 3)
-        error = lab.error(subject.gradients(), lab.plain(make, 3))
+        error = lab.error(subject.gradients(), lab.plain(NET, 3))
     except RuntimeError as refusal:
         if "no_sync" not in str(refusal):
             raise
         subject.optimizer.zero_grad()
         return "refused"
-    lab.claim(error < FP32, f"{strategy}: three synchronised backwards give gradients off by {error:.1e}")
+    lab.within(FP32, error, f"{strategy}: gradients of three synchronised backwards")
     return "right"
 
 
@@ -204,33 +196,19 @@ def _without_contexts(lab: Lab, strategy: str) -> str:
     ),
 )
 def starts_from_zero(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = 0.0
     for strategy in lab.each(ALL):
         with lab.asking():
             for set_to_none in (True, False):
-                subject = lab.build(make, Setup(strategy, (Block,)))
+                subject = lab.build(NET, Setup(strategy, (Block,)))
                 lab.accumulate(subject, 2)
                 subject.update()
                 subject.optimizer.zero_grad(set_to_none=set_to_none)
                 # The second step's gradient, of the weights as they are now.
-                start = {name: weight.clone() for name, weight in subject.weights().items()}
+                now = holding(NET, {name: weight.clone() for name, weight in subject.weights().items()})
                 lab.accumulate(subject, 2, 1)
-                error = lab.error(subject.gradients(), lab.plain(_with(make, start), 2, 1))
-                worst = max(worst, error)
-                lab.claim(
-                    error < FP32, f"{strategy}, set_to_none={set_to_none}: the next gradients are off by {error:.1e}"
-                )
-    return f"gradients of the second step off by at most {worst:.0e} either way{lab.without}"
-
-
-def _with(make: Any, weights: dict[str, Tensor]) -> Any:
-    def made() -> Any:
-        model = make()
-        model.load_state_dict(weights)
-        return model
-
-    return made
+                error = lab.error(subject.gradients(), lab.plain(now, 2, 1))
+                lab.within(FP32, error, f"{strategy}, set_to_none={set_to_none}: the next gradients are")
+    return lab.off("gradients of the second step, either way,")
 
 
 class DecoupledSGD(torch.optim.SGD):
@@ -266,7 +244,7 @@ _decouple = FlatStep._decouple
 def decoupled(lab: Lab) -> str:
     options = {"use_decoupled_grad": True}
     setup = Setup(units=(Block,), compute=torch.bfloat16, main_params=None, options=options)
-    subject = lab.build(seeded(Net), setup, lambda module: DecoupledSGD(module.parameters(), lr=0.1))
+    subject = lab.build(NET, setup, lambda module: DecoupledSGD(module.parameters(), lr=0.1))
     lab.accumulate(subject)
     subject.step()
     seen = DecoupledSGD.seen
@@ -284,19 +262,14 @@ def decoupled(lab: Lab) -> str:
     SCALED_TWICE,
 )
 def fused_weight_gradient(lab: Lab) -> str:
-    worst, tried = 0.0, []
+    fused, plain = (seeded(lambda on=on: Chain(FusedBlock(on), FusedBlock(on))) for on in (True, False))
     for strategy in lab.each(ALL):
         with lab.asking():
             if lab.subject.name == "fsdp2":
                 raise NotOffered("it has nothing like get_main_grad")
             for k in (1, 3):
-                subject = lab.build(seeded(FusedNet, fused=True), Setup(strategy, (FusedBlock,)))
-                lab.accumulate(subject, k)
-                error = lab.error(subject.gradients(), lab.plain(seeded(FusedNet, fused=False), k))
-                worst = max(worst, error)
-                lab.claim(error < FP32, f"{strategy}, k = {k}: gradients off by {error:.1e}")
-            tried.append(strategy)
-    return f"{len(tried)} strategies, k = 1 and 3: gradients off by at most {worst:.0e}{lab.without}"
+                lab.gradients(fused, Setup(strategy, (FusedBlock,)), k, like=plain)
+    return lab.off("k = 1 and 3: gradients")
 
 
 # -- 35, 36: recomputation, clipping -----------------------------------------------------------------------------------
@@ -320,13 +293,12 @@ def recomputation(lab: Lab) -> str:
     for recompute in (False, True):
         subject = lab.build(seeded(Net, recompute=recompute), Setup(units=(Block,)))
         lab.accumulate(subject, 2)
-        left = _left_behind(subject)
+        with suppress(NotOffered):
+            left = subject.gathered()
         found.append(subject.gradients())
     error = lab.error(found[1], found[0])
     lab.claim(error == 0.0, f"gradients differ by {error:.1e}")
-    lab.claim(
-        not left, f"after the backward {len(left)} parameters have their weights still, {left[0] if left else ''}"
-    )
+    lab.claim(not left, f"after the backward {len(left)} parameters have their weights still: {left[:1]}")
     return "gradients equal to the bit, no weights left gathered"
 
 
@@ -335,13 +307,6 @@ _sum_scalars = Communicator.sum_scalars
 
 def _sums_no_norm(self: Communicator, values: Tensor, purpose: str) -> Tensor:
     return values if purpose == "norm" else _sum_scalars(self, values, purpose)
-
-
-def _left_behind(subject: Subject) -> list[str]:
-    try:
-        return subject.gathered()
-    except NotOffered:
-        return []
 
 
 @behaviour(
@@ -357,18 +322,14 @@ def _left_behind(subject: Subject) -> list[str]:
     ),
 )
 def clipping(lab: Lab) -> str:
-    make = seeded(Net)
-    worst = off = 0.0
+    want = lab.plain(NET)
+    total = torch.cat([value.flatten() for value in want.values()]).norm().item()
+    clipped = {name: value * (0.01 / (total + 1e-6)) for name, value in want.items()}
     for strategy in lab.each(ALL):
         with lab.asking():
-            subject = lab.build(make, Setup(strategy, (Block,)))
+            subject = lab.build(NET, Setup(strategy, (Block,)))
             lab.accumulate(subject)
-            norm = subject.clip(0.01)
-            want = lab.plain(make)
-            total = torch.cat([value.flatten() for value in want.values()]).norm().item()
-            clipped = {name: value * (0.01 / (total + 1e-6)) for name, value in want.items()}
-            worst = max(worst, abs(norm / total - 1))
-            off = max(off, lab.error(subject.gradients(), clipped))
-            lab.claim(worst < 1e-6, f"{strategy}: the norm is {norm / total:.4f} of the whole gradient's")
-            lab.claim(off < FP32, f"{strategy}: clipped gradients off by {off:.1e}")
-    return f"norm off by {worst:.0e}, clipped gradients by {off:.0e}{lab.without}"
+            norm = subject.clip(0.01) / total
+            lab.claim(abs(norm - 1) < 1e-6, f"{strategy}: the norm is {norm:.4f} of the whole gradient's")
+            lab.within(FP32, lab.error(subject.gradients(), clipped), f"{strategy}: clipped gradients")
+    return lab.off("the norm is right, clipped gradients are")

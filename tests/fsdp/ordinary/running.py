@@ -23,6 +23,7 @@ from tests.fsdp.ordinary import pieces
 from tests.fsdp.ordinary.pieces import WORDS, Batch
 from tests.fsdp.ordinary.program import Program
 from tests.fsdp.ordinary.source import text_of
+from tests.support.visits import Lost, Visit
 
 RANKS = 2
 ENGINE = f"{os.sep}harness{os.sep}fsdp{os.sep}"
@@ -54,13 +55,6 @@ class Raised:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.sentence}"
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The rank gave no answer: it hung, or its process ended."""
-
-    why: str
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -228,3 +222,13 @@ def raised(error: Exception) -> Raised:
     line = (frames[-1].line or "").strip() if frames else ""
     meant = ENGINE in frames[-1].filename and not isinstance(error, ACCIDENTS) and line.startswith("raise")
     return Raised(type(error).__name__, str(error), meant, "".join(traceback.format_exception(error)))
+
+
+def run(attempt: Callable[[int, Any], Any], todo: Sequence[Any], patience: float = 20) -> list[list[Any]]:
+    """Outcomes of `attempt(rank, each)` by program and rank; new ranks run what comes after a program that raises."""
+    return Visit(attempt, RANKS, _has_raised, patience).run(todo)
+
+
+def _has_raised(outcome: Any) -> bool:
+    """Whether an outcome, or the first of several things that came with it, is an error."""
+    return isinstance(outcome[0] if isinstance(outcome, tuple) else outcome, Raised)

@@ -24,9 +24,8 @@ from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import BROKEN
 from tests.fsdp.ordinary.judging import Verdict, judge
 from tests.fsdp.ordinary.program import AXES, COUNT, FOUND, Program, covering_seeds, draw
-from tests.fsdp.ordinary.running import Outcome, Trained, attempt, reference
+from tests.fsdp.ordinary.running import Outcome, Trained, attempt, reference, run
 from tests.fsdp.ordinary.source import text_of
-from tests.fsdp.ordinary.visits import run
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import BATCH, once
 from tests.support.mutants import each
