@@ -190,7 +190,7 @@ class Engine:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.guard = guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
-        gather = pipeline_of(units, meshes.dense.everyone, runtime, options.prefetch, options.prefetch_limit_bytes)
+        gather = pipeline_of(units, meshes.dense.everyone, options.prefetch, options.prefetch_limit_bytes)
         self.gather, reductions_of = gather, partial(make_reductions, options.numerics, self.integers)
         self.reduce = ReducePipeline(
             units,
@@ -211,7 +211,7 @@ class Engine:
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
         scales = Scales.of(module, held, meshes, is_expert)
-        self.weights = weights = WeightInstaller(buckets, gather, self.user_buffers, replicas, step, scales)
+        self.weights = weights = WeightInstaller(buckets, gather, self.user_buffers, replicas, step, scales, runtime)
         usage = Usage.of(meshes, trainable)
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
@@ -250,7 +250,6 @@ class Engine:
                 kept.before_edit()
 
         for bucket in self.buckets:
-            bucket.installed_version = bucket.main_version
             found.append(ShardedParameters(bucket, shards, slots, before_write))
             bucket.views.sharded = weakref.ref(found[-1])
             bucket.rest()

@@ -350,7 +350,7 @@ class MegatronModel(FSDPModule):
         engine = engine_of(self)
         engine.weights.refuse_held()
         engine.weights.bring_up_to_date()  # of rows that other ranks keep, the first one has no edits
-        engine.weights.wait(writes=True)
+        engine.weights.before_edit()
         for comm, replicas in held_by_several(engine.buckets, engine.meshes):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))

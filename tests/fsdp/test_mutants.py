@@ -18,8 +18,8 @@ from torch import Tensor
 
 from harness.fsdp.comm import reduction
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.runtime import installation
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from harness.shm import transfer
 from harness.shm.sums import sum_in_order
@@ -77,6 +77,10 @@ def trained(strategy: str, k: int = 1, clip: float | None = None) -> Case:
     return Case("native", strategy, RANKS, k, optimizer="sgd", clip=clip, steps=3)
 
 
+def _forgotten(self: ParamGroup) -> None:
+    self.installed_version = self.main_version
+
+
 MUTANTS = {
     "adds over the unreduced": Mutant(
         "A reduced gradient is added to the buffer that held the unreduced one",
@@ -110,7 +114,7 @@ MUTANTS = {
     ),
     "weights are not installed": Mutant(
         "The next forward computes with the weights from before the update",
-        lambda: mock.patch.object(installation, "install_weights", return_value=[]),
+        lambda: mock.patch.object(ParamGroup, "install", _forgotten),
         "gradient norm at step 2|update of",
         trained("optim"),  # no_shard in one dtype computes with its main weights
     ),

@@ -391,7 +391,7 @@ def _watched(rank: int) -> tuple[list[str], bool]:
         log.append("step")
         model.install_weights()
         model.zero_grad()
-    flying = bool(model._parts.weights.pending)
+    flying = any(bucket.awaited for bucket in model.buckets)
     model.close()
     return log, flying
 

@@ -33,7 +33,6 @@ from harness.fsdp.runtime.step import (
     StepShape,
     StepState,
 )
-from harness.fsdp.runtime.unit_weights import WEIGHT_TRANSITIONS, WeightState
 from tests.fsdp.habits.world import Boom, same_gradients
 from tests.fsdp.test_api import Block, make
 
@@ -136,9 +135,9 @@ def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of()
     assert of.installed.state is InstallState.INSTALLED
 
 
-def test_weights_and_forwards_have_tables_that_reach_every_state() -> None:
-    for states, table in ((WeightState, WEIGHT_TRANSITIONS), (ForwardState, Forward.transitions)):
-        assert {to for row in table.values() for ends in row.values() for to in ends} == set(states) == set(table)
+def test_forwards_have_a_table_that_reaches_every_state() -> None:
+    ends = {to for row in Forward.transitions.values() for ends in row.values() for to in ends}
+    assert ends == set(ForwardState) == set(Forward.transitions)
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -19,11 +19,10 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.comm.together import copy_together
-from harness.fsdp.runtime import installation, unit_weights
+from harness.fsdp.runtime import installation
 from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.unit_weights import UnitWeights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
@@ -95,10 +94,12 @@ def on_stream(of: Any, method: str, stream: str) -> Callable[[], AbstractContext
     return instead(of, method, wrong)
 
 
-def forgetful_wait(self: UnitWeights) -> None:
-    for bucket in self.unit.buckets:
-        bucket.point_at_weights()
-    self.state = unit_weights.WeightState.UNSHARDED
+def forgetful_wait(self: ParamGroup) -> None:
+    self._forgotten = self._unsharding  # type: ignore[attr-defined]
+    self._unsharding = []
+    for encoding in self.encodings:
+        encoding.is_valid = True
+    self.point_at_weights()
 
 
 def landed_too_soon(self: Job) -> None:
@@ -157,7 +158,7 @@ def early_sums(self: Communicator, values: Tensor, purpose: str) -> Tensor:
 
 
 def uninstalled(self: ParamGroup) -> None:
-    self.awaited = None
+    self.awaited = []
 
 
 @contextmanager
@@ -196,7 +197,7 @@ _wait, _install = Job.wait, installation.WeightInstaller.install
 FAULTS = {
     "no wait after a gather": Fault(
         "A unit's forward begins before its weights have come in",
-        instead(UnitWeights, "wait", forgetful_wait),
+        instead(ParamGroup, "wait_for_unshard", forgetful_wait),
         ZERO3,
         r"weights of \(root\)/float32",
         ("nccl all_gather", "mm on stream main"),
@@ -294,7 +295,7 @@ FAULTS = {
     ),
     "loaded beside a copy": Fault(
         "The host writes main weights that a device is still copying",
-        instead(ParamGroup, "let_host_write", lambda self: None),
+        instead(WeightInstaller, "_wait_for_device", lambda self: None),
         Case("optim", offload=True, more=LOADING, policy="bf16"),
         r"main weights of .*/bfloat16",
         ("copy_ .*stream other", "copy_ .*stream host"),

@@ -10,10 +10,8 @@ run the same modules in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.runtime.unit_weights import UnitWeights, WeightState
 from harness.fsdp.runtime.units import Unit, rest
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
 
@@ -21,61 +19,59 @@ from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
 class GatherPipeline:
     """Weights of units under `optim_grads_params`; elsewhere weights are resident and nothing happens here.
 
+    A unit is sharded, on its way (its gather is begun: it is wanted, or prefetched), or whole until it is resharded.
+
     Args:
         units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
         prefetch: units gathered ahead of the one in use, at least 0.
         limit_bytes: of weights gathered ahead of the unit in use, never exceeded; None: whatever `prefetch` allows.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        runtime: DeviceRuntime,
-        prefetch: int,
-        limit_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch: int, limit_bytes: int | None = None) -> None:
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
-        self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
+        self.in_backward = False
+        self.num_alive_peak = 0
+        """Most units but the root whose unsharded weights had memory at once."""
+        self._gathered = frozenset(self.order)
+        self._roots = {unit for unit in self.order if unit.is_root}
         self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
-        self._ahead: dict[Unit, None] = {}
-        """Units on their way, not the root, in the order they were begun."""
+        self._is_late = all(group.shm is not None for group in self._groups)
+        """True if weights have no memory before they are waited for."""
+        self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
+        self._resting: list[Unit] = []
+        self._kept: set[Unit] = set()
+        self._held: set[Unit] = set()
+        self._dropped_while_held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
-        """Each unit's place in the sweep, counted from 0."""
-        self._passed = 0
-        self._resting: list[Unit] = []
-        self._kept: list[Unit] = []
-        self._next = 0
+        """Each unit's place in the sweep."""
+        self._next = self._passed = 0
+        """Places in the sweep: of the first unit not begun, and not passed."""
         self._ran: list[Unit] = []
         self._late = False
-        self.is_read = False
-        """True if a forward has begun since a backward ended last: a device may still read main weights."""
-        self._held: set[str] = set()
-        self._dropped_while_held: set[str] = set()
-        self.num_alive_peak = 0
 
     @property
     def last(self) -> Unit | None:
         """The unit a forward ends with, if its weights are kept for the backward that begins with it."""
         return self.order[-1] if self.order else None
 
+    # -- sweeps ----------------------------------------------------------------------------------------------------
+
     def pre_forward(self) -> None:
         """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it.
 
         A unit that the forward before kept for its backward leaves a buffer that it shares with others.
         """
-        self.is_read = True
         for unit in self.order:
             if unit.shares_buffers:
                 self.reshard(unit)
-        self._begin([unit for unit in self.order if not self._is(unit, WeightState.UNSHARDED)])
+        self._begin([unit for unit in self.order if unit not in self._whole])
         self._ran, self._late = [], False
-        for unit in self.order:
-            if unit.is_root:
-                self.unshard(unit, FORWARD)
+        for unit in self._roots:
+            self.unshard(unit, FORWARD)
 
     def post_forward(self, *, backward_follows: bool, inside: bool = False) -> None:
         """The model's forward ends: units that did not run take their turn in the sweep, and are resharded; the last
@@ -89,164 +85,67 @@ class GatherPipeline:
         if self._late:
             self._learn_order()
         if not backward_follows and not inside:
-            self._reshard_all_but(self._kept)
+            self.settle()
 
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
         that since: whatever a rank uses first, the root's weights are wanted before or beside it."""
-        order = [unit for unit in self.order if unit.is_root] + [
-            unit for unit in reversed(self.order) if not unit.is_root
-        ]
-        self._begin([unit for unit in order if not self._is(unit, WeightState.UNSHARDED)])
+        order = [*self._roots, *(unit for unit in reversed(self.order) if not unit.is_root)]
+        self._begin([unit for unit in order if unit not in self._whole], in_backward=True)
 
     def post_backward(self) -> None:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
-        self.is_read = False
 
-    def unshard(self, unit: Unit, direction: int) -> None:
-        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
+    def step_ended(self) -> None:
+        """An optimizer has updated main weights."""
 
-        direction: of what the caller does, as in [Note: Two encodings].
-        """
-        if self.is_resident(unit):
-            unit.receive()
-            return
-        self._ran.append(unit)
-        self._wake(unit)
-        if not self._is(unit, WeightState.UNSHARDED):
-            self._reach(unit)
-            self._start_unshard(unit)
-            self._wait_for_unshard(unit)
-        for bucket in unit.buckets:
-            bucket.use()
-        self._prefetch()
+    def _begin(self, sweep: list[Unit], *, in_backward: bool = False) -> None:
+        self.in_backward = in_backward
+        self._sweep, self._next, self._passed = sweep, 0, 0
+        self._places = {unit: place for place, unit in enumerate(sweep)}
 
-    def keep(self, unit: Unit) -> None:
-        """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
-        self._kept.append(unit)
+    def _reach(self, unit: Unit) -> None:
+        place = self._places.get(unit, -1)
+        self._take_turns(max(place, 0))
+        if place == self._next:
+            self._next += 1
+        elif unit not in self._on_way:
+            self._late = True
 
-    def rest(self, unit: Unit) -> None:
-        """A backward has passed a call of a unit, and is to come to another one: its weights stay until they are in the
-        way of others. So a graph of several forwards does not bring the whole model together."""
-        if unit in self._whole and unit not in self._resting:
-            self._resting.append(unit)
-
-    def _wake(self, wanted: Unit) -> None:
-        """Make way for a unit: one other may go on resting, where it does not lie in the buffer of the wanted one."""
-        if not self._resting:
-            return
-        self._resting = [u for u in self._resting if u is not wanted and self._is(u, WeightState.UNSHARDED)]
-        while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
-            self.reshard(self._resting.pop(0))
-
-    def _has_room(self, unit: Unit) -> bool:
-        return all(bucket.has_room for bucket in unit.buckets)
-
-    def unshard_next(self, unit: Unit | None = None) -> None:
-        """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
-        used here: others may come to one that is not much later."""
-        following = unit or self._following
-        if following is None or not (unit or following.readiness.is_called):
-            return
-        self._wake(following)
-        if self._has_room(following) or self._is(following, WeightState.UNSHARDING):
-            self.unshard(following, BACKWARD)
-
-    @property
-    def _following(self) -> Unit | None:
-        begun = (self._sweep[place] for place in range(self._passed, self._next))
-        on_way = (unit for unit in begun if self._is(unit, WeightState.UNSHARDING))
-        return next(on_way, self._sweep[self._next] if self._next < len(self._sweep) else None)
-
-    def reshard_after_forward(self, unit: Unit) -> None:
-        """Drop a unit's whole weights, unless its backward needs them as they are."""
-        if unit not in self._kept:
-            self.reshard(unit)
-
-    def is_whole(self, unit: Unit) -> bool:
-        return self.is_resident(unit) or self._is(unit, WeightState.UNSHARDED)
-
-    def is_resident(self, unit: Unit) -> bool:
-        return unit.name not in self._weights
-
-    def reshard(self, unit: Unit) -> None:
-        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if unit in self._whole:
-            self._reshard(unit)
-
-    def reshard_all(self) -> None:
-        """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
-        self._reshard_all_but([])
-
-    def _reshard_all_but(self, kept: Sequence[Unit]) -> None:
-        self._begin([])
-        stay = set(kept)
-        for unit in [unit for unit in self.order if unit not in stay]:
-            if self._is(unit, WeightState.UNSHARDING):
+    def _take_turns(self, until: int, keep: Unit | None = None) -> None:
+        """Gather the units before place `until` that have not had their turn; drop those fetched and not in use."""
+        for place in range(self._passed, until):
+            unit = self._sweep[place]
+            if place >= self._next:
+                self._next = place + 1
+                self._start_unshard(unit)
+            if unit in self._on_way:
                 self._wait_for_unshard(unit)
-            if self._is(unit, WeightState.UNSHARDED):
-                self._reshard(unit)
-        for group in self._groups:
-            group.settle()
-
-    def settle(self) -> None:
-        """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
-        self._reshard_all_but(self._kept)
-
-    def wait_for_readers(self) -> None:
-        """Have no gather under way that reads main weights, which are written next."""
-        on_way = [unit for unit in self.order if self._is(unit, WeightState.UNSHARDING)]
-        for unit in on_way:
-            self._wait_for_unshard(unit)
-        rest(on_way)
-        self.is_read = False
-
-    def cancel(self) -> None:
-        """Let nobody wait for this rank in gathers under way, of weights that nobody wants."""
-        for weights in self._weights.values():
-            weights.cancel()
-
-    @property
-    def holds(self) -> bool:
-        """True if some unit's weights stay whole until they are let go."""
-        return bool(self._held)
-
-    def hold(self, units: Sequence[Unit]) -> list[Unit]:
-        """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
-        *Collective.*
-
-        Raises:
-            ValueError: under double_buffer there is no room for them; none is held then.
-        """
-        found = [unit for unit in units if unit.name not in self._held]
-        for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
-            if self.is_resident(unit):
-                self._held.add(unit.name)
-                continue
-            if self._is(unit, WeightState.SHARDED):
-                self._dropped_while_held.add(unit.name)  # it was not whole before
-                if not all(bucket.has_room for bucket in unit.buckets):
-                    self.let_go(found)
-                    raise ValueError(
-                        f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
-                        " has room for two units. Ask for fewer at a time, or use double_buffer=False"
-                    )
-            self._start_unshard(unit)
-            if self._is(unit, WeightState.UNSHARDING):
-                self._wait_for_unshard(unit)
-            self._held.add(unit.name)
-        return found
-
-    def let_go(self, units: Sequence[Unit]) -> None:
-        """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""
-        for unit in units:
-            self._held.discard(unit.name)
-            if unit.name in self._dropped_while_held:
-                self._dropped_while_held.discard(unit.name)
-                if self._is(unit, WeightState.UNSHARDED):
+                if unit is not keep and not unit.is_root:
                     self._reshard(unit)
+            self._passed = place + 1
+
+    def _prefetch(self) -> None:
+        while self._next < len(self._sweep):
+            following, ahead = self._sweep[self._next], self._on_way.keys() - self._roots
+            if len(ahead) >= self.prefetch or not self._has_room(following):
+                return
+            if self.limit_bytes is not None:
+                wanted = sum(unit.weight_bytes(self._directions(unit)) for unit in [*ahead, following])
+                if wanted > self.limit_bytes:
+                    return
+            self._next += 1
+            self._start_unshard(self._sweep[self._next - 1])
+
+    def _learn_order(self) -> None:
+        """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
+        learned = list(dict.fromkeys([*self._roots, *self._ran]))
+        for place, unit in enumerate(self.order):
+            if unit not in learned:
+                learned.insert(learned.index(self.order[place - 1]) + 1 if place else 0, unit)
+        self.order = learned
 
     def pass_turn(self, unit: Unit, *, keeps: bool = False) -> None:
         """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights.
@@ -263,93 +162,194 @@ class GatherPipeline:
                 self._next += 1
                 self._start_unshard(unit)
 
+    # -- unshard ---------------------------------------------------------------------------------------------------
+
+    def unshard(self, unit: Unit, direction: int) -> None:
+        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
+
+        direction: of what the caller does, as in [Note: Two encodings].
+        """
+        if self.is_resident(unit):
+            unit.receive()
+            return
+        self._ran.append(unit)
+        self._unshard(unit)
+        self.complete(unit, direction)
+        for bucket in unit.buckets:
+            bucket.use()
+        self._prefetch()
+
+    def _unshard(self, unit: Unit) -> None:
+        self._wake(unit)
+        if unit not in self._whole:
+            self._reach(unit)
+            self._start_unshard(unit)
+            self._wait_for_unshard(unit)
+
+    def complete(self, unit: Unit, direction: int) -> None:
+        """Gather what a direction needs of a unit that is unsharded. *Collective* where it is not here."""
+
+    def unshard_next(self, unit: Unit | None = None) -> None:
+        """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
+        used here: others may come to one that is not much later."""
+        following = unit or self._following
+        if following is None or not (unit or following.readiness.is_called):
+            return
+        self._wake(following)
+        if self._has_room(following) or following in self._on_way:
+            self.unshard(following, BACKWARD)
+
+    @property
+    def _following(self) -> Unit | None:
+        for place, unit in enumerate(self._sweep[self._passed :], self._passed):
+            if place >= self._next or unit in self._on_way:
+                return unit
+        return None
+
+    def _has_room(self, unit: Unit) -> bool:
+        return all(bucket.has_room for bucket in unit.buckets)
+
+    def _directions(self, unit: Unit) -> int:
+        """Directions that a sweep gathers a unit's weights for."""
+        return BOTH
+
+    def _start_unshard(self, unit: Unit) -> None:
+        if unit in self._on_way or unit in self._whole:
+            return
+        for bucket in unit.buckets:
+            bucket.unshard(self._directions(unit))
+        self._on_way[unit] = None
+        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
+
+    def _wait_for_unshard(self, unit: Unit) -> None:
+        del self._on_way[unit]  # a gather that raises brings nothing
+        for bucket in unit.buckets:
+            bucket.wait_for_unshard()
+        self._whole.add(unit)
+        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
+
+    def _num_alive(self) -> int:
+        alive = len(self._whole - self._roots)
+        return alive if self._is_late else alive + len(self._on_way.keys() - self._roots)
+
     def reset_peak(self) -> None:
         """Let `num_alive_peak` begin anew from what is alive now."""
         self.num_alive_peak = self._num_alive()
 
-    def _is(self, unit: Unit, state: WeightState) -> bool:
-        return self._weights[unit.name].state is state
+    def is_whole(self, unit: Unit) -> bool:
+        return unit in self._whole or self.is_resident(unit)
 
-    def _begin(self, sweep: list[Unit]) -> None:
-        self._sweep, self._next, self._passed = sweep, 0, 0
-        self._places = {unit: place for place, unit in enumerate(sweep)}
+    def is_resident(self, unit: Unit) -> bool:
+        return unit not in self._gathered
 
-    def _reach(self, unit: Unit) -> None:
-        place = self._places.get(unit, -1)
-        self._take_turns(max(place, 0))
-        if place == self._next:
-            self._next += 1
-        elif not self._is(unit, WeightState.UNSHARDING):
-            self._late = True
+    # -- reshard ---------------------------------------------------------------------------------------------------
 
-    def _take_turns(self, until: int, keep: Unit | None = None) -> None:
-        """Gather the units before place `until` that have not had their turn; drop those fetched and not in use."""
-        for place in range(self._passed, until):
-            unit = self._sweep[place]
-            if place >= self._next:
-                self._next = place + 1
-                self._start_unshard(unit)
-            if self._is(unit, WeightState.UNSHARDING):
-                self._wait_for_unshard(unit)
-                if unit is not keep and not unit.is_root:
-                    self._reshard(unit)
-            self._passed = place + 1
+    def keep(self, unit: Unit) -> None:
+        """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
+        self._kept.add(unit)
 
-    def _prefetch(self) -> None:
-        while self._next < len(self._sweep):
-            following = self._sweep[self._next]
-            if len(self._ahead) >= self.prefetch or not self._has_room(following):
-                return
-            if self.limit_bytes is not None and self._bytes_with(following) > self.limit_bytes:
-                return
-            self._next += 1
-            self._start_unshard(self._sweep[self._next - 1])
+    def rest(self, unit: Unit) -> None:
+        """A backward has passed a call of a unit, and is to come to another one: its weights stay until they are in the
+        way of others. So a graph of several forwards does not bring the whole model together."""
+        if unit in self._whole and not unit.is_root and unit not in self._resting:
+            self._resting.append(unit)
 
-    def _bytes_with(self, following: Unit) -> int:
-        return sum(unit.weight_bytes(self._wanted(unit)) for unit in [*self._ahead, following])
-
-    def _wanted(self, unit: Unit) -> int:
-        """Directions that a sweep gathers a unit's weights for."""
-        return BOTH
-
-    def step_ended(self) -> None:
-        """An optimizer has updated main weights."""
-
-    def _start_unshard(self, unit: Unit) -> None:
-        weights = self._weights[unit.name]
-        if weights.state is not WeightState.SHARDED:
+    def _wake(self, wanted: Unit) -> None:
+        """Make way for a unit: one other may go on resting, where it does not lie in the buffer of the wanted one."""
+        if not self._resting:
             return
-        weights.unshard(weights.wanted)
-        if not unit.is_root:
-            self._ahead[unit] = None
-        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
+        self._resting = [unit for unit in self._resting if unit is not wanted and unit in self._whole]
+        while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
+            self.reshard(self._resting.pop(0))
 
-    def _num_alive(self) -> int:
-        """Units whose unsharded weights have memory."""
-        is_late = all(group.shm is not None for group in self._groups)
-        return len(self._whole) + (0 if is_late else len(self._ahead))
+    def reshard_after_forward(self, unit: Unit) -> None:
+        """Drop a unit's whole weights, unless its backward needs them as they are."""
+        if unit not in self._kept:
+            self.reshard(unit)
 
-    def _wait_for_unshard(self, unit: Unit) -> None:
-        self._ahead.pop(unit, None)
-        self._weights[unit.name].wait()
-        if not unit.is_root:
-            self._whole.add(unit)
-            self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
+    def reshard(self, unit: Unit) -> None:
+        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
+        if unit in self._whole and not unit.is_root:
+            self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
-        if unit.name in self._held:
-            self._dropped_while_held.add(unit.name)
+        if unit in self._held:
+            self._dropped_while_held.add(unit)
             return
-        self._kept = [each for each in self._kept if each is not unit]
+        self._kept.discard(unit)
         self._whole.discard(unit)
-        self._weights[unit.name].reshard()
+        for bucket in unit.buckets:
+            bucket.reshard()
 
-    def _learn_order(self) -> None:
-        """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
-        ran = list({unit.name: unit for unit in self._ran}.values())
-        learned = [unit for unit in self.order if unit.is_root] + [unit for unit in ran if not unit.is_root]
-        for place, unit in enumerate(self.order):
-            if unit not in learned:
-                before = self.order[place - 1] if place else None
-                learned.insert(learned.index(before) + 1 if before is not None else 0, unit)
-        self.order = learned
+    def reshard_all(self) -> None:
+        """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
+        self._reshard_all_but(())
+
+    def settle(self) -> None:
+        """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
+        self._reshard_all_but(self._kept)
+
+    def _reshard_all_but(self, kept: Collection[Unit]) -> None:
+        self._begin([])
+        for unit in [unit for unit in self.order if unit not in kept]:
+            if unit in self._on_way:
+                self._wait_for_unshard(unit)
+            if unit in self._whole:
+                self._reshard(unit)
+        for group in self._groups:
+            group.settle()
+
+    def wait_for_readers(self) -> None:
+        """Have no gather under way that reads main weights, which are written next."""
+        on_way = list(self._on_way)
+        for unit in on_way:
+            self._wait_for_unshard(unit)
+        rest(on_way)
+
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in gathers under way, of weights that nobody wants."""
+        for unit in self._on_way:
+            for bucket in unit.buckets:
+                bucket.cancel()
+
+    # -- hold ------------------------------------------------------------------------------------------------------
+
+    @property
+    def holds(self) -> bool:
+        """True if some unit's weights stay whole until they are let go."""
+        return bool(self._held)
+
+    def hold(self, units: Sequence[Unit]) -> list[Unit]:
+        """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
+        *Collective.*
+
+        Raises:
+            ValueError: under double_buffer there is no room for them; none is held then.
+        """
+        found = [unit for unit in units if unit not in self._held]
+        for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
+            if not self.is_whole(unit):
+                if unit not in self._on_way:
+                    self._dropped_while_held.add(unit)  # it was not whole before
+                    self._check_room(unit, found)
+                    self._start_unshard(unit)
+                self._wait_for_unshard(unit)
+            self._held.add(unit)
+        return found
+
+    def _check_room(self, unit: Unit, wanted: Sequence[Unit]) -> None:
+        if not self._has_room(unit):
+            self.let_go(wanted)
+            raise ValueError(
+                f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
+                " has room for two units. Ask for fewer at a time, or use double_buffer=False"
+            )
+
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""
+        for unit in units:
+            self._held.discard(unit)
+            if unit in self._dropped_while_held:
+                self._dropped_while_held.discard(unit)
+                if unit in self._whole:
+                    self._reshard(unit)

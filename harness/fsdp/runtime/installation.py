@@ -1,12 +1,17 @@
-"""Installation after an update: main weights become compute weights, here and on ranks that take them from here."""
+"""Installation after an update: main weights become compute weights, here and on ranks that take them from here.
+
+[Note: Weights on their way] After an update, a bucket that is kept whole between uses gets the parts that others
+updated. On a device nobody waits for them at once: each unit waits for its own when it is used for the first time, so
+that the forward begins beside the gathers of later units. Until then its parameters stay *resting* ([Note: The class of
+a parameter]), inside the forward too: whoever touches one, wherever, waits for all first. On a CPU everything is
+received as it is installed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Pending
-from harness.fsdp.comm.events import Label
+from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -15,18 +20,6 @@ from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import Scales
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
-
-
-def install_weights(buckets: Sequence[ParamGroup]) -> list[Pending]:
-    """Copy updated main weights into compute weights that are kept. *Collective.*
-
-    Returns gathers to wait for before main weights change again.
-    """
-    pending = [each for bucket in buckets for each in bucket.install()]
-    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident and pending)):
-        for each in pending:
-            each.wait()
-    return pending
 
 
 class WeightInstaller:
@@ -49,6 +42,7 @@ class WeightInstaller:
         replicas: ReplicaCheck,
         step: Step,
         scales: Sequence[Scales],
+        runtime: DeviceRuntime,
     ) -> None:
         self.buckets = buckets
         self.gather = gather
@@ -56,7 +50,7 @@ class WeightInstaller:
         self.replicas = replicas
         self.step = step
         self.scales = scales
-        self.pending: list[Pending] = []
+        self.runtime = runtime
 
     def bring_up_to_date(self) -> None:
         """Install main weights written since the last install. *Collective* if any were."""
@@ -83,14 +77,19 @@ class WeightInstaller:
             each.refresh(step_ended=step_ended)
         if step_ended:
             self.gather.step_ended()
-        self.pending = install_weights(self.buckets)
-        for bucket in self.buckets:
-            bucket.installed_version = bucket.main_version
+        self._install(self.buckets)
         if self.user_buffers.due or self.replicas.is_due:
             self.wait()
         if self.user_buffers.due:
             self.user_buffers.step_done()
         self.replicas.after_step()
+
+    def _install(self, buckets: Sequence[ParamGroup]) -> None:
+        for bucket in buckets:
+            bucket.install()
+        if not self.runtime.has_streams:
+            for bucket in buckets:
+                bucket.receive()
 
     def agree_on_scales(self) -> None:
         """Make scales of weights of which a rank knows a portion only, once all have their first values.
@@ -98,14 +97,10 @@ class WeightInstaller:
         *Collective* where tensor parallelism has cut weights of 8 bits.
         """
         cut = [each for each in self.buckets if each.codec.shares_tiles]
-        if not cut:
-            return
-        for scales in self.scales:
+        for scales in self.scales if cut else ():
             scales.refresh(step_ended=False)
-        for each in install_weights(cut):
-            each.wait()
-        for bucket in cut:
-            bucket.receive()
+        self._install(cut)
+        self.wait()
 
     def refuse_held(self) -> None:
         if self.gather.holds:
@@ -123,19 +118,9 @@ class WeightInstaller:
                     edits.adopt(bucket)
                     edits.refuse_lost(bucket)
 
-    def wait_for_readers(self) -> None:
-        """Wait until neither ranks nor the device read main weights."""
-        self.gather.wait_for_readers()
-        self._wait_for_device()
-
-    def _wait_for_device(self) -> None:
-        for bucket in self.buckets:
-            if bucket.let_host_write():
-                return
-
     def before_edit(self) -> None:
-        if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
-            self.wait()
+        """Main weights are written next, outside a step: wait for whoever takes or reads them."""
+        self.wait()
         self.before_update()
 
     def before_update(self) -> None:
@@ -144,22 +129,15 @@ class WeightInstaller:
         A forward may have run since the backward, and other ranks may still be in it. The device may still copy
         offloaded weights of the step before.
         """
-        if self.gather.is_read:
-            self.gather.wait_for_readers()
+        self.gather.wait_for_readers()
         self._wait_for_device()
 
-    @by_engine
-    def wait(self, *, writes: bool = False) -> None:
-        """Wait until other ranks have taken this rank's weights.
+    def _wait_for_device(self) -> None:
+        if self.buckets[0].plan.offload is not None:
+            self.runtime.synchronize()
 
-        Args:
-            writes: main weights are written next, outside a step.
-        """
-        if writes:
-            self.wait_for_readers()
+    @by_engine
+    def wait(self) -> None:
+        """Wait until this rank has the weights that others updated."""
         for bucket in self.buckets:
             bucket.receive()
-        with events.waiting():
-            for each in self.pending:
-                each.wait()
-        self.pending = []

@@ -119,7 +119,7 @@ class Trainability:
         """Give buckets gradient storage; see [Note: Unfreezing]. *Collective.*"""
         for bucket in buckets:
             self._refuse(bucket)
-        self.weights.wait(writes=True)
+        self.weights.before_edit()
         self.weights.gather.reshard_all()
         for bucket in buckets:
             bucket.train(self.policy.resolve(bucket.key.dtype))

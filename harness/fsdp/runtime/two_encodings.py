@@ -17,9 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
@@ -36,17 +34,9 @@ class TwoEncodings(GatherPipeline):
         everyone: all ranks that gather together.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        runtime: DeviceRuntime,
-        prefetch: int,
-        limit_bytes: int | None,
-        everyone: Communicator,
-    ) -> None:
-        super().__init__(units, runtime, prefetch, limit_bytes)
+    def __init__(self, units: Sequence[Unit], prefetch: int, limit_bytes: int | None, everyone: Communicator) -> None:
+        super().__init__(units, prefetch, limit_bytes)
         self._everyone = everyone
-        self._in_backward = False
         self._seen = {unit: 0 for unit in self.order if has_two_encodings(unit)}
         """Directions that backwards have requested of each unit, as far as this rank knows."""
         self._agreed: dict[Unit, int] = {}
@@ -60,62 +50,32 @@ class TwoEncodings(GatherPipeline):
         last = super().last
         return None if last in self._seen else last
 
-    def pre_forward(self) -> None:
-        """See `GatherPipeline.pre_forward`."""
-        self._in_backward = False
-        super().pre_forward()
-
-    def pre_backward(self) -> None:
-        """See `GatherPipeline.pre_backward`."""
-        self._in_backward = True
-        super().pre_backward()
-
-    def reshard_all(self) -> None:
-        """See `GatherPipeline.reshard_all`."""
-        self._in_backward = False
-        super().reshard_all()
-
-    def unshard(self, unit: Unit, direction: int) -> None:
-        """See `GatherPipeline.unshard`; the copy for the direction comes before what is prefetched."""
-        if unit in self._seen:
-            self._wake(unit)
-            if not self._is(unit, WeightState.UNSHARDED):
-                self._reach(unit)
-                self._start_unshard(unit)
-                self._wait_for_unshard(unit)
-            self.complete(unit, direction)
-        super().unshard(unit, direction)
-
-    def _start_unshard(self, unit: Unit) -> None:
-        self._weights[unit.name].wanted = self._wanted(unit)
-        super()._start_unshard(unit)
-
     def complete(self, unit: Unit, direction: int) -> None:
-        """Gather the copy for a direction of a unit that is unsharded. *Collective* where it is not here."""
-        if unit not in self._seen:
-            return
-        if self._in_backward:
-            self._seen[unit] |= direction
-        weights = self._weights[unit.name]
-        if not weights.directions & direction:
-            weights.add(direction)
+        """See `GatherPipeline.complete`."""
+        if unit in self._seen:
+            if self.in_backward:
+                self._seen[unit] |= direction
+            self._bring(unit, direction)
+
+    def _bring(self, unit: Unit, directions: int) -> None:
+        for bucket in unit.buckets:
+            bucket.unshard(directions)
+            bucket.wait_for_unshard()
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
         """See `GatherPipeline.hold`; both copies."""
         found = super().hold(units)
         for unit in found:
-            self.complete(unit, FORWARD)
-            self.complete(unit, BACKWARD)
+            self.complete(unit, BOTH)
         return found
 
-    def _wanted(self, unit: Unit) -> int:
+    def _directions(self, unit: Unit) -> int:
         if unit.is_root or unit not in self._seen:
             return BOTH
-        return self.directions(unit) if self._in_backward else FORWARD
+        return self._of_backward(unit) if self.in_backward else FORWARD
 
-    def directions(self, unit: Unit) -> int:
-        """Directions that a backward gathers a unit's weights for: both until ranks have agreed on less."""
-        return self._agreed.get(unit, BOTH)
+    def _of_backward(self, unit: Unit) -> int:
+        return self._agreed.get(unit, BOTH)  # both until ranks have agreed on less
 
     def step_ended(self) -> None:
         """Agree on what backwards need. *Collective* until ranks have agreed."""
@@ -134,9 +94,9 @@ def has_two_encodings(unit: Unit) -> bool:
 
 
 def pipeline_of(
-    units: Sequence[Unit], everyone: Communicator, runtime: DeviceRuntime, prefetch: int, limit_bytes: int | None
+    units: Sequence[Unit], everyone: Communicator, prefetch: int, limit_bytes: int | None
 ) -> GatherPipeline:
     """The pipeline for the encodings of a model; arguments as of `GatherPipeline` and `TwoEncodings`."""
     if any(has_two_encodings(unit) for unit in units):
-        return TwoEncodings(units, runtime, prefetch, limit_bytes, everyone)
-    return GatherPipeline(units, runtime, prefetch, limit_bytes)
+        return TwoEncodings(units, prefetch, limit_bytes, everyone)
+    return GatherPipeline(units, prefetch, limit_bytes)

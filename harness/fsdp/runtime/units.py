@@ -70,7 +70,7 @@ class Unit:
     def receive(self) -> None:
         """Wait for the gather after an update, and show unsharded parameters."""
         for bucket in self.buckets:
-            if bucket.awaited is not None:
+            if bucket.awaited:
                 bucket.receive()
             bucket.use()
 

@@ -23,8 +23,11 @@ FP8 = "fp8/"
 
 
 class Weights(Protocol):
-    def wait(self, *, writes: bool = False) -> None:
-        """Wait until no other rank reads this rank's weights. writes: main weights are written next."""
+    def wait(self) -> None:
+        """Wait for the weights that other ranks updated."""
+
+    def before_edit(self) -> None:
+        """Main weights are written next: wait for whoever reads them."""
 
     def refuse_held(self) -> None:
         """Raise RuntimeError for weights held unsharded, which a load would not reach."""
@@ -101,7 +104,7 @@ class StateAccess:
     def settle(self) -> None:
         """Raises RuntimeError: parameters have other names by now; or unsharded ones were edited."""
         self.weights.adopt_edits()
-        self.weights.wait(writes=True)  # by whoever is given them
+        self.weights.before_edit()  # by whoever is given them
         check_names(self.module)
 
     def _unsharded(
@@ -226,7 +229,7 @@ class StateAccess:
             ValueError: it does not fit; nothing was loaded.
             RuntimeError: there is no optimizer.
         """
-        self.weights.wait(writes=True)
+        self.weights.before_edit()
         scales = self._fp8_state()
         check_fit(
             [(name, buffer, values[name]) for name, buffer in scales.items() if name in values],

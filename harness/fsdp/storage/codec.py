@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from harness.fp8.portions import portion_here
 from harness.fp8.quantize import Quantized
 from harness.fp8.tile_scales import TileScales
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Mesh, Meshes
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
@@ -60,17 +61,18 @@ class Encoding:
 
     directions: of the products that take it. unsharded: shape [bucket], once the bucket has storage. kept: compute
     weights between uses, unsharded or this inner shard's; None: there are none. is_valid: `unsharded` has its values.
+    suffix: of the bucket's name in labels.
     """
 
+    bucket: InitVar[str]
     directions: int
     unsharded: Tensor = field(default_factory=lambda: torch.empty(0))
     kept: Tensor | None = None
     is_valid: bool = False
 
-    @property
-    def suffix(self) -> str:
-        """Suffix of the bucket's name in labels of its gathers."""
-        return BACKWARD_COPY if self.directions == BACKWARD else ""
+    def __post_init__(self, bucket: str) -> None:
+        self.suffix = BACKWARD_COPY if self.directions == BACKWARD else ""
+        self.label = Label("all_gather", bucket + self.suffix)
 
 
 class WeightCodec:

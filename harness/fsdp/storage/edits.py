@@ -87,7 +87,7 @@ class LostEdits:
     def note(self, buckets: Iterable[ParamGroup]) -> None:
         for bucket in buckets:
             kept = bucket.computes_with_main_weights
-            if not kept and bucket.name not in self._seen and bucket.is_whole and bucket.awaited is None:
+            if not kept and bucket.name not in self._seen and bucket.is_whole and not bucket.awaited:
                 self._seen[bucket.name] = bucket, _sums(bucket)
 
     def check(self, buckets: Iterable[ParamGroup]) -> None:

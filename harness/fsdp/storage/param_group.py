@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,6 @@ from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.together import copy_together
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.storage.awaited import Awaited
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec, WeightCodec
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
@@ -83,7 +84,7 @@ class ParamGroup:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
-        self.encodings = [Encoding(each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
+        self.encodings = [Encoding(name, each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
         """Copies of the compute weights, one for each direction under [Note: Two encodings]."""
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.plan = plan
@@ -97,8 +98,11 @@ class ParamGroup:
         """TP shard of each parameter, by name."""
         self.installed_version = 0
         """`main_version` at the last install."""
-        self.awaited: Awaited | None = None
-        """All-gather of updated weights, while nobody has waited for it."""
+        self.awaited: list[Pending] = []
+        """All-gathers of updated weights, while nobody has waited for them; the last brings the weights."""
+        self._updated_on: Any = None
+        """The stream that updated them."""
+        self._unsharding: list[tuple[Encoding, Pending]] = []
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
@@ -231,99 +235,72 @@ class ParamGroup:
                 kept = self.cuts.inner_slice(slot)
                 shard = self.kept_shards(encoding)[kept.segment]
                 shard[kept.offset : kept.offset + kept.numel].copy_(value[kept.start : kept.end])
+        self.installed_version = self.main_version
 
-    def given(self, encoding: Encoding) -> list[Tensor]:
-        """This rank's part of a gather of one encoding, in the compute dtype, a segment each."""
-        if encoding.kept is not None:
-            return [self.codec.wire(shard) for shard in self.kept_shards(encoding)]
-        cast = self.cast_shards(encoding)
-        return [self.codec.wire(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in cast]
+    # -- unshard and reshard -------------------------------------------------------------------------------------
 
-    def own_filled(self, encoding: Encoding) -> list[Part]:
-        """Unsharded compute weights, allocated, in which this rank's part lies: parts of a gather, a segment each."""
-        self.allocate_weights(encoding)
-        self.fill_own(encoding)
-        return self.weight_parts(encoding)
+    def unshard(self, directions: int = BOTH) -> None:
+        """Start all-gathers of the weights for these directions that are not whole yet. *Collective.*"""
+        for encoding in self.encodings:
+            if encoding.directions & directions and not encoding.is_valid:
+                self._unsharding.append((encoding, self._gather(encoding)))
 
-    def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
-        """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        return self.codec.encode(self.main_shards, encoding)
-
-    def fill_own(self, encoding: Encoding) -> None:
-        """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
-        sources = self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
-        copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
-
-    def install(self) -> list[Pending]:
-        """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
-
-        Returns what must be received before the weights are used, and waited for before they change again; or nothing,
-        where that is `awaited`.
-        """
-        if self.encodings[0].kept is None:
-            return []
-        if self.main_storage is not None:
-            for each in self.encodings:
-                copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
-        if not self.placements.install:
-            return []
-        found: list[Pending] = []
-        target, wire = self.placements.resting_weights, self.codec.wire
-        for each in self.encodings:
-            if each.kept is not None:
-                shards = self.cuts.inner_shards_of(wire(each.kept), target)
-                found += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
+    def _gather(self, encoding: Encoding) -> Pending:
         comm = self.mesh.gather
-        if not comm.runtime.has_streams:
-            return found
-        self.awaited = Awaited(found, Label("all_gather", self.name), comm.runtime)
-        return []
+        if comm.shm is not None:  # no storage is taken before its time
+            return comm.gather_late(self.given(encoding), partial(self._copied_in, encoding), encoding.label)
+        self.memory.refill(encoding.unsharded)
+        with comm.runtime.stream("gather"):
+            self.receive()  # of the outer axis
+            self._copy_in(encoding)
+            pending = comm.all_gather(self.weight_parts(encoding), encoding.label)
+            if comm.size == 1:  # nothing comes after the copy
+                pending.incoming = [comm.runtime.record()]
+        return pending
 
-    def receive(self) -> None:
-        """Have what others updated here, before the weights are used; see [Note: Weights on their way]."""
-        awaited, self.awaited = self.awaited, None
-        if awaited is None:
-            return
-        if self.is_resident:
-            awaited.receive()
-        else:  # nobody but the stream of gathers reads them
-            awaited.receive_here()
-        self.installed_version = self.main_version  # what others updated is in the same storage
+    def wait_for_unshard(self) -> None:
+        """Have the all-gathers under way come in, for whoever runs next, and show the weights."""
+        gathers, self._unsharding = self._unsharding, []
+        with events.waiting(*[encoding.label for encoding, _ in gathers]):
+            for encoding, pending in gathers:
+                pending.wait()
+                encoding.is_valid = True
+        self.point_at_weights()
 
-    def let_host_write(self) -> bool:
-        """Where main weights lie on the host, have the device read none any more, of any bucket: it copies them beside
-        the host's work. Whether it was so."""
-        if not self.trainable or self.plan.offload is None:
-            return False
-        self.mesh.gather.runtime.synchronize()
-        return True
+    def reshard(self) -> None:
+        """Drop gathered weights; nobody can read the parameters then."""
+        for place, encoding in enumerate(self.encodings):
+            encoding.is_valid = False
+            if self.memory.renew(encoding.unsharded):
+                self.views.renew(place, views_of(encoding.unsharded, self.layout))
+            self.memory.free(encoding.unsharded)
+        self.point_at_weights()
+
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in all-gathers under way."""
+        for _, pending in self._unsharding:
+            pending.cancel()
 
     @property
     def has_room(self) -> bool:
         """True if the weights could get storage now."""
         return self.memory.has_room(self.compute)
 
-    def allocate_weights(self, encoding: Encoding) -> None:
-        """Give a released encoding storage; contents undefined until gathered."""
-        self.memory.refill(encoding.unsharded)
-
     @property
     def is_whole(self) -> bool:
-        """True if unsharded compute weights have storage now, of some encoding."""
+        """True if compute weights are whole now, of some encoding."""
         return self._shown >= 0
 
     @property
     def _shown(self) -> int:
         """The first encoding with unsharded weights, by place; -1: none has."""
-        if self.is_resident:
-            return 0
         for place, each in enumerate(self.encodings):
-            if self.memory.is_filled(each.unsharded):
+            if each.is_valid:
                 return place
         return -1
 
     def point_at_weights(self) -> None:
-        """Let unsharded parameters be views of the compute weights, and show them; sharded ones without storage."""
+        """Let unsharded parameters be views of the compute weights, and show them; sharded ones without any."""
         shown = self._shown
         self.views.point(max(shown, 0))
         sharded, unsharded = self.views.sharded(), shown >= 0
@@ -333,7 +310,7 @@ class ParamGroup:
     def use(self) -> None:
         """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
         sharded = self.views.sharded()
-        if sharded is not None and not sharded.shows_unsharded and self.awaited is None and self.is_whole:
+        if sharded is not None and not sharded.shows_unsharded and self.is_whole and not self.awaited:
             sharded.show(unsharded=True)
 
     def rest(self) -> None:
@@ -342,14 +319,81 @@ class ParamGroup:
         if sharded is not None and sharded.shows_unsharded:
             sharded.show(unsharded=False)
 
-    def release_weights(self) -> None:
-        """Drop gathered weights; nobody can read the parameters then."""
-        for place, encoding in enumerate(self.encodings):
-            encoding.is_valid = False
-            if self.memory.renew(encoding.unsharded):
-                self.views.renew(place, views_of(encoding.unsharded, self.layout))
-            self.memory.free(encoding.unsharded)
-        self.point_at_weights()
+    def given(self, encoding: Encoding) -> list[Tensor]:
+        """This rank's part of an all-gather, in the compute dtype, a segment each."""
+        device = self.memory.device
+        return [self.codec.wire(each.detach().to(device, self.dtypes.compute)) for each in self._sources(encoding)]
+
+    def _copied_in(self, encoding: Encoding) -> list[Part]:
+        self.memory.refill(encoding.unsharded)
+        self._copy_in(encoding)
+        return self.weight_parts(encoding)
+
+    def _copy_in(self, encoding: Encoding) -> None:
+        """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
+        copy_together(self.cuts.inner_shards(encoding.unsharded), self._sources(encoding), follows=False)
+
+    def _sources(self, encoding: Encoding) -> Sequence[Tensor]:
+        return self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
+
+    def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
+        """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
+        return self.codec.encode(self.main_shards, encoding)
+
+    def weight_parts(self, encoding: Encoding) -> list[Part]:
+        """One encoding cut for an all-gather of the inner axis."""
+        return self.cuts.inner_parts(self.codec.wire(encoding.unsharded))
+
+    # -- install -------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
+
+        See [Note: Weights on their way].
+        """
+        if self.encodings[0].kept is not None:
+            if self.main_storage is not None:
+                for each in self.encodings:
+                    copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
+            if self.placements.install:
+                self._gather_updated()
+        self.installed_version = self.main_version
+
+    def _gather_updated(self) -> None:
+        target, wire = self.placements.resting_weights, self.codec.wire
+        for each in self.encodings:
+            if each.kept is not None:
+                shards = self.cuts.inner_shards_of(wire(each.kept), target)
+                self.awaited += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
+        self._updated_on = self.mesh.gather.runtime.current
+
+    def receive(self) -> None:
+        """Have what others updated here, before the weights are used.
+
+        Whoever uses weights that are kept whole on another stream waits for the stream that updated, and no more: so
+        that one waits for the gathers, whoever asks first. Where each use gathers, no other stream reads them.
+        """
+        if not self.awaited:
+            return
+        awaited, self.awaited = self.awaited, []
+        runtime = self.mesh.gather.runtime
+        here = runtime.as_on(self._updated_on) if self.is_resident else nullcontext()
+        with here, events.waiting(self.encodings[0].label):
+            for each in awaited:
+                each.wait()
+        self.installed_version = self.main_version  # what others updated is in the same storage
+
+    @property
+    def main_version(self) -> int:
+        """How often main weights were written to, by whatever route."""
+        return self.main_shards[0]._version
+
+    @property
+    def is_stale(self) -> bool:
+        """True if main weights were written to since they were installed last; not by what is on its way."""
+        return not self.awaited and self.main_version != self.installed_version
+
+    # -- whole tensors of others ---------------------------------------------------------------------------------
 
     def gather_shards(
         self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "", suffix: str = ""
@@ -395,20 +439,6 @@ class ParamGroup:
             for pending in self.gather_shards(whole, inner, WHOLE, what):
                 pending.wait()
         return whole
-
-    def weight_parts(self, encoding: Encoding) -> list[Part]:
-        """One encoding cut for an all-gather of the inner axis."""
-        return self.cuts.inner_parts(self.codec.wire(encoding.unsharded))
-
-    @property
-    def main_version(self) -> int:
-        """How often main weights were written to, by whatever route."""
-        return self.main_shards[0]._version
-
-    @property
-    def is_stale(self) -> bool:
-        """True if main weights were written to since they were installed last; not by what is on its way."""
-        return self.awaited is None and self.main_version != self.installed_version
 
     @property
     def grad_shards(self) -> list[Tensor]:

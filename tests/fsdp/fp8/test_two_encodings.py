@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.two_encodings import PURPOSE, TwoEncodings
-from harness.fsdp.runtime.unit_weights import UnitWeights
 from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, EncodedWeight, Encoding, Fp8Codec
 from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8
@@ -273,8 +272,8 @@ def _one_tells(self: TwoEncodings) -> None:
 
 
 def _not_recorded(self: TwoEncodings, unit: Any, direction: int) -> None:
-    if unit in self._seen and not self._weights[unit.name].directions & direction:
-        self._weights[unit.name].add(direction)
+    if unit in self._seen:
+        self._bring(unit, direction)
 
 
 def _of_one_encoding(self: Fp8Codec) -> int:
@@ -291,12 +290,12 @@ MUTANTS = {
     ),
     "one payload twice": Mutant(
         "Both encodings get the payload of the forward",
-        patched(Fp8Codec, "encode", lambda self, shards, encoding: ENCODE(self, shards, Encoding(BOTH))),
+        patched(Fp8Codec, "encode", lambda self, shards, encoding: ENCODE(self, shards, Encoding("", BOTH))),
         "unsharded",
     ),
     "always both": Mutant(
         "A backward gathers both encodings for good",
-        patched(TwoEncodings, "directions", lambda self, unit: BOTH),
+        patched(TwoEncodings, "_of_backward", lambda self, unit: BOTH),
         "traffic",
     ),
     "nobody learns": Mutant(
@@ -317,7 +316,7 @@ MUTANTS = {
     ),
     "not brought": Mutant(
         "An encoding that is not here when it is asked for is not brought",
-        patched(UnitWeights, "add", lambda self, directions: []),
+        patched(TwoEncodings, "_bring", lambda self, unit, directions: None),
         "begins to recompute",
     ),
     "nobody asks": Mutant(

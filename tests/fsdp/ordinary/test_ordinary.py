@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import BROKEN
@@ -112,7 +111,7 @@ def _twice(self: Gradients, index: int) -> None:
 
 
 def _root_last(self: GatherPipeline) -> None:
-    self._begin([unit for unit in reversed(self.order) if not self._is(unit, WeightState.UNSHARDED)])
+    self._begin([unit for unit in reversed(self.order) if unit not in self._whole])
 
 
 @dataclass(frozen=True)
