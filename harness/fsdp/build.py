@@ -35,7 +35,6 @@ from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.materialize import Members, build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
@@ -44,7 +43,7 @@ from harness.fsdp.runtime.two_encodings import pipeline_of
 from harness.fsdp.runtime.units import Unit, UnitPlan, buckets_of, is_expert, plan_units
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.codec import Scales, mark_weights
@@ -211,13 +210,12 @@ class Engine:
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
         scales = Scales.of(module, held, meshes, is_expert)
-        self.weights = weights = WeightInstaller(buckets, gather, self.user_buffers, replicas, step, scales, runtime)
+        self.weights = weights = Weights(module, units, gather, hooks, meshes, self.user_buffers, replicas, scales)
         usage = Usage.of(meshes, trainable)
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
         parts = hooks, weights, self.reduce, self.gradients, guard
         self.trainability = Trainability(units, meshes, self.policy, reductions_of, *parts, _never_moved(options))
-        self.whole = WholeWeights(module, units, gather, hooks, weights, meshes)
         self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
 
     def _step_shape(self) -> StepShape:
@@ -263,7 +261,7 @@ class Engine:
     @property
     def module(self) -> Any:
         """The sharded module, which outlives its engine."""
-        return self.whole.module
+        return self.weights.module
 
     @property
     def is_closed(self) -> bool:

@@ -338,9 +338,9 @@ class MegatronModel(FSDPModule):
                 "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
                 " model.unsharded():` to read or edit them; a forward gathers what it needs"
             )
-        engine_of(self).whole.start()
+        engine_of(self).weights.start()
 
-    synchronize_param_gather = Of(lambda engine: engine.whole.settle)
+    synchronize_param_gather = Of(lambda engine: engine.weights.settle)
     """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
     gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
 

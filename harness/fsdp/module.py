@@ -228,7 +228,7 @@ class FSDPModule(nn.Module):
         for name in names:
             register_forward_method(self, name)
 
-    unsharded = Of(lambda engine: engine.whole.unsharded)
+    unsharded = Of(lambda engine: engine.weights.unsharded)
     """`unsharded(wanted=None)`: context with gathered weights, in their compute dtype, to be read or edited in place.
     wanted: a module, a parameter, the name of either, or several; None is the whole model. *Collective.*
 

@@ -16,7 +16,7 @@ from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.replicas import Replica, ReplicaCheck, bit_hash, check_equal
-from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.weights import Weights
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -108,7 +108,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
     )
     bucket = wrapped.buckets[1]
     slot = bucket.layout.slots[1]
-    install = WeightInstaller._install
+    install = Weights._install
 
     def install_and_drift(*args: Any) -> None:
         install(*args)
@@ -119,7 +119,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
             bucket.installed_version = bucket.main_version  # nothing tells of it
 
     message = ""
-    with mock.patch.object(WeightInstaller, "_install", install_and_drift):
+    with mock.patch.object(Weights, "_install", install_and_drift):
         for number in range(1, 5):  # a forward installs the update before it
             try:
                 wrapped(torch.full((2, 6), 0.1 * (rank + number), dtype=case.compute)).sum().backward()

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
-from tests.fsdp.methods import Block, built, released, tokens_of
+from tests.fsdp.methods import built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -171,10 +171,6 @@ def refusing(rank: int, strategy: str) -> list[str]:
             if rank == 1:
                 net.blocks[1].scale.data[0] = 9
 
-    def replaced() -> None:
-        with model.unsharded():
-            net.blocks[1] = Block()
-
     def stepping() -> None:
         model(tokens_of(rank)).square().mean().backward()
         with model.unsharded():
@@ -197,21 +193,18 @@ def refusing(rank: int, strategy: str) -> list[str]:
 
     told = []
     wanted: dict[Callable[[], None], tuple[type[Exception], str]] = {
-        replaced: (RuntimeError, "blocks.1 was replaced"),
         stepping: (RuntimeError, "call optimizer.step() and load_state_dict() outside"),
         within: (RuntimeError, "inside the model's forward"),
         foreign: (ValueError, "not the sharded model's"),
         unknown: (ValueError, "blocks.7"),
         apart: (RuntimeError, "All ranks must make the same edit"),
     }
-    kept = net.blocks[1]
     for call, (kind, says) in wanted.items():
         try:
             call()
             told.append(f"{call.__name__} is taken")
         except kind as error:
             told += [] if says in str(error) else [f"{call.__name__}: {error}"]
-        net.blocks[1] = kept
         model.zero_grad()
     with torch.no_grad():
         model(tokens_of(rank))  # a forward that raised leaves its weights to the next one
@@ -317,7 +310,7 @@ def takes_all(bucket: ParamGroup, differing: list[Tensor]) -> None:
 MUTANTS = {
     "edits dropped": Mutant(
         "What is edited inside unsharded() is dropped with the gathered weights",
-        patched(WholeWeights, "_take_edits", lambda self, buckets: False),
+        patched(Weights, "_take_edits", lambda self, buckets: False),
         "edited fp32",
     ),
     "low bits lost": Mutant(
@@ -341,7 +334,7 @@ MUTANTS = {
         "optim",
     ),
     "not compared": Mutant(
-        "Ranks may edit differently", patched(WholeWeights, "_compare", lambda self, buckets: None), "refusing"
+        "Ranks may edit differently", patched(Weights, "_compare", lambda self, buckets: None), "refusing"
     ),
     "edits uncounted": Mutant(
         "Edits of sharded parameters do not reach compute weights that are kept",
@@ -356,7 +349,7 @@ MUTANTS = {
     ),
     "all units": Mutant(
         "unsharded() of a part makes the whole model whole",
-        patched(WholeWeights, "_units_of", lambda self, wanted: list(self.units)),
+        patched(Weights, "_units_of", lambda self, wanted: list(self.units)),
         "in_parts",
     ),
 }

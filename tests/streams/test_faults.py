@@ -19,10 +19,9 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.comm.together import copy_together
-from harness.fsdp.runtime import installation
 from harness.fsdp.runtime.bucket_reduction import Job
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
@@ -192,7 +191,7 @@ def early_reads(self: Job) -> None:
     _wait(self)
 
 
-_wait, _install = Job.wait, installation.WeightInstaller.install
+_wait, _install = Job.wait, Weights.install
 
 FAULTS = {
     "no wait after a gather": Fault(
@@ -295,7 +294,7 @@ FAULTS = {
     ),
     "loaded beside a copy": Fault(
         "The host writes main weights that a device is still copying",
-        instead(WeightInstaller, "_wait_for_device", lambda self: None),
+        instead(Weights, "_wait_for_device", lambda self: None),
         Case("optim", offload=True, more=LOADING, policy="bf16"),
         r"main weights of .*/bfloat16",
         ("copy_ .*stream other", "copy_ .*stream host"),
@@ -303,9 +302,9 @@ FAULTS = {
     "updated beside a copy": Fault(
         "An optimizer updates main weights on the host that a device still copies for an evaluation",
         lambda: mock.patch.object(
-            WeightInstaller,
+            Weights,
             "before_update",
-            Slip(WeightInstaller, "before_update", "self._wait_for_device()", "").made(),
+            Slip(Weights, "before_update", "self._wait_for_device()", "").made(),
         ),
         Case("optim_grads", offload=True, more=APART, policy="bf16"),
         r"main weights of .*/bfloat16",
@@ -320,7 +319,7 @@ FAULTS = {
     ),
     "installed beside the update": Fault(
         "Weights are overwritten while the optimizer's stream still updates what they are made of",
-        instead(installation.WeightInstaller, "install", installed_beside),
+        instead(Weights, "install", installed_beside),
         Case("optim", policy="bf16"),
         r"weights of \(root\)/bfloat16",
         ("_fused_adamw_ on stream main", "copy_ .*stream install"),

@@ -7,12 +7,12 @@ from contextlib import suppress
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.weights import Weights
 
 
 def abandon(
-    runtime: DeviceRuntime, reduce: ReducePipeline, gather: GatherPipeline, weights: WeightInstaller, watches: Watches
+    runtime: DeviceRuntime, reduce: ReducePipeline, gather: GatherPipeline, weights: Weights, watches: Watches
 ) -> None:
     """End what a model that was collected has under way, without waiting for other ranks.
 

@@ -11,13 +11,13 @@ from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.program_hooks import watch
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
@@ -40,7 +40,7 @@ class GradientSync:
         step: Step,
         hooks: Hooks,
         reduce: ReducePipeline,
-        weights: WeightInstaller,
+        weights: Weights,
         guard: GradientGuard | None,
         integers: Integers | None,
         usage: Usage,

@@ -24,11 +24,11 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
@@ -49,7 +49,7 @@ class Trainability:
         policy: MixedPrecisionPolicy,
         reductions_of: Callable[[ParamGroup], Reductions],
         hooks: Hooks,
-        weights: WeightInstaller,
+        weights: Weights,
         reduce: ReducePipeline,
         gradients: GradientSync,
         guard: GradientGuard | None,

@@ -76,16 +76,17 @@ class Encoding:
 
 
 class WeightCodec:
-    """The codec of all ordinary weights: compute weights are main weights, which a copy casts."""
+    """The codec of all ordinary weights: compute weights are main weights, which a copy casts.
+
+    is_lossy: an edit of compute weights cannot be adopted by main weights. scale_bytes: of scales, on every rank.
+    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. encoded: weights whose layers read an
+    encoding for each direction.
+    """
 
     is_lossy = False
-    """An edit of compute weights cannot be adopted by main weights."""
     scale_bytes = 0
-    """Bytes of scales, on every rank."""
     shares_tiles = False
-    """A scale also depends on other ranks of the tensor-parallel axis."""
     encoded: Sequence[EncodedWeight] = ()
-    """Weights whose layers read an encoding for each direction."""
 
     def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> Sequence[Tensor]:
         """This rank's main weights in one of the bucket's encodings; a tensor a segment."""

@@ -100,18 +100,13 @@ class Gradients:
         self._gaps: list[Tensor] = []
         self._blank: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
-        self._build()
-        self.drop()
-
-    def _build(self) -> None:
-        lies = self.placements.accumulated_grads
-        held = torch.int64 if self.plan.integers else self.dtypes.grads
-        self._use_sums(self._new_sums(self.cuts.numel(lies), held))
         self._main: Tensor | None = None
-        is_cut = SHARD in self.cuts.own
-        if self.plan.integers or self.is_offloaded or (is_cut and self.memory.registers):
+        held = torch.int64 if plan.integers else dtypes.grads
+        self._use_sums(self._new_sums(cuts.numel(placements.accumulated_grads), held))
+        if plan.integers or self.is_offloaded or (SHARD in cuts.own and self.memory.registers):
             self._build_main()
         self._count()
+        self.drop()
 
     def _new_sums(self, numel: int, dtype: torch.dtype) -> Tensor:
         is_reduced_here = self.accumulation is not Accumulation.reduced
@@ -134,10 +129,7 @@ class Gradients:
 
     def _build_main(self) -> None:
         numel, dtype = self.cuts.numel(self.placements.main_grads), self.dtypes.grads
-        if self.is_offloaded:
-            self._main = self.memory.on_host(numel, dtype)
-        else:
-            self._main = torch.zeros(numel, dtype=dtype, device=self.memory.device)
+        self._main = self.memory.unmoved(numel, dtype, on_host=self.is_offloaded)
         self.main_shards = self.cuts.split_own(self._main)
 
     def renew(self) -> None:
@@ -178,7 +170,6 @@ class Gradients:
     @by_engine
     def prepare(self) -> None:
         if self.concat:
-            self._unwritten -= {index for index, param in enumerate(self.params) if grad_of(param) is not None}
             self.expect()
             return
         if self.bucket is None:
@@ -245,16 +236,17 @@ class Gradients:
         if gaps:
             zero_together(gaps)
 
-    def open_gaps(self) -> None:
-        """Zero the gaps again before the next reduction: a factor that is not finite has spoiled them."""
-        if self.is_in_place:
-            self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
-
     def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Zeros that one launch copies into the gaps beside the gradients."""
         most = max((gap.numel() for gap in gaps), default=0)
         if self._blank is None or self._blank.dtype != like.dtype or self._blank.numel() < most:
             self._blank = like.new_zeros(most)
         return [self._blank[: gap.numel()] for gap in gaps]
+
+    def open_gaps(self) -> None:
+        """Zero the gaps again before the next reduction: a factor that is not finite has spoiled them."""
+        if self.is_in_place:
+            self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
 
     def bring(self, index: int) -> None:
         param = self.params[index]
@@ -279,13 +271,9 @@ class Gradients:
 
     def settle(self) -> None:
         self.bring_waiting()
-        self._fill_unwritten()
-
-    def _fill_unwritten(self) -> None:
-        if not self.concat:
-            for index in self._unwritten:
-                self._views[index].zero_()
-            self._unwritten = set()
+        for index in self._unwritten:
+            self._views[index].zero_()
+        self._unwritten = set()
 
     @by_engine
     def drop(self) -> None:
@@ -293,9 +281,6 @@ class Gradients:
             put_grad(param, None)
 
     # -- the reductions' side ------------------------------------------------------------------------------------
-
-    def send_as(self, dtypes: Dtypes) -> None:
-        self.dtypes = dtypes
 
     def take(self) -> Tensor:
         if self.concat:
@@ -337,25 +322,19 @@ class Gradients:
 
     def settle_sums(self) -> None:
         """A step had no backward: its gradients are zeros."""
-        self._fill_unwritten()
-        self._close_gaps()
-        if not self.is_in_place:
-            self.claim()
-            self.sums.zero_()
+        self.settle()
+        self.begin_late()
         if self._main is not None:  # which keeps the last step's until the next one is finished
             self._main.zero_()
 
     def forget(self) -> None:
-        self._waiting = {}
+        self.discard()
         if self.is_in_place:
             self._unwritten = set(range(len(self.params)))
+            self.drop()
         elif self.accumulation is Accumulation.reduced:
             self.sums.untyped_storage().resize_(0)
-        if self.bucket is not None and not self.is_in_place:
-            self.discard()
         self.came, self.unused = set(), frozenset()
-        for param in self.params:  # a backward that was refused may have left one; views come back with the next one
-            put_grad(param, None)
 
     def forget_one(self, index: int) -> None:
         self.came.discard(index)

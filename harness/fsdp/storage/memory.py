@@ -97,8 +97,13 @@ class BucketMemory:
         with self.allocating():
             return torch.zeros(numel, dtype=dtype, device=self.device)
 
-    def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that stay, in the host's memory; pinned where work is queued, so that copies there run beside it."""
+    def unmoved(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+        """Zeros that stay and that no collective moves, shape [numel].
+
+        on_host: in the host's memory; pinned where work is queued, so that copies there run beside it.
+        """
+        if not on_host:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
         zeros = torch.zeros(numel, dtype=dtype)
         return zeros.pin_memory() if is_queued(self.device) else zeros
 
@@ -126,14 +131,7 @@ class BucketMemory:
             return
         with self.allocating():
             bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
-        self._count(bucket)
-
-    def is_filled(self, bucket: Tensor) -> bool:
-        """True if a bucket has storage, which a bucket without elements always has."""
-        turn = self._placed.get(id(bucket))
-        if turn is not None:
-            return id(bucket) in turn.filled
-        return bucket.untyped_storage().nbytes() > 0 or bucket.numel() == 0
+        self.note(bucket)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -145,8 +143,8 @@ class BucketMemory:
                 whole = self._spare.pop(index)
                 return _reshaped(whole, numel, dtype)
         if self._spare:
-            self._free_spare(0)
-        return self._count(self._empty(numel, dtype))
+            self.free(self._spare.pop(0))
+        return self.note(self._empty(numel, dtype))
 
     def sums(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that stay and are reduced where they are, shape [numel]."""
@@ -164,17 +162,16 @@ class BucketMemory:
             self.release_spare()
         self._spare.append(_reshaped(bucket, bucket.untyped_storage().nbytes() // bucket.itemsize, bucket.dtype))
 
-    def note(self, copy: Tensor) -> Tensor:
-        """Count a bucket that somebody else allocated, until `free` takes it; returns it."""
-        return self._count(copy)
+    def note(self, bucket: Tensor) -> Tensor:
+        """Count a bucket until `free` takes it; returns it."""
+        self.live_bytes += bucket.untyped_storage().nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return bucket
 
     def release_spare(self) -> None:
         """Free spare buckets, unless they are fixed."""
         while self._spare and not self.fixed:
-            self._free_spare(0)
-
-    def _free_spare(self, index: int) -> None:
-        self.free(self._spare.pop(index))
+            self.free(self._spare.pop())
 
     def free(self, bucket: Tensor) -> None:
         """Empty a bucket's storage, or leave its place to others; freeing one twice does nothing."""
@@ -206,11 +203,6 @@ class BucketMemory:
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin anew from what is alive now."""
         self.peak_bytes = self.live_bytes
-
-    def _count(self, bucket: Tensor) -> Tensor:
-        self.live_bytes += bucket.untyped_storage().nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return bucket
 
 
 def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""One bucket's weights: flat tensors over a layout, and views of them. Nothing here copies behind the caller's back.
+"""The owner of one bucket's storage: main weights, compute weights (unsharded while in use) and gradients.
 
 Which buffers a bucket has, and how each lies, is read from its `Placements` ([Note: Placement]). Where main and compute
 dtype are one, the main weights *are* (a part of) the compute weights that are kept between uses. Where none are kept, a
@@ -91,34 +91,36 @@ class ParamGroup:
         self.mesh = mesh
         self.placements = placements
         self.tp = tp
-        """The axis of tensor parallelism."""
         self.memory = plan.memory
         group = None if tp is None else tp.group
         self.portions = {each: Portion.of(each, param, group) for each, param in params}
         """TP shard of each parameter, by name."""
         self.installed_version = 0
-        """`main_version` at the last install."""
         self.awaited: list[Pending] = []
         """All-gathers of updated weights, while nobody has waited for them; the last brings the weights."""
         self._updated_on: Any = None
-        """The stream that updated them."""
         self._unsharding: list[tuple[Encoding, Pending]] = []
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
         """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
-        params = self.params
+        dtypes, device = self.dtypes, self.memory.device
         specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
-        self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, self.dtypes.align_elements)
+        self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, dtypes.align_elements)
         self.layout = self.cuts.layout
-        self._build_weights()
-        self.gradients: Gradients | None = None
-        if self.trainable:
-            trained = [param for _, param in params]
-            self.gradients = Gradients(self.name, trained, self.cuts, self.placements, self.dtypes, self.plan)
-        for slot, (each, _) in zip(self.layout.slots, params, strict=True):
-            if initial is not None:
-                self.set_value(slot, initial(each, torch.Size(self.portions[each].shape)))
+        self._build_compute_weights()
+        self._build_main_weights()
+        self.codec = WeightCodec()
+        """Makes compute weights of main weights."""
+        if self.key.fp8:
+            self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.portions, dtypes, device)
+        trained = [param for _, param in self.params]
+        self.gradients = (
+            Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
+        )
+        if initial is not None:
+            for slot in self.layout.slots:
+                self.set_value(slot, initial(slot.spec.name, torch.Size(self.portion_of(slot).shape)))
         self.point_at_weights()
         if self.gradients is not None:
             self.codec.prepare(self.gradients)
@@ -140,10 +142,10 @@ class ParamGroup:
         self._build(lambda name, _: values[name])
 
     def send_as(self, dtypes: Dtypes) -> None:
-        """Have gradients travel in another dtype from now on; all others are what they were."""
+        """Send gradients in another dtype from now on."""
         self.dtypes = dtypes
         if self.gradients is not None:
-            self.gradients.send_as(dtypes)
+            self.gradients.dtypes = dtypes
 
     @property
     def is_whole_everywhere(self) -> bool:
@@ -152,7 +154,6 @@ class ParamGroup:
         return self.placements.main_weights == WHOLE and not self.key.expert and copied
 
     def portion_of(self, slot: Slot) -> Portion:
-        """TP shard of a parameter under tensor parallelism."""
         return self.portions[slot.spec.name]
 
     def counted(self, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -167,24 +168,21 @@ class ParamGroup:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _build_weights(self) -> None:
-        layout, memory, placed = self.layout, self.memory, self.placements
-        self.is_resident = placed.resting_weights == WHOLE
-        """True if compute weights are whole between uses."""
+    def _build_compute_weights(self) -> None:
+        memory, resting, dtype = self.memory, self.placements.resting_weights, self.dtypes.compute
+        self.is_resident = resting == WHOLE
+        """Compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
-        for encoding in self.encodings:
-            encoding.unsharded = make(layout.bucket_numel, self.dtypes.compute)
+        for each in self.encodings:
+            each.unsharded = make(self.layout.bucket_numel, dtype)
+            each.is_valid, each.kept = self.is_resident, each.unsharded if self.is_resident else None
+            if self.placements.resting_weights_are_kept and not self.is_resident:
+                each.kept = memory.persistent(self.cuts.numel(resting), dtype)
         self.compute = self.encodings[0].unsharded
         """Unsharded compute weights: those of a forward, where a backward has others."""
-        self.views.build([views_of(encoding.unsharded, layout) for encoding in self.encodings])
-        for encoding in self.encodings:
-            encoding.is_valid, encoding.kept = self.is_resident, None
-            if not self.is_resident:
-                memory.empty(encoding.unsharded)
-        for encoding in self.encodings if placed.resting_weights_are_kept else ():
-            numel = self.cuts.numel(placed.resting_weights)
-            encoding.kept = encoding.unsharded if self.is_resident else memory.persistent(numel, self.dtypes.compute)
-        self._build_main_weights()
+        self.views.build([views_of(each.unsharded, self.layout) for each in self.encodings])
+        for each in self.encodings if not self.is_resident else ():
+            memory.empty(each.unsharded)
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
@@ -196,24 +194,14 @@ class ParamGroup:
             self.main_shards = self.cuts.own_shards(self.kept_shards(self.encodings[0]))
         else:
             numel = self.cuts.numel(self.placements.main_weights)
-            if offload is None:
-                self.main_storage = torch.zeros(numel, dtype=stored, device=self.memory.device)
-            else:
-                self.main_storage = self.memory.on_host(numel, stored)
+            self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
             self.main_shards = self.cuts.split_own(self.main_storage)
         self.computes_with_main_weights = self.is_resident and self.main_storage is None
         """Main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
-        self.codec = WeightCodec()
-        """Makes compute weights of main weights."""
-        if self.key.fp8:
-            self.codec = Fp8Codec(
-                self.params, self.cuts, self.encodings, self.portions, self.dtypes, self.memory.device
-            )
 
     def kept_shards(self, encoding: Encoding) -> list[Tensor]:
-        """This inner rank's shards of the compute weights that are kept; of the unsharded ones where none are."""
-        if encoding.kept is None:
-            return self.cuts.inner_shards(encoding.unsharded)
+        """This inner rank's shards of the compute weights that are kept."""
+        assert encoding.kept is not None
         return self.cuts.inner_shards_of(encoding.kept, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
@@ -283,12 +271,10 @@ class ParamGroup:
 
     @property
     def has_room(self) -> bool:
-        """True if the weights could get storage now."""
         return self.memory.has_room(self.compute)
 
     @property
     def is_whole(self) -> bool:
-        """True if compute weights are whole now, of some encoding."""
         return self._shown >= 0
 
     @property
@@ -385,7 +371,6 @@ class ParamGroup:
 
     @property
     def main_version(self) -> int:
-        """How often main weights were written to, by whatever route."""
         return self.main_shards[0]._version
 
     @property
@@ -400,8 +385,7 @@ class ParamGroup:
     ) -> list[Pending]:
         """Bring every rank's main shards together until they lie as `target` says. *Collective.*
 
-        When this returns the last are under way, and the one before has come in, for whoever waits for that. See
-        [Note: Outer once].
+        Only the last is under way when this returns. See [Note: Outer once].
 
         Args:
             whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
@@ -426,11 +410,7 @@ class ParamGroup:
         return found
 
     def gather_whole(self, shards: Sequence[Tensor], what: str = "weights") -> Tensor:
-        """All-gather of main weights or gradients: shape [bucket]. *Collective.*
-
-        Args:
-            what: it is, for the label.
-        """
+        """All-gather of main weights or gradients: shape [bucket]. *Collective.* what: for the label."""
         whole = torch.zeros(self.layout.bucket_numel, dtype=shards[0].dtype, device=self.memory.device)
         inner = self.cuts.inner_shards(whole)
         for own, shard in zip(self.cuts.own_shards(inner), shards, strict=True):

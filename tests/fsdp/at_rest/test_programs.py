@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import build, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.ragged import RaggedTensor, operations, tensor
-from harness.fsdp.runtime import gradient_sync, installation
+from harness.fsdp.runtime import gradient_sync, weights
 from harness.fsdp.storage import at_rest, param_group
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
@@ -25,7 +25,7 @@ from tests.support.spawn import run_ranks
 
 SLIPS = {
     "edits uncounted": Slip(operations, "_count_edit", "torch.autograd.graph.increment_version(", "len("),
-    "never installed": Slip(installation.WeightInstaller, "bring_up_to_date", "if any(", "if not any("),
+    "never installed": Slip(weights.Weights, "bring_up_to_date", "if any(", "if not any("),
     "kept lost": Slip(gradient_sync.GradientSync, "_install", "shard.add_(flat)", "pass"),
     "kept overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "getrefcount(held) > _UNKEPT", "False"),
     "views overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "gradients.renew()", "pass"),

@@ -13,7 +13,7 @@ from harness.fp8 import tile_scales
 from harness.fp8.delayed import History
 from harness.fp8.formats import exponent_above
 from harness.fp8.quantize import spread
-from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import Case, follow
@@ -22,7 +22,7 @@ from tests.streams.recorder import Recorder, believing_in
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
-INSTALL, RESCALE, UPDATE = WeightInstaller.install, codec.Fp8Weight.rescale, History.update
+INSTALL, RESCALE, UPDATE = Weights.install, codec.Fp8Weight.rescale, History.update
 
 
 def _own_rows_alone() -> AbstractContextManager[Any]:
@@ -91,12 +91,12 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "history-stands": (
         "No step of delayed scaling ever ends",
         Case(Fp8.delayed, "optim"),
-        lambda: mock.patch.object(WeightInstaller, "install", _never_a_step),
+        lambda: mock.patch.object(Weights, "install", _never_a_step),
     ),
     "loading-is-a-step": (
         "Weights that are loaded end a step of delayed scaling, and are quantized under its next scale",
         Case(Fp8.delayed, ZERO_3),
-        lambda: mock.patch.object(WeightInstaller, "install", _always_a_step),
+        lambda: mock.patch.object(Weights, "install", _always_a_step),
     ),
 }
 

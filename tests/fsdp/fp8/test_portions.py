@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError
 
 from harness.fp8 import linear
-from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.portions import across, beside_fsdp2, halves_the_bytes, meta, traffic
@@ -63,7 +63,7 @@ FOLLOWING: dict[str, tuple[str, Case, Any]] = {
     "own-portions-first": (
         "Until the first update scales are of the portions that each rank has",
         CUT,
-        _patched(WeightInstaller, "agree_on_scales", lambda self: None),
+        _patched(Weights, "agree_on_scales", lambda self: None),
     ),
     "tiles-of-neighbours": (
         "Tensor-parallel ranks share scales of tiles that each has for itself",

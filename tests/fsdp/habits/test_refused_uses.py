@@ -20,7 +20,7 @@ from harness.fsdp.runtime import backward_hooks, forward_hooks, gradient_sync, p
 from harness.fsdp.runtime.graph import Passed
 from harness.fsdp.runtime.program_hooks import ProgramHook
 from harness.fsdp.runtime.step import Step
-from harness.fsdp.runtime.whole_weights import WholeWeights
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
@@ -405,7 +405,7 @@ MUTANTS = {
     ),
     "edits are not compared": _of_steps(
         "Each rank keeps the numbers it has drawn inside unsharded()",
-        patched(WholeWeights, "_compare"),
+        patched(Weights, "_compare"),
         "initialising_unseeded",
     ),
     "replicas are not compared": _of_steps(

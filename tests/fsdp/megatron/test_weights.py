@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, megatron
 from harness.fsdp.build import Engine
 from harness.fsdp.runtime import materialize
-from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import adamw, differs, plainly, said, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, data, loss_of, same
@@ -174,7 +174,7 @@ MUTANTS = {
     ),
     "the old wire": Mutant(
         "Buckets go on sending in the dtype from before the context",
-        lambda: mock.patch.object(Gradients, "send_as"),
+        lambda: mock.patch.object(ParamGroup, "send_as"),
         "rewiring",
     ),
     "the old policy stays": Mutant(

@@ -1,0 +1,285 @@
+"""Weights of a model outside its passes: installed after an update, and unsharded for the program itself.
+
+[Note: Weights on their way] After an update, a bucket that is kept whole between uses gets the parts that others
+updated. On a device nobody waits for them at once: each unit waits for its own when it is used for the first time, so
+that the forward begins beside the gathers of later units. Until then its parameters stay *resting* ([Note: The class of
+a parameter]), inside the forward too: whoever touches one, wherever, waits for all first. On a CPU everything is
+received as it is installed.
+
+[Note: Edits of gathered weights] What was edited is told on leaving: torch counts edits of a parameter and of its
+`data`, and where main weights lie apart from the compute weights, this rank's own part shows others too (through numpy,
+say): it is no longer what the main weights give when cast. If any rank saw an edit, all compare the bits of all weights
+that were gathered; then each takes over the elements of its part that differ. Elements that nobody edited so keep the
+bits that the compute dtype does not have.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.user_buffers import UserBuffers
+from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, check_equal
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.hooks import Hooks
+from harness.fsdp.runtime.units import Unit, buckets_of, rest
+from harness.fsdp.storage import edits
+from harness.fsdp.storage.codec import Scales
+from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.storage.parameter_access import by_engine
+
+Wanted = nn.Module | nn.Parameter | str
+
+
+class Weights:
+    """Installs updated main weights as compute weights; unshards units for the program, and takes over its edits.
+
+    Args:
+        user_buffers: told after the first step, where registration waits for it.
+        replicas: compares, every few updates, weights that several ranks hold.
+        scales: of FP8 layers, which follow from main weights; none in other models.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        gather: GatherPipeline,
+        hooks: Hooks,
+        meshes: Meshes,
+        user_buffers: UserBuffers,
+        replicas: ReplicaCheck,
+        scales: Sequence[Scales],
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.units = units
+        self.buckets = list(buckets_of(units))
+        self.gather = gather
+        self.hooks = hooks
+        self.step = hooks.step
+        self.meshes = meshes
+        self.runtime = meshes.dense.everyone.runtime
+        self.user_buffers = user_buffers
+        self.replicas = replicas
+        self.scales = scales
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    # -- install ---------------------------------------------------------------------------------------------------
+
+    def bring_up_to_date(self) -> None:
+        """Install main weights written since the last install. *Collective* if any were."""
+        if any(bucket.is_stale for bucket in self.buckets):
+            self.install(step_ended=self.step.has_ended)
+
+    @by_engine
+    def install(self, *, step_ended: bool = False) -> None:
+        """Install main weights as compute weights and reshard. *Collective.*
+
+        Args:
+            step_ended: after an optimizer step, which ends a step of delayed scaling.
+
+        Raises:
+            RuntimeError: compute weights were edited in place and would be overwritten; or `unsharded()` holds some.
+            ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
+        """
+        self.refuse_held()
+        self.adopt_edits()
+        self.gather.reshard_all()
+        self.wait()
+        self.step.weights_installed()
+        for each in self.scales:
+            each.refresh(step_ended=step_ended)
+        if step_ended:
+            self.gather.step_ended()
+        self._install(self.buckets)
+        if self.user_buffers.due or self.replicas.is_due:
+            self.wait()
+        if self.user_buffers.due:
+            self.user_buffers.step_done()
+        self.replicas.after_step()
+
+    def _install(self, buckets: Sequence[ParamGroup]) -> None:
+        for bucket in buckets:
+            bucket.install()
+        if not self.runtime.has_streams:
+            for bucket in buckets:
+                bucket.receive()
+
+    def agree_on_scales(self) -> None:
+        """Make scales of weights of which a rank knows a portion only, once all have their first values.
+
+        *Collective* where tensor parallelism has cut weights of 8 bits.
+        """
+        cut = [each for each in self.buckets if each.codec.shares_tiles]
+        for scales in self.scales if cut else ():
+            scales.refresh(step_ended=False)
+        self._install(cut)
+        self.wait()
+
+    @by_engine
+    def wait(self) -> None:
+        """Wait until this rank has the weights that others updated."""
+        for bucket in self.buckets:
+            bucket.receive()
+
+    # -- before main weights are written -----------------------------------------------------------------------------
+
+    def refuse_held(self) -> None:
+        if self.gather.holds:
+            raise RuntimeError(
+                "weights cannot be updated or loaded while model.unsharded() or a method such as generate() holds them"
+                " whole: call optimizer.step() and load_state_dict() outside"
+            )
+
+    @by_engine
+    def adopt_edits(self) -> None:
+        """Copy edits of unsharded weights to main weights; RuntimeError where that is impossible."""
+        if not self.gather.holds:
+            for bucket in self.buckets:
+                if not bucket.computes_with_main_weights and bucket.views.edited():
+                    edits.adopt(bucket)
+                    edits.refuse_lost(bucket)
+
+    def before_edit(self) -> None:
+        """Called before main weights are written outside a step."""
+        self.wait()
+        self.before_update()
+
+    def before_update(self) -> None:
+        """Called before an optimizer writes main weights.
+
+        A forward may have run since the backward, and other ranks may still be in it. The device may still copy
+        offloaded weights of the step before.
+        """
+        self.gather.wait_for_readers()
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self.buckets[0].plan.offload is not None:
+            self.runtime.synchronize()
+
+    # -- unsharded for the program -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> Iterator[None]:
+        """See `harness.fsdp.module.FSDPModule.unsharded`."""
+        units = self._units_of(wanted)
+        self._refuse_inside("unsharded()")
+        self.step.check_installed()
+        self.hooks.of_forward.check_module()
+        self.adopt_edits()
+        self.bring_up_to_date()
+        self.wait()
+        held, buckets = self.gather.hold(units), list(buckets_of(units))
+        for unit in held:
+            unit.is_held = True
+        for bucket in buckets_of(held):
+            bucket.views.forget_edits()  # those from before
+        for bucket in buckets:
+            bucket.use()
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.count_edits()
+        try:
+            yield
+            edited = self._take_edits(buckets)
+        finally:
+            for unit in held:
+                unit.is_held = False
+            self.gather.let_go(held)
+            rest(held)
+        if edited:
+            self.install()
+
+    def start(self) -> None:
+        """Start gathers of the next forward. *Collective.* RuntimeError inside the model's forward or backward."""
+        self._refuse_inside("start_param_sync()")
+        self.step.check_installed()
+        self.wait()
+        self.gather.pre_forward()
+        rest(self.units)
+
+    def settle(self) -> None:
+        """Wait for gathers under way and reshard. *Collective.* RuntimeError inside the model's forward or backward."""
+        self._refuse_inside("synchronize_param_gather()")
+        self.wait()
+        self.gather.settle()
+        rest(self.units)
+
+    def _refuse_inside(self, call: str) -> None:
+        self.hooks.recover()
+        if self.hooks.is_inside:
+            raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
+
+    def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
+        """Raises ValueError where a name is not the model's."""
+        if wanted is None:
+            return list(self.units)
+        several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
+        params = {id(param) for each in several for param in self._params_of(each)}
+        found = [unit for unit in self.units if params & _params_in(unit)]
+        if not params <= set().union(*map(_params_in, found)):
+            raise ValueError("unsharded() was given a parameter or a module that is not the sharded model's")
+        return found
+
+    def _params_of(self, wanted: Wanted) -> list[nn.Parameter]:
+        if isinstance(wanted, nn.Parameter):
+            return [wanted]
+        if isinstance(wanted, nn.Module):
+            return list(wanted.parameters())
+        found = [p for name, p in self.module.named_parameters(remove_duplicate=False) if _lies_in(name, wanted)]
+        if not found:
+            raise ValueError(f"unsharded({wanted!r}): no parameter, and no module with parameters, is called so")
+        return found
+
+    def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
+        """Take over edits on every rank; True if there were any. *Collective.*
+
+        Raises:
+            ReplicaDrift: ranks edited differently; none is kept where weights are not resident.
+        """
+        differing = [edits.differing(bucket) for bucket in buckets]
+        seen = any(bucket.views.edited() for bucket in buckets) or any(
+            bool(places.any()) for each in differing for places in each
+        )
+        flag = torch.tensor(int(seen), device=self.runtime.device)
+        if not int(self.meshes.dense.everyone.sum_scalars(flag, "edits of gathered weights")):
+            return False
+        try:
+            self._compare(buckets)
+        finally:
+            for bucket in buckets:
+                bucket.views.forget_edits()
+        for bucket, places in zip(buckets, differing, strict=True):
+            edits.take_over(bucket, places)
+        return True
+
+    def _compare(self, buckets: Sequence[ParamGroup]) -> None:
+        for mesh in self.meshes:
+            of_mesh = [bucket for bucket in buckets if bucket.mesh is mesh]
+            views = [(bucket, named) for bucket in of_mesh for named in bucket.named_slices(bucket.compute)]
+            replicas = [Replica(bucket.name, named[1], partial(list, [named])) for bucket, named in views]
+            try:
+                check_equal(replicas, mesh.everyone, "after an edit inside unsharded()")
+            except ReplicaDrift as error:
+                raise ReplicaDrift(f"{error}. All ranks must make the same edit inside unsharded()") from None
+
+
+def _params_in(unit: Unit) -> set[int]:
+    """Identities of a unit's parameters, unsharded and sharded."""
+    params = (param for bucket in unit.buckets for _, param in bucket.params)
+    return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.views.at_rest}
+
+
+def _lies_in(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(f"{wanted}.") or not wanted
