@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Strategy, fully_shard, fully_shard_model
-from tests.fsdp.at_rest.programs import whole
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -27,6 +27,10 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def x_of(*shape: int, seed: int = 3) -> Tensor:
