@@ -28,6 +28,7 @@ from harness.fp8.matmul import multiply
 from harness.fp8.portions import adds_bias, gradient_of, input_here, output_of, portion_here, take_largest
 from harness.fp8.quantize import WHOLE, Quantized, amax_grid, quantize, scales_of
 from harness.fp8.recipes import Recipe, recipe_of
+from harness.private_torch import version_of
 
 HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
 """Buffers of a layer under delayed scaling."""
@@ -147,7 +148,7 @@ class Fp8Linear(nn.Linear):
         for name, held in before.items():  # casts leave these in fp32
             moved = self.get_buffer(name)
             if moved.dtype != held.dtype:
-                self._buffers[name] = held.to(moved.device)
+                setattr(self, name, held.to(moved.device))
         return self
 
     def plain_buffers(self) -> dict[str, Tensor]:
@@ -159,7 +160,7 @@ class Fp8Linear(nn.Linear):
         for name in names:
             held = self.get_buffer(name)
             if isinstance(held, DTensor):
-                self._buffers[name] = portion_here(held)
+                setattr(self, name, portion_here(held))
         return {name: self.get_buffer(name) for name in names}
 
     @property
@@ -282,11 +283,11 @@ class _CutWeight:
     that of the 8 bits in it: `torch.utils.checkpoint` takes that for another forward."""
 
     def __init__(self, weight: DTensor) -> None:
-        self._weight, self._version = weight, weight._version
+        self._weight, self._edits = weight, version_of(weight)
 
     def unedited(self) -> DTensor:
         """The weight; RuntimeError, as torch's own, if it was edited since."""
-        if self._weight._version != self._version:
+        if version_of(self._weight) != self._edits:
             raise RuntimeError(
                 "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
                 " backward, which needs it as it was"

@@ -21,14 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from harness.private_torch import local_tensor
+
 ROWS, COLUMNS = 0, 1
 """Dimensions of a weight [out, in]."""
 
 
 def portion_here(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, any other itself; plain and outside autograd."""
-    held: Any = tensor
-    local: Tensor = held._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.mesh import Groups
+from harness.private_torch import flatten_mesh
 
 
 def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
@@ -56,7 +57,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> Groups:
         raise ValueError(f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); give one, or two: replicas, shards")
     if mesh.ndim == 1:
         return Groups(mesh.get_group())
-    return Groups(mesh.get_group(1), mesh.get_group(0), mesh._flatten().get_group())
+    return Groups(mesh.get_group(1), mesh.get_group(0), flatten_mesh(mesh).get_group())
 
 
 def groups_of(
@@ -125,4 +126,4 @@ def _flattened(mesh: DeviceMesh, outer: str, inner: str | None) -> dist.ProcessG
             f"dp_outer_dim={outer!r} and dp_shard_dim={inner!r}: where one of them is a flattened dimension, give"
             " hybrid_fsdp_group too, the group of all ranks of both"
         )
-    return mesh[(outer, inner)]._flatten().get_group()
+    return flatten_mesh(mesh[(outer, inner)]).get_group()

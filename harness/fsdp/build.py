@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
@@ -57,6 +56,7 @@ from harness.fsdp.tensor_parallel.declared import declare, mesh_of
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Registration, Strategy
+from harness.private_torch import tree_map
 
 OWNER = "_fsdp_engine"
 """Attribute of a sharded parameter: a weak reference to its engine, by which an optimizer over it finds that."""

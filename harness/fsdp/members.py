@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from harness.private_torch import backends_of
+from harness.private_torch import timeout_of as timeout_of_backend
+
 
 def group_of_members(
     ranks: Sequence[int], description: str, like: dist.ProcessGroup | None = None
@@ -40,6 +43,5 @@ def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> timedelta:
 
     Backends of other people's have no options: torch's default for gloo.
     """
-    backends = (group._get_backend(device) for device in devices or group._device_types)
-    found = [each.options._timeout for each in backends if getattr(each, "options", None) is not None]
-    return min(found, default=default_pg_timeout)
+    told = map(timeout_of_backend, backends_of(group, *devices))
+    return min(filter(None, told), default=default_pg_timeout)

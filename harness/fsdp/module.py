@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.build import Engine
 from harness.fsdp.guards.sharded_twice import IGNORED_BY_DDP, refuse_ddp
@@ -275,9 +274,7 @@ class FSDPModule(nn.Module):
             " sharded model"
         )
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers, given as whole tensors or DTensors by the names of `state_dict`. They take effect
         in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.fsdp.build import Engine
+from harness.private_torch import parameters_of
 
 ENGINE = "_fsdp"
 """Key of a sharded module's `__dict__`: its engine."""
@@ -108,7 +108,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
             f"parameter {name} has no shape yet ({kind} of a lazy module): run one forward before sharding, or build"
             " the module with its sizes"
         )
-    if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
+    if hasattr(param, "__tensor_flatten__") and not isinstance(param, DTensor):
         raise ValueError(
             f"parameter {name} is a {kind}, a tensor around others, and flat buffers hold plain numbers: shard the"
             " model before its weights are converted; for 8 bits there is harness.fsdp.Fp8Linear.convert"
@@ -162,7 +162,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if f"{name}_orig" in part._parameters:  # spectral_norm and pruning make it anew before each forward
+            if f"{name}_orig" in parameters_of(part):  # spectral_norm and pruning make it anew before each forward
                 continue
             held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             for each in held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, wraps
@@ -35,10 +36,6 @@ FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
 _RUNS = "_runs_as_forward"
 """Attribute of a function that takes the place of a module's method."""
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
 
 
 def shard(
@@ -112,7 +109,8 @@ def _hidden(kind: type[nn.Module], module: nn.Module) -> list[str]:
     """Names of the engine that the module has too, which stay the module's; warns of them."""
     own = type(module)
     engines = {n for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for n in vars(base)} - {*dir(nn.Module)}
-    held = (vars(module), module._modules, module._parameters, module._buffers, dir(own))
+    slots = (module.named_children(), module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    held = (vars(module), dir(own), *(dict(each) for each in slots))
     found = sorted(engines & {name for each in held for name in each})
     found = [name for name in found if not name.startswith("__")]
     if found:
@@ -180,7 +178,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
         object.__setattr__(model, "__class__", mixed)
         for part, held in parts:
             part.__dict__.update(held)
-    for hooks in (getattr(part, name) for part in found.modules() for name in _HOOKS):
+    for hooks in (held for part in found.modules() for held in vars(part).values() if isinstance(held, OrderedDict)):
         for handle in engine.hooks.of_forward.handles:
             hooks.pop(handle.id, None)
     return found
@@ -193,7 +191,8 @@ def _set_by_engine(part: nn.Module) -> dict[str, Any]:
 
 def _on_meta(param: nn.Parameter, own: type, bucket: ParamGroup) -> Tensor:
     data = torch.empty(param.shape, dtype=bucket.key.dtype, device="meta")
-    made: Tensor = torch.Tensor._make_subclass(own, data, bucket.key.trainable)
+    made = nn.Parameter(data, bucket.key.trainable)
+    made.__class__ = own
     vars(made).update({name: value for name, value in vars(param).items() if not name.startswith("_")})
     return made
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
+from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
 from harness.shm.mailbox import head_bytes
 from harness.shm.segment import Segment, open_peer
 from harness.shm.transfer import Peer, Transfer, Transport
@@ -37,7 +39,7 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
     return ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
-class Work(dist._Work):  # type: ignore[name-defined, misc] # not in torch's stubs
+class Work(dist.Work):
     """A collective through shared memory. It is made by whoever waits; see `harness.shm.transfer`."""
 
     def __init__(
@@ -93,12 +95,12 @@ class ShmGroup(dist.ProcessGroup):
 
     def __init__(self, gloo: Any, rank: int, size: int, capacity: int | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
-        backend: Any = gloo._get_backend(CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
+        backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
         self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
         """For collectives that shared memory does no better."""
         for each in (self, self.gloo):
-            each._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-            each._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+            set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)
         self.transport, self.why_gloo = _connect(backend, rank, size, capacity)
 
     def getBackendName(self) -> str:
@@ -243,7 +245,7 @@ def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Tra
     if why := _agreed(gloo, rank, size, reason):
         return None, why
     assert segment is not None
-    return Transport(rank, segment, peers, lambda: gloo.options._timeout), ""
+    return Transport(rank, segment, peers, lambda: timeout_of(gloo) or default_pg_timeout), ""
 
 
 def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:

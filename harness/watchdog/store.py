@@ -38,7 +38,7 @@ _users: defaultdict[str, count[int]] = defaultdict(count)
 def stores_of(group: dist.ProcessGroup, clones: int) -> list[Any]:
     """Stores with the same keys, which no one else uses, each with a connection of its own."""
     prefix = f"watchdog/{next(_users[group.group_name])}"
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    store: Any = group.get_group_store()
     return [dist.distributed_c10d.PrefixStore(prefix, store.clone()) for _ in range(clones)]
 
 

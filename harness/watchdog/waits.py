@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+from harness.private_torch import flight_recorder
 
 HISTORY = 256
 """Collectives remembered, to find the first one in which ranks differ."""
@@ -46,7 +47,7 @@ class FlightRecorder:
         self._names = [group.group_name for group in groups]
         self._waits: dict[int, Wait] = {}
         kind = "nccl" if dist.get_backend(groups[0]) == "nccl" else "fr"
-        self._dump: Callable[..., bytes] = getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace_json")
+        self._dump = flight_recorder(kind)
 
     def in_flight(self) -> list[Wait]:
         began = time.monotonic() - time.time()

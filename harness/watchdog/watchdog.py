@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from harness.private_torch import backends_of, timeout_of
 from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
 from harness.watchdog.store import CLOSED, CollectiveCheck, RollCalls, stores_of
 from harness.watchdog.waits import FlightRecorder, Wait, Waits
@@ -58,9 +59,8 @@ def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.devic
 
     Of backends that tell none, torch's default for gloo.
     """
-    backends = [group._get_backend(device) for group in groups for device in devices or group._device_types]
-    told = [each.options._timeout for each in backends if getattr(each, "options", None) is not None]
-    given: float = min(told, default=default_pg_timeout).total_seconds()
+    told = [timeout_of(each) for group in groups for each in backends_of(group, *devices)]
+    given: float = min(filter(None, told), default=default_pg_timeout).total_seconds()
     return given - min(MARGIN_S, given / 10)
 
 
@@ -69,7 +69,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
     gloo's own abort ends no wait, but a receive that times out closes the connections under all of them.
     """
-    for backend in [group._get_backend(device) for device in group._device_types]:
+    for backend in backends_of(group):
         with suppress(RuntimeError):  # closed already
             if backend.name() != "gloo":
                 backend.abort()
@@ -87,7 +87,9 @@ def main_thread_place() -> str:
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
-    return group in dist.distributed_c10d._world.pg_map
+    with suppress(ValueError, RuntimeError):
+        return bool(dist.get_backend(group))
+    return False
 
 
 class Watchdog:

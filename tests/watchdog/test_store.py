@@ -152,7 +152,7 @@ def idle(_: int, folder: str, kind: str) -> dict[str, list[str]]:
     """Requests of a rank while nothing is done, and while a model trains."""
     inner: Any = dist.FileStore(f"{folder}/store", 2) if kind == "file" else tcp_store()
     found = Counted(inner)
-    with mock.patch.object(dist.distributed_c10d, "_get_process_group_store", return_value=found):
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=found):
         net = torch.nn.Linear(6, 6)
         model, optimizer = fully_shard(net, torch.optim.SGD(net.parameters(), 0.1), zero_dp_strategy="optim")
         dog = Watchdog(timeout_s=60.0)

@@ -24,6 +24,7 @@ from harness.fsdp.comm.parts import Evened, Part
 from harness.fsdp.comm.shared_memory import beside
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
+from harness.private_torch import backend_of
 from harness.shm import ShmGroup, Work
 
 KNOWN_TO_GLOO = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
@@ -50,7 +51,7 @@ class Communicator:
         self.runtime = runtime
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.is_gloo = self.group._get_backend(runtime.device).name() == "gloo"
+        self.is_gloo = backend_of(self.group, runtime.device).name() == "gloo"
         self.shm: ShmGroup | None = None
         self.why_gloo = "one rank" if self.size == 1 else f"transport={transport.name}"
         if self.is_gloo and runtime.device.type == "cpu" and transport is Transport.auto and self.size > 1:
@@ -62,7 +63,7 @@ class Communicator:
         """How buckets move: the backend, and why it is gloo where that is."""
         if self.shm is not None:
             return {"transport": "shm"}
-        backend = self.group._get_backend(self.runtime.device).name()
+        backend = backend_of(self.group, self.runtime.device).name()
         return {"transport": backend} | ({"why": self.why_gloo} if self.is_gloo else {})
 
     @property
@@ -176,7 +177,7 @@ class Communicator:
 def _dense_parts(value: Tensor) -> list[Tensor]:
     """Dense tensors of a sparse one, in torch's order: indices, then values."""
     if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
+        return [value.indices(), value.values()]
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [value.crow_indices(), value.col_indices(), value.values()]
     return [value.ccol_indices(), value.row_indices(), value.values()]

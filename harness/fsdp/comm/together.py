@@ -1,7 +1,4 @@
-"""Several tensors in one operation, where work is queued: one launch for all, with the bits of one for each.
-
-On a CPU a launch costs nothing, and tensors go one by one.
-"""
+"""The same operation on each of several tensors."""
 
 from __future__ import annotations
 
@@ -13,18 +10,11 @@ from torch import Tensor
 from harness.fsdp.comm.device import is_queued
 
 
-def _is_one(tensors: Sequence[Tensor]) -> bool:
-    return len(tensors) > 1 and is_queued(tensors[0].device)
-
-
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
     """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
-    apart = [(target, source) for target, source in zip(targets, sources, strict=True) if not _is_there(target, source)]
-    if _is_one(targets) and apart:
-        torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
-        return
-    for target, source in apart:
-        target.copy_(source, non_blocking=not follows)
+    for target, source in zip(targets, sources, strict=True):
+        if not _is_there(target, source):
+            target.copy_(source, non_blocking=not follows)
 
 
 def _is_there(target: Tensor, source: Tensor) -> bool:
@@ -33,9 +23,6 @@ def _is_there(target: Tensor, source: Tensor) -> bool:
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add each source to its target."""
-    if _is_one(targets):
-        torch._foreach_add_(list(targets), list(sources))
-        return
     for target, source in zip(targets, sources, strict=True):
         target.add_(source)
 
@@ -49,29 +36,17 @@ def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     factor = float(factor)
     if factor == 1.0:
         return
-    if _is_one(tensors):
-        torch._foreach_mul_(list(tensors), factor)
-        return
     for tensor in tensors:
         tensor.mul_(factor)
 
 
 def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """One launch for tensors of the factor's own width; 16-bit ones go one by one, for which torch would first round
-    the factor to their dtype."""
-    for dtype in dict.fromkeys(each.dtype for each in tensors):
-        alike = [each for each in tensors if each.dtype == dtype]
-        if dtype.itemsize >= torch.float32.itemsize:
-            torch._foreach_mul_(alike, factor.to(dtype))
-            continue
-        wide = factor.to(torch.float32).reshape(1)
-        for each in alike:
-            torch.mul(each, wide, out=each)
+    """By a factor of fp32 at least: torch would first round it to the dtype of a 16-bit tensor."""
+    for each in tensors:
+        wide = each.dtype if each.dtype.itemsize >= torch.float32.itemsize else torch.float32
+        torch.mul(each, factor.to(wide).reshape(1), out=each)
 
 
 def zero_together(tensors: Sequence[Tensor]) -> None:
-    if _is_one(tensors):
-        torch._foreach_zero_(list(tensors))
-        return
     for tensor in tensors:
         tensor.zero_()

@@ -26,6 +26,7 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import CONTROL
 from harness.fsdp.vocabulary import Registration
+from harness.private_torch import backend_of
 
 SYMMETRIC_FROM_TORCH = (2, 9)
 """First torch whose register_mem_pool takes `symm`."""
@@ -103,7 +104,7 @@ class Member:
         self.name = name
         self.group = group
         self.device = device
-        self.backend: Backend = backend if backend is not None else group._get_backend(device)  # type: ignore[assignment]
+        self.backend: Backend = backend if backend is not None else backend_of(group, device)
 
     def all_succeeded(self, mine: bool) -> bool:
         """True if every rank of this communicator says so. *Collective*; makes a lazy communicator exist."""

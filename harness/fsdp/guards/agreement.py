@@ -110,7 +110,7 @@ def stores_of(group: dist.ProcessGroup, timeout_s: float, clones: int) -> list[A
     """
     index = next(_USERS[group.group_name])
     # torch's annotations leave out what a store of a group is, and that it can be cloned
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
+    store: Any = group.get_group_store()
     found = [store.clone() for _ in range(clones)]
     for each in found:
         each.set_timeout(timedelta(seconds=timeout_s))

@@ -78,8 +78,8 @@ class GradientGuard:
         return Seen(
             self._microbatch,
             [self._places[name] for name, _ in held],
-            list(torch._foreach_norm([view for _, view in held], math.inf)),
-            list(torch._foreach_norm(uncast, math.inf)) if uncast else [],
+            [torch.linalg.vector_norm(view, math.inf) for _, view in held],
+            [torch.linalg.vector_norm(view, math.inf) for view in uncast],
         )
 
     def _none_anywhere(self) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-from torch.nn.parallel import DistributedDataParallel
+
+from harness.private_torch import active_ddp, mark_composed
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DistributedDataParallel reads of the module it is given."""
@@ -20,11 +20,11 @@ _APIS = ("fully_shard", "replicate")
 
 def register(module: nn.Module) -> None:
     for part in module.modules():
-        vars(part).setdefault(REGISTRY_KEY, {}).update((api, RegistryItem()) for api in _APIS)
+        mark_composed(part, _APIS)
 
 
 def refuse_ddp_around(module: nn.Module) -> None:
-    active = DistributedDataParallel._active_ddp_module
+    active = active_ddp()
     if active is not None and any(part is module for part in active.module.modules()):
         refuse_ddp()
 

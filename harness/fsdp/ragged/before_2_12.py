@@ -8,38 +8,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, cast
+from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_leaves
+
+from harness.private_torch import DTensorSpec, dispatcher_before_2_12, tree_leaves
 
 TAKE_PLAIN = (torch.ops.aten.copy_.default, torch.ops.aten.mul.Tensor)
 """A plain tensor of several elements may take part: torch refuses those before it asks anybody but a handler."""
 ASKS_DTENSOR = torch.__version__ < "2.12"
 
 
-class ApartSpec(DTensorSpec):
+@cache
+def apart_spec() -> type:
     """Equal to no other: torch's cache of rules has none for it, and asks."""
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    return type("ApartSpec", (DTensorSpec,), {"__eq__": object.__eq__, "__hash__": object.__hash__})
 
 
-def spec_for(kind: type[DTensor], spec: DTensorSpec) -> DTensorSpec:
+def spec_for(kind: type[DTensor], spec: Any) -> Any:
     """A tensor's spec for one of this class over the same rows."""
     if not ASKS_DTENSOR:
         return spec
     made = copy.copy(spec)
-    made.__class__ = DTensorSpec if kind is DTensor else ApartSpec
+    made.__class__ = DTensorSpec if kind is DTensor else apart_spec()
     return made
 
 
 def ask_subclasses(*kinds: type[DTensor]) -> None:
     """In this process, operations on tensors of these classes run by their `__torch_dispatch__`."""
-    dispatcher: Any = cast(Any, DTensor)._op_dispatcher
+    dispatcher, slow_path, handlers = dispatcher_before_2_12()
 
     def first_of(arguments: object) -> type[DTensor] | None:
         return next((type(each) for kind in kinds for each in tree_leaves(arguments) if isinstance(each, kind)), None)
@@ -59,9 +58,7 @@ def ask_subclasses(*kinds: type[DTensor]) -> None:
         """Stands for torch's description of the operation, which `run` does not look at."""
 
     dispatcher.unwrap_to_op_info = asking(dispatcher.unwrap_to_op_info, nothing)
-    slow_path = "_propagate_op_sharding_dispatch_slow_path"
     setattr(dispatcher, slow_path, asking(getattr(dispatcher, slow_path), run))
-    handlers = dispatcher._custom_op_handlers
 
     def unhandled(op: Any, args: Any, kwargs: Any) -> Any:
         handler = handlers.pop(op)

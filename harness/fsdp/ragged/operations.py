@@ -21,33 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
+from harness.private_torch import local_tensor, schema_of, spec_of, tree_leaves, tree_map_only
 
-aten = torch.ops.aten
-CHECK_AND_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+CHECK_AND_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
 KEEPS = frozenset(
-    {
-        aten._pin_memory.default,
-        aten._to_copy.default,
-        aten.alias.default,
-        aten.copy_.default,
-        aten.detach.default,
-        aten.empty_like.default,
-        aten.fill_.Scalar,
-        aten.fill_.Tensor,
-        aten.full_like.default,
-        aten.masked_fill_.Scalar,
-        aten.masked_fill_.Tensor,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
-        aten.ones_like.default,
-        aten.zero_.default,
-        aten.zeros_like.default,
-    }
+    """_pin_memory _to_copy alias copy_ detach empty_like fill_.Scalar fill_.Tensor full_like masked_fill_.Scalar
+    masked_fill_.Tensor masked_fill.Scalar masked_fill.Tensor ones_like zero_ zeros_like""".split()  # noqa: SIM905
 )
 """Row by row, as are operations tagged pointwise, `_foreach_*` and fused kernels."""
 
@@ -62,7 +45,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         RuntimeError: a plain tensor of several elements takes part, as torch has it for DTensors.
     """
     rule = _rule_of(func) or reduction_of(func, args) or _of_whole
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         _count_edit(func, args, kwargs)
     result = rule(func, args, kwargs)
     if func.is_view and isinstance(result, RaggedTensor):
@@ -81,25 +64,27 @@ def _count_edit(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 @cache
 def _written(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
+    arguments = enumerate(schema_of(func).arguments)
     return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 @cache
 def _rule_of(func: Any) -> Rule | None:
-    if func in SPECIAL:
-        return SPECIAL[func]
-    if any(argument.is_out for argument in func._schema.arguments):
+    if func.name() in SPECIAL:
+        return SPECIAL[func.name()]
+    if any(argument.is_out for argument in schema_of(func).arguments):
         return _into if torch.Tag.pointwise in func.tags else _refuse
     if func.name().startswith(("aten::_foreach_", "aten::_fused_")):
         return _foreach
-    if func in KEEPS or (torch.Tag.pointwise in func.tags and func is not aten.equal.default):
+    if func.name().removeprefix("aten::") in KEEPS or (
+        torch.Tag.pointwise in func.tags and func.name() != "aten::equal"
+    ):
         return _elementwise
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _random
     if func.is_view:
         return _view_of_whole
-    return _refuse if func._schema.is_mutable else None
+    return _refuse if schema_of(func).is_mutable else None
 
 
 # -- row by row --------------------------------------------------------------------------------------------------------
@@ -107,10 +92,10 @@ def _rule_of(func: Any) -> Rule | None:
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = _decides_rows(args)
-    in_place = func._schema.is_mutable
+    in_place = schema_of(func).is_mutable
     if like is None or (in_place and args[0] is not like):
         return _of_whole(func, args, kwargs)
-    cut_plain = func is aten.copy_.default  # loading: every rank has the whole tensor
+    cut_plain = func is torch.ops.aten.copy_.default  # loading: every rank has the whole tensor
     local = [_local(each, like, cut_plain) if isinstance(each, Tensor) else each for each in args]
     result = func(*local, **kwargs)
     return args[0] if in_place else wrap_rows(result, like)
@@ -121,7 +106,7 @@ def _into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if like is None or not isinstance(out, RaggedTensor) or not _same_cut(out, like):
         return _refuse(func, args, kwargs)
     local = [_local(each, like) if isinstance(each, Tensor) else each for each in args]
-    func(*local, **{**kwargs, "out": out._local_tensor})
+    func(*local, **{**kwargs, "out": local_tensor(out)})
     return out
 
 
@@ -132,7 +117,7 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _refuse(func, args, kwargs)
     if mask.shape != like.shape or value.numel() != 1:
         return _refuse(func, args, kwargs)
-    like._local_tensor.masked_fill_(_local(mask, like), _whole(value).reshape(()))
+    local_tensor(like).masked_fill_(_local(mask, like), _whole(value).reshape(()))
     return like
 
 
@@ -149,12 +134,12 @@ def _local(value: Tensor, like: Tensor, cut_plain: bool = False) -> Tensor:
     if not isinstance(like, RaggedTensor):
         return _whole(value) if isinstance(value, DTensor) else value
     if isinstance(value, RaggedTensor) and _same_cut(value, like):
-        return value._local_tensor
+        return local_tensor(value)
     return like.rows_of(value if cut_plain and not isinstance(value, DTensor) else _whole(value))
 
 
 def _same_cut(one: RaggedTensor, other: RaggedTensor) -> bool:
-    mine, theirs = one._spec, other._spec
+    mine, theirs = spec_of(one), spec_of(other)
     if mine is theirs:
         return True
     if one.dim() != other.dim() or mine.placements != theirs.placements or mine.mesh != theirs.mesh:
@@ -181,9 +166,9 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return [_local(each, first) if isinstance(each, DTensor) else _whole(each) for each, first in pairs]
         return _whole(value) if isinstance(value, Tensor) else value
 
-    plain = [each if not isinstance(each, RaggedTensor) else each._local_tensor for each in firsts]
+    plain = [each if not isinstance(each, RaggedTensor) else local_tensor(each) for each in firsts]
     result = func(plain, *map(local, args[1:]), **{name: local(value) for name, value in kwargs.items()})
-    if result is None or func._schema.is_mutable:
+    if result is None or schema_of(func).is_mutable:
         return None if result is None else list(firsts)
     pairs = zip(result, firsts, strict=True)
     return [wrap_rows(each, first) if isinstance(first, RaggedTensor) else each for each, first in pairs]
@@ -192,15 +177,15 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], tuple(args[1])
     if size == tuple(like.shape):
-        return wrap_rows(func(like._local_tensor, like._local_tensor.shape, *args[2:], **kwargs), like)
-    return replicated(func(like._local_tensor, size, *args[2:], **kwargs), like._spec.mesh)
+        return wrap_rows(func(local_tensor(like), local_tensor(like).shape, *args[2:], **kwargs), like)
+    return replicated(func(local_tensor(like), size, *args[2:], **kwargs), like.device_mesh)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like, size = args[0], list(args[1])
     if -1 in size:
         size[size.index(-1)] = like.numel() // max(-math.prod(size), 1)
-    local = like._local_tensor
+    local = local_tensor(like)
     if size == list(like.shape):
         return wrap_rows(local.view(local.shape), like)
     if not like.cuts_rows_alone or not like.numel() or not size or not like.dim() or size[0] % like.shape[0]:
@@ -213,7 +198,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     same = all(asked in (-1, own) for asked, own in zip(args[1], args[0].shape, strict=False))
     if same and len(args[1]) == args[0].dim():
-        return wrap_rows(args[0]._local_tensor, args[0])
+        return wrap_rows(local_tensor(args[0]), args[0])
     return _of_whole(func, args, kwargs)
 
 
@@ -221,10 +206,10 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    decomposed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+    decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:  # under inference_mode
         return decomposed
-    mesh = _first(args, kwargs)._spec.mesh
+    mesh = _first(args, kwargs).device_mesh
     args, kwargs = tree_map_only(Tensor, _whole, (args, kwargs))
     return tree_map_only(Tensor, lambda found: replicated(found, mesh), func(*args, **kwargs))
 
@@ -240,10 +225,10 @@ def _view_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Drawn unsharded on every rank, so that generators stay alike; the first rank's numbers count."""
     like = _first(args, kwargs)
-    mesh = like._spec.mesh
-    if func._schema.is_mutable:
-        drawn = func(like._local_tensor.new_empty(like.shape), *tree_map_only(Tensor, _whole, args[1:]), **kwargs)
-        like._local_tensor.copy_(like.rows_of(_first_ranks(drawn, mesh)))
+    mesh = like.device_mesh
+    if schema_of(func).is_mutable:
+        drawn = func(local_tensor(like).new_empty(like.shape), *tree_map_only(Tensor, _whole, args[1:]), **kwargs)
+        local_tensor(like).copy_(like.rows_of(_first_ranks(drawn, mesh)))
         return like
     drawn = func(*tree_map_only(Tensor, _whole, args), **kwargs)
     return tree_map_only(Tensor, lambda each: replicated(_first_ranks(each, mesh), mesh), drawn)
@@ -261,7 +246,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     like = _first(args, kwargs)
     same = torch.equal(_local(one, like), _local(other, like))
-    differs = RaggedTensor.of(torch.full_like(like._local_tensor, not same, dtype=torch.uint8), like._spec)
+    differs = RaggedTensor.of(torch.full_like(local_tensor(like), not same, dtype=torch.uint8), spec_of(like))
     return not extremes([differs], torch.amax)[0].item()
 
 
@@ -269,8 +254,8 @@ def check_and_unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """GradScaler's: unscale what is here; all ranks learn of an infinity on one. Collective over each mesh."""
     grads, found_inf, inv_scale = args
     found_inf = _whole(found_inf)
-    func([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, _whole(inv_scale))
-    for mesh in dict.fromkeys(each._spec.mesh for each in grads if isinstance(each, DTensor)):
+    func([local_tensor(each) if isinstance(each, DTensor) else each for each in grads], found_inf, _whole(inv_scale))
+    for mesh in dict.fromkeys(each.device_mesh for each in grads if isinstance(each, DTensor)):
         for axis in range(mesh.ndim):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
@@ -291,21 +276,21 @@ def _name(like: RaggedTensor) -> str:
     return like.cut.name or f"a sharded tensor of shape {[*like.shape]}"
 
 
-SPECIAL: dict[Any, Rule] = {
+SPECIAL: dict[str, Rule] = {
     CHECK_AND_UNSCALE: check_and_unscale,
-    aten._foreach_max.default: largest,
-    aten._foreach_norm.Scalar: norms,
-    aten._unsafe_view.default: _view,
-    aten.equal.default: _equal,
-    aten.expand.default: _expand,
-    aten.index_put_.default: _index_put,
-    aten.is_pinned.default: lambda _, args, kwargs: args[0]._local_tensor.is_pinned(),
-    aten.is_same_size.default: lambda _, args, kwargs: args[0].shape == args[1].shape,
-    aten.new_empty.default: _new,
-    aten.new_full.default: _new,
-    aten.new_ones.default: _new,
-    aten.new_zeros.default: _new,
-    aten.view.default: _view,
+    "aten::_foreach_max": largest,
+    "aten::_foreach_norm.Scalar": norms,
+    "aten::_unsafe_view": _view,
+    "aten::equal": _equal,
+    "aten::expand": _expand,
+    "aten::index_put_": _index_put,
+    "aten::is_pinned": lambda _, args, kwargs: local_tensor(args[0]).is_pinned(),
+    "aten::is_same_size": lambda _, args, kwargs: args[0].shape == args[1].shape,
+    "aten::new_empty": _new,
+    "aten::new_full": _new,
+    "aten::new_ones": _new,
+    "aten::new_zeros": _new,
+    "aten::view": _view,
 }
 
 RaggedTensor.rules = staticmethod(dispatch)

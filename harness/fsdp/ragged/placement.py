@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+
+from harness.private_torch import UnevenShard
 
 Span = tuple[int, int]
 
 
-class RaggedShard(Shard):
+class RaggedShard(UnevenShard):
     """Rank r of one mesh axis has rows spans[r][0] to spans[r][1] of dimension 0; never equal to a `Shard`.
 
     Args:
@@ -57,9 +58,8 @@ class RaggedShard(Shard):
 
     __str__ = __repr__
 
-    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        begin, end = self.spans[rank]  # asked by torch's compute_local_shape_and_global_offset
-        return end - begin, begin
+    def rows_of_rank(self, rank: int) -> Span:
+        return self.spans[rank]
 
     def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated, wrap_rows
+from harness.private_torch import local_tensor
 
 aten = torch.ops.aten
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -55,7 +56,7 @@ def reduction_of(func: Any, args: tuple[Any, ...]) -> Rule | None:
 
 
 def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return wrap_rows(func(args[0]._local_tensor, *args[1:], **kwargs), args[0])
+    return wrap_rows(func(local_tensor(args[0]), *args[1:], **kwargs), args[0])
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -124,12 +125,12 @@ def _over_ranks(
 
     One all-gather for each axis that cuts rows, mesh and dtype; plain tensors are reduced here.
     """
-    found = [of_rows(each._local_tensor if isinstance(each, RaggedTensor) else each) for each in tensors]
+    found = [of_rows(local_tensor(each) if isinstance(each, RaggedTensor) else each) for each in tensors]
     places: dict[tuple[DeviceMesh, tuple[bool, ...], torch.dtype], list[int]] = {}
     for place, each in enumerate(tensors):
         if isinstance(each, RaggedTensor):
-            cuts = tuple(not isinstance(placement, Replicate) for placement in each._spec.placements)
-            places.setdefault((each._spec.mesh, cuts, found[place].dtype), []).append(place)
+            cuts = tuple(not isinstance(placement, Replicate) for placement in each.placements)
+            places.setdefault((each.device_mesh, cuts, found[place].dtype), []).append(place)
     for (mesh, cuts, _), where in places.items():
         values = torch.stack([found[place] for place in where]).to(mesh.device_type)
         for axis in (axis for axis, is_cut in enumerate(cuts) if is_cut):
@@ -142,7 +143,7 @@ def _over_ranks(
 
 
 def _shaped(value: Tensor, like: RaggedTensor, keepdim: Sequence[bool] = ()) -> DTensor:
-    found = replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like._spec.mesh)
+    found = replicated(value.reshape([1] * like.dim()) if any(keepdim) else value, like.device_mesh)
     return cast(DTensor, Replicated.of(found)) if like.requires_grad and torch.is_grad_enabled() else found
 
 
@@ -151,7 +152,7 @@ def _scalars(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor
     found: list[Tensor] = []
     for value, each in zip(values, tensors, strict=True):
         if isinstance(each, RaggedTensor):
-            key = (each._spec.mesh, value.dtype)
-            value = made[key] = replicated(value, each._spec.mesh, made.get(key))
+            key = (each.device_mesh, value.dtype)
+            value = made[key] = replicated(value, each.device_mesh, made.get(key))
         found.append(value)
     return found

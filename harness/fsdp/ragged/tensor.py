@@ -14,25 +14,28 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from harness.fsdp.ragged.before_2_12 import spec_for
 from harness.fsdp.ragged.placement import RaggedShard, Span
+from harness.private_torch import (
+    DTensorSpec,
+    TensorMeta,
+    local_tensor,
+    put_local_tensor,
+    schema_of,
+    spec_of,
+    tree_leaves,
+    tree_map_only,
+    without_torch_function,
+)
 
 BEFORE_WRITE = "_before_write"  # attribute of rows that other ranks may read: called before they are written to
-
-
-class RaggedSpec(DTensorSpec):
-    def _verify_shard_order(self, shard_order: object) -> None:
-        """torch's check holds for placements equal to `Shard(dim)` alone."""
 
 
 class RaggedTensor(DTensor):
@@ -45,14 +48,14 @@ class RaggedTensor(DTensor):
     rules: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     @staticmethod
-    def of(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedTensor:
+    def of(local: Tensor, spec: Any, *, requires_grad: bool = False) -> RaggedTensor:
         made = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
         return cast(RaggedTensor, made)
 
     @property
     def base(self) -> Tensor:
         """The rows whose version counts edits of this tensor and of its views."""
-        return cast(Tensor, self.__dict__.get("_base_rows", self._local_tensor))
+        return cast(Tensor, self.__dict__.get("_base_rows", local_tensor(self)))
 
     @base.setter
     def base(self, rows: Tensor) -> None:
@@ -60,16 +63,16 @@ class RaggedTensor(DTensor):
 
     @property
     def cut(self) -> RaggedShard:
-        return cast(RaggedShard, self._spec.placements[-1])
+        return cast(RaggedShard, self.placements[-1])
 
     @property
     def span(self) -> Span:
-        mesh = self._spec.mesh
+        mesh = self.device_mesh
         return self.cut.spans[mesh.get_local_rank(mesh.ndim - 1)]
 
     @property
     def cuts_rows_alone(self) -> bool:
-        return all(isinstance(each, Replicate) for each in self._spec.placements[:-1])
+        return all(isinstance(each, Replicate) for each in self.placements[:-1])
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor on every rank; its gradient's rows return here. Collective over the mesh."""
@@ -78,25 +81,37 @@ class RaggedTensor(DTensor):
         return self.whole()
 
     def whole(self) -> Tensor:
-        spec, last = self._spec, self._spec.mesh.ndim - 1
-        local = self._local_tensor.detach().to(spec.mesh.device_type)  # offloaded state is gathered on the device
+        spec, last = spec_of(self), self.device_mesh.ndim - 1
+        local = local_tensor(self).detach().to(spec.mesh.device_type)  # offloaded state is gathered on the device
         if not self.shape:
             return self.cut.gather(local.reshape(-1), spec.mesh, last).reshape(())
         rows = self.cut.gather(local, spec.mesh, last)
         if not any(isinstance(placement, Shard) for placement in spec.placements[:-1]):
             return rows
         placements = (*spec.placements[:-1], Replicate())
-        sizes, _ = compute_local_shape_and_global_offset(self.shape, spec.mesh, placements)
+        sizes, _ = self.place(but_rows=True)
         rows = rows.reshape(sizes)  # without elements it may have another shape
         made = DTensor.from_local(rows, spec.mesh, placements, run_check=False, shape=self.shape, stride=self.stride())
         return made.full_tensor().contiguous()  # torch 2.11 gathers columns into rows of another stride
+
+    def place(self, *, but_rows: bool = False) -> tuple[list[int], list[int]]:
+        """(sizes, offsets) of what lies here. but_rows: as the other axes cut it."""
+        sizes, offsets, here = list(self.shape), [0] * self.dim(), self.device_mesh.get_coordinate()
+        assert here is not None
+        for axis, each in enumerate(self.placements[:-1] if but_rows else self.placements):
+            if isinstance(each, Shard):
+                dim, most = each.dim, -(-sizes[each.dim] // self.device_mesh.size(axis))
+                chunk = min(most * here[axis], sizes[dim]), min(most * (here[axis] + 1), sizes[dim])
+                begin, end = each.spans[here[axis]] if isinstance(each, RaggedShard) else chunk
+                sizes[dim], offsets[dim] = end - begin, offsets[dim] + begin
+        return sizes, offsets
 
     def rows_of(self, whole: Tensor) -> Tensor:
         """This rank's view of a plain tensor that broadcasts to this one's shape."""
         if not self.shape:
             begin, end = self.span
             return whole if begin < end else whole.reshape(1)[:0]
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self._spec.placements)
+        sizes, offsets = self.place()
         for dim in range(max(self.dim() - whole.dim(), 0), self.dim()):
             at = dim - self.dim()
             if whole.shape[at] == self.shape[dim] and sizes[dim] < self.shape[dim]:
@@ -108,14 +123,14 @@ class RaggedTensor(DTensor):
             return cast(Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
         if before_write := getattr(self.base, BEFORE_WRITE, None):
             before_write()
-        return self._local_tensor
+        return local_tensor(self)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """Through the whole tensor where placements differ. Collective over the mesh."""
-        mesh = device_mesh or self._spec.mesh
-        if placements is not None and tuple(placements) == self._spec.placements:
+        mesh = device_mesh or self.device_mesh
+        if placements is not None and tuple(placements) == self.placements:
             return self
         whole = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return whole if placements is None else whole.redistribute(mesh, placements, **options)
@@ -132,19 +147,18 @@ class RaggedTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
-            if getattr(self, "_is_param", False):
-                copied._is_param = True
-            memo[id(self)] = copied
+            copied = self.detach().clone().requires_grad_(self.requires_grad)
+            is_param = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_param else copied
         return cast(Tensor, memo[id(self)])
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, size: Any, stride: Any) -> RaggedTensor:
         made = DTensor.__tensor_unflatten__(inner, flat, size, stride)
-        return RaggedTensor.of(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+        return RaggedTensor.of(local_tensor(made), spec_of(made), requires_grad=made.requires_grad)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        return _restored, (self._local_tensor.detach(), self._spec, self.requires_grad)
+        return _restored, (local_tensor(self).detach(), spec_of(self), self.requires_grad)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         raise RuntimeError(
@@ -163,11 +177,11 @@ class RaggedTensor(DTensor):
     # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
     def _chunk(self) -> ChunkStorageMetadata | None:
-        if not self._local_tensor.numel():
+        if not local_tensor(self).numel():
             return None
         if not self.shape:
             return ChunkStorageMetadata(torch.Size([]), torch.Size([]))
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self._spec.placements)
+        sizes, offsets = self.place()
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -175,7 +189,7 @@ class RaggedTensor(DTensor):
         return [] if chunk is None else [chunk]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -186,7 +200,7 @@ class RaggedTensor(DTensor):
         ]
 
     def __get_tensor_shard__(self, _: object) -> Tensor:
-        return self._local_tensor
+        return local_tensor(self)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
@@ -210,7 +224,7 @@ def _told(tensor: Tensor) -> str:
 
 
 def in_class(kind: type[DTensor], held: Any) -> Any:
-    return DTensor.__new__(kind, held._local_tensor, spec_for(kind, held._spec), requires_grad=False)
+    return DTensor.__new__(kind, local_tensor(held), spec_for(kind, spec_of(held)), requires_grad=False)
 
 
 def plain_of(kind: type[DTensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
@@ -230,7 +244,7 @@ class GatheredView(DTensor):
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable and isinstance(args[0], GatheredView):
+        if schema_of(func).is_mutable and isinstance(args[0], GatheredView):
             raise NotImplementedError(
                 f"{func} on a view of {getattr(args[0], '_name', 'a sharded tensor')}: its rows lie on several ranks"
                 " and the view is a copy; edit parameter.full_tensor() (collective), then parameter.copy_(it)"
@@ -253,7 +267,7 @@ class Replicated(DTensor):
 
     @staticmethod
     def of(value: Tensor) -> Tensor:
-        if type(value) is not DTensor or not all(isinstance(each, Replicate) for each in value._spec.placements):
+        if type(value) is not DTensor or not all(isinstance(each, Replicate) for each in value.placements):
             return value
         return cast(Tensor, in_class(Replicated, value))
 
@@ -261,7 +275,7 @@ class Replicated(DTensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if any(type(each) is Tensor and each.requires_grad for each in tree_leaves((args, kwargs))):
                 args, kwargs = tree_map_only(Replicated, _IntoLoss.apply, (args, dict(kwargs or {})))
             return func(*args, **(kwargs or {}))
@@ -293,7 +307,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
         like = ctx.sharded
-        return RaggedTensor.of(like.rows_of(grads[0]).contiguous(), like._spec)
+        return RaggedTensor.of(like.rows_of(grads[0]).contiguous(), spec_of(like))
 
 
 class _IntoLoss(torch.autograd.Function):
@@ -302,8 +316,8 @@ class _IntoLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Replicated) -> Tensor:
-        ctx.mesh = total._spec.mesh
-        return total._local_tensor.clone()
+        ctx.mesh = total.device_mesh
+        return local_tensor(total).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> DTensor:
@@ -316,8 +330,8 @@ class _IntoLoss(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: RaggedTensor) -> Tensor:
-        ctx.spec = sharded._spec
-        return sharded._local_tensor.view_as(sharded._local_tensor)
+        ctx.spec = spec_of(sharded)
+        return local_tensor(sharded).view_as(local_tensor(sharded))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> RaggedTensor:
@@ -326,27 +340,31 @@ class _ToLocal(torch.autograd.Function):
 
 def distribute_rows(full: Tensor, like: DTensor) -> RaggedTensor:
     """A copy of a whole tensor with the cut of another one. No communication."""
-    made = RaggedTensor.of(like._local_tensor, spec_like(full, like._spec.mesh, like._spec.placements))
-    return RaggedTensor.of(made.rows_of(full.detach()).clone(), made._spec)
+    made = RaggedTensor.of(local_tensor(like), spec_like(full, like.device_mesh, like.placements))
+    return RaggedTensor.of(made.rows_of(full.detach()).clone(), spec_of(made))
 
 
-def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
+def _restored(local: Tensor, spec: Any, requires_grad: bool) -> RaggedTensor:
     return RaggedTensor.of(local, spec, requires_grad=requires_grad)
 
 
-def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:
-    return RaggedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
+    """A `DTensorSpec` for a plain tensor's shape."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    made = DTensorSpec(mesh, tuple(Shard(0) if isinstance(p, RaggedShard) else p for p in placements), tensor_meta=meta)
+    object.__setattr__(made, "placements", tuple(placements))  # torch verifies that a `Shard` equals `Shard(dim)`
+    return made
 
 
 def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> Any:
     """cut: of the result, else that of `like`; the shape follows from the rows' shape."""
     if isinstance(result, tuple | list):
         return type(result)(wrap_rows(each, like, cut) for each in result)
-    spec = like._spec
-    if cut is None and result.dtype == like.dtype and result.shape == like._local_tensor.shape:
+    spec = spec_of(like)
+    if cut is None and result.dtype == like.dtype and result.shape == local_tensor(like).shape:
         return RaggedTensor.of(result, spec)
     rows = like.shape[:1] if cut is None else [max(end for _, end in cut.spans)]
-    tail = like.shape[1:] if result.shape[1:] == like._local_tensor.shape[1:] else result.shape[1:]
+    tail = like.shape[1:] if result.shape[1:] == local_tensor(like).shape[1:] else result.shape[1:]
     whole = torch.empty([*rows, *tail], dtype=result.dtype, device="meta")
     return RaggedTensor.of(
         result, spec_like(whole, spec.mesh, spec.placements if cut is None else (*spec.placements[:-1], cut))
@@ -356,17 +374,17 @@ def wrap_rows(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -
 def replicated(value: Tensor, mesh: DeviceMesh, alike: DTensor | None = None) -> DTensor:
     """alike: a DTensor of the same shape, dtype and mesh, whose spec is shared."""
     meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta) if alike is None else alike._spec
+    spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta) if alike is None else spec_of(alike)
     return DTensor.__new__(DTensor, value, spec, requires_grad=False)
 
 
 def local_of(param: Tensor) -> Tensor:
     held: Any = param
-    return held._local_tensor if isinstance(param, RaggedTensor) else param
+    return local_tensor(held) if isinstance(param, RaggedTensor) else param
 
 
 def set_apart(param: Any) -> None:
     if isinstance(param, DTensor):
-        param._local_tensor = param._local_tensor.clone()
+        put_local_tensor(param, local_tensor(param).clone())
     else:
         param.data = param.detach().clone()

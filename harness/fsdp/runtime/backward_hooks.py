@@ -52,6 +52,7 @@ from harness.fsdp.storage.codec import BACKWARD
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
+from harness.private_torch import at_end_of_backward, number_of_node, running_backward, without_torch_function
 
 
 class BackwardHooks:
@@ -115,7 +116,7 @@ class BackwardHooks:
 
     def recover(self) -> None:
         """Reset after a backward that raised: autograd then calls no end callback."""
-        runs = torch._C._current_graph_task_id() != -1 and self._end() is not None
+        runs = running_backward() != -1 and self._end() is not None
         if runs or not self.step.in_backward:
             return
         self._entered.clear()
@@ -145,7 +146,7 @@ class BackwardHooks:
                 torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
     def _root_pre_backward(self, forward: int = 0) -> None:
-        if torch._C._current_graph_task_id() == self._task:
+        if running_backward() == self._task:
             return
         self.recover()
         if self.step.in_backward:
@@ -160,10 +161,10 @@ class BackwardHooks:
         if not of_inputs:
             self.before_backward()
         self.step.pre_backward(of_inputs=of_inputs)
-        self._task = torch._C._current_graph_task_id()
+        self._task = running_backward()
         end = BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        at_end_of_backward(end)
         if self.guard is not None:
             self.guard.begin_backward()
         for bucket in buckets_of(self.units):
@@ -233,7 +234,7 @@ class BackwardHooks:
 
     @property
     def _is_stale(self) -> bool:
-        begins = torch._C._current_graph_task_id() != self._task
+        begins = running_backward() != self._task
         return begins and any(bucket.is_stale for bucket in buckets_of(self.units))
 
     def _pass_to(self, number: int) -> None:
@@ -272,11 +273,11 @@ class BackwardHooks:
         if self._is_sharded(unit):
             refuse_sharded("a gradient of its inputs", unit.name)
         unit.readiness.note_passed(node)
-        self._pass_to(node._sequence_nr())
+        self._pass_to(number_of_node(node))
         self._call_passed(unit)
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
-        if torch._C._current_graph_task_id() == self._task:
+        if running_backward() == self._task:
             self._root_pre_backward()
         else:  # nothing else told that a backward has begun, and the gradient has come before what begins one
             self._begin_with(name, param)
@@ -286,7 +287,7 @@ class BackwardHooks:
             refuse_late_gradient(name, unit.name)
         if self.gather.order and self._is_sharded(unit) and not (unit in self._rested and unit.readiness.is_passed):
             refuse_sharded(f"a gradient of {name}", unit.name)
-        with torch._C.DisableTorchFunctionSubclass():  # as `by_engine`, for one parameter after the other
+        with without_torch_function():  # as `by_engine`, for one parameter after the other
             refuse_layout(name, grad_of(param))
             if not gradients.is_prepared:  # the first of this backward
                 self.reduce.prepare(unit)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from harness.fsdp.runtime.readiness import next_number
 from harness.fsdp.runtime.state_machine import StateMachine
 from harness.fsdp.runtime.step import Call, StepError
+from harness.private_torch import next_number
 
 
 class ForwardState(Enum):

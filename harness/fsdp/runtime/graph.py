@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_flatten
 
 from harness.fsdp.runtime.refusals import refuse_edit
+from harness.private_torch import is_view, keeping_version, number_of_node, running_node, tree_flatten
 
 ABOVE_ALL = 2**64 - 1
 
@@ -66,21 +65,21 @@ class Passed:
         pairs = [pair for pair in zip(self.own, self.aliases, strict=True) if pair[1].grad_fn is not self.node]
         for own, alias in pairs:
             places = [each for each in self.own if each.data_ptr() == own.data_ptr()]
-            if own.is_leaf or own._is_view() or len(places) > 1:
+            if own.is_leaf or is_view(own) or len(places) > 1:
                 refuse_edit(unit)
-            with _unsafe_preserve_version_counter(own):
+            with keeping_version(own):
                 EditedInput.apply(own, alias)  # type: ignore[no-untyped-call] # torch leaves it unannotated
         return [own for own, _ in pairs]
 
 
 def number_of(output: Tensor) -> int:
     """Sequence number of a tensor's node; for a leaf, above all of them."""
-    return ABOVE_ALL if output.grad_fn is None else output.grad_fn._sequence_nr()
+    return ABOVE_ALL if output.grad_fn is None else number_of_node(output.grad_fn)
 
 
 def could_reach(params: Set[int]) -> bool:
     """True if the graph below the running node holds one of these parameters."""
-    todo: list[Node | None] = [torch._C._current_autograd_node()]
+    todo: list[Node | None] = [running_node()]
     seen: set[Node] = set()
     while todo:
         node = todo.pop()

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harness.fsdp.runtime.refusals import refuse_handed_on
 from harness.fsdp.storage.parameter_access import by_engine
+from harness.private_torch import tree_flatten, tree_unflatten
 
 
 @by_engine

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,10 @@ from harness.fsdp.runtime.units import Unit, UnitPlan, is_expert
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory, placeholder
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
+from harness.fsdp.storage.parameter_access import weak_references
 from harness.fsdp.tensor_parallel.declared import declares
 from harness.fsdp.tensor_parallel.parameters import Portion, real, values_here
+from harness.private_torch import parameters_of
 
 Members = list[tuple[str, nn.Parameter]]
 
@@ -79,14 +80,16 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> 
 
 @contextmanager
 def _without_weak_references(module: nn.Module) -> Iterator[None]:
-    layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    for layer in layers:
-        layer._flat_weight_refs = []
+    """Recurrent layers keep lists of them, and torch swaps no tensor that has one."""
+    lists = [held for part in module.modules() if isinstance(part, nn.RNNBase) for held in weak_references(part)]
+    kept = [[None if each is None else each() for each in held] for held in lists]
+    for held in lists:
+        held.clear()
     try:
         yield
     finally:
-        for layer in layers:
-            layer._flat_weight_refs = [None if each is None else weakref.ref(each) for each in layer._flat_weights]
+        for held, params in zip(lists, kept, strict=True):
+            held += [None if each is None else weakref.ref(each) for each in params]
 
 
 def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Meshes, device: torch.device) -> None:
@@ -109,9 +112,9 @@ def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Me
         parts = [part for part in turn if _has_own(part)]
         resets = [_reset_of(part, names[id(part)]) for part in parts]
         for part in parts:
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    part._buffers[name] = torch.empty_like(buffer, device=device)
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    setattr(part, name, torch.empty_like(buffer, device=device))
         _reset(parts, resets, homes, done, meshes, device)
 
 
@@ -129,8 +132,8 @@ def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
 
 
 def _has_own(part: nn.Module) -> bool:
-    hollow = any(buffer is not None and buffer.is_meta for buffer in part._buffers.values())
-    return hollow or any(param is not None for param in part._parameters.values())
+    hollow = any(buffer.is_meta for buffer in part.buffers(recurse=False))
+    return hollow or any(param is not None for param in parameters_of(part).values())
 
 
 def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
@@ -152,7 +155,7 @@ def _reset(
     meshes: Meshes,
     device: torch.device,
 ) -> None:
-    own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+    own = {id(p): p for part in parts for p in parameters_of(part).values() if p is not None}
     kept = {key: homes[key][0].key.dtype for key in own}
     with _whole(parts, own, kept, device) as whole:
         for reset in resets:
@@ -182,22 +185,24 @@ def _whole(
     Full ones where tensor parallelism has cut; shards for modules that cut themselves. dtypes: as the module gave
     them.
     """
-    cut_themselves = {id(param) for part in parts if declares(part) for param in part._parameters.values()}
+    cut_themselves = {id(param) for part in parts if declares(part) for param in parameters_of(part).values()}
     stand_ins: dict[int, nn.Parameter] = {}
     for key, param in own.items():
         shape = values_here(param).shape if key in cut_themselves else param.shape
         values = torch.empty(shape, dtype=dtypes[key], device=device)
         stand_ins[key] = real(param, values) if key in cut_themselves else nn.Parameter(values, param.requires_grad)
     found: dict[int, Tensor] = {}
-    stood_for = [(part, name, param) for part in parts for name, param in part._parameters.items() if param is not None]
+    stood_for = [
+        (part, name, param) for part in parts for name, param in parameters_of(part).items() if param is not None
+    ]
     for part, name, param in stood_for:
-        part._parameters[name] = stand_ins[id(param)]
+        parameters_of(part)[name] = stand_ins[id(param)]
     try:
         yield found
         for part, name, param in stood_for:
-            held = part._parameters[name]
+            held = parameters_of(part)[name]
             assert held is not None
             found.setdefault(id(param), values_here(held).data)
     finally:
         for part, name, param in stood_for:
-            part._parameters[name] = param
+            parameters_of(part)[name] = param

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from harness.fsdp.runtime.step import Step, StepError
@@ -19,6 +18,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH
 from harness.fsdp.tensor_parallel.parameters import handling_of
+from harness.private_torch import accumulation_hooks, without_torch_function
 
 Hook = Callable[[Any], Any]
 
@@ -62,11 +62,11 @@ def watch(params: Iterable[tuple[str, nn.Parameter]], step: Step) -> None:
             return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step)
 
         setattr(param, WATCH, watched)
-        hooks: dict[int, Hook] = param._post_accumulate_grad_hooks or {}
+        hooks: dict[int, Hook] = accumulation_hooks(param) or {}
         for key, hook in hooks.items():
             hooks[key] = watched(hook)
 
 
 def _edits(param: nn.Parameter) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return handling_of(param).edits(param)

@@ -33,9 +33,9 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr
 
 from harness.fsdp.storage.parameter_access import HOME, by_engine
+from harness.private_torch import next_number, will_run
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class Call:
     def is_unseen(self) -> bool:
         """True if the call made nodes and no hook stands on its inputs."""
         return self.identity() is None and next_number() > self.begin
-
-
-def next_number() -> int:
-    return _get_sequence_nr()
 
 
 def _nothing() -> None: ...
@@ -254,7 +250,7 @@ def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 def _will_come(param: nn.Parameter, node: Any) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(will_run(node))
     except RuntimeError as error:  # what torch says of a leaf that autograd.grad was asked for
         raise RuntimeError(
             f"torch.autograd.grad() was asked for the gradient of {getattr(param, HOME, ('a parameter',))[0]}, and"
@@ -264,4 +260,4 @@ def _will_come(param: nn.Parameter, node: Any) -> bool:
 
 
 def _will_run(node: Any) -> bool:
-    return bool(torch._C._will_engine_execute_node(node))
+    return bool(will_run(node))

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.runtime.readiness import due_among
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
+from harness.private_torch import in_forward_mode, in_transform, is_tracing, tree_leaves
 
 
 def refuse_dtensors(args: Any, kwargs: Any) -> None:
@@ -27,12 +26,12 @@ def refuse_dtensors(args: Any, kwargs: Any) -> None:
 
 def refuse_transforms() -> None:
     """Raise RuntimeError inside `torch.func.grad`, `vmap` and their like, and under `torch.jit.trace`."""
-    if torch._C._get_tracing_state() is not None:
+    if is_tracing():
         raise RuntimeError(
             "torch.jit.trace (and torch.onnx.export by TorchScript) cannot record a sharded model, whose weights are"
             " gathered in place: trace a plain copy of the module that has loaded full_weights()"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         raise RuntimeError(
             "torch.func transforms (grad, vjp, jacrev, vmap) cannot go through units of a sharded model, whose weights"
             " are gathered in place and whose gradients leave by hooks of autograd: use loss.backward() or"
@@ -42,7 +41,7 @@ def refuse_transforms() -> None:
 
 def refuse_forward_mode() -> None:
     """Raise RuntimeError inside `torch.func.jvp`, `jacfwd` and `torch.autograd.forward_ad.dual_level`."""
-    if forward_ad._current_level >= 0:
+    if in_forward_mode():
         raise RuntimeError(
             "forward-mode differentiation (torch.func.jvp, jacfwd, torch.autograd.forward_ad) cannot go through units"
             " of a sharded model, whose weights are gathered in place and whose hooks know backwards alone:"

@@ -110,7 +110,7 @@ def compiled(module: nn.Module) -> nn.Module:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
     if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
         return module
-    inside: nn.Module = module._modules["_orig_mod"]
+    inside: nn.Module = next(module.children())
     return inside
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
-from torch._C._dynamo import eval_frame
+from harness.private_torch import leave_to_python
 
 
 class WeakHook:
@@ -55,11 +55,4 @@ class WeakHook:
         return self._function(owner, *[each() for each in weak], *self._args, *args, **kwargs)
 
 
-def _leave_to_python(function: Any) -> None:
-    """Exclude a function and all it calls from torch.compile; see [Note: Hooks and the compiler]."""
-    function._torchdynamo_disable = True
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-_leave_to_python(WeakHook.__call__)
+leave_to_python(WeakHook.__call__)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fp8.linear import Fp8Linear
 from harness.fsdp.comm.mesh import Everyone
@@ -18,6 +17,7 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import DTensorFactory, as_target, refuse_split_experts
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import check_names
+from harness.private_torch import loads_in_own_way
 
 FP8 = "fp8/"
 
@@ -160,7 +160,7 @@ class StateAccess:
                 found[name] = sharded_of(entry).detach()
         return found
 
-    def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.*
 
         Raises:
@@ -178,14 +178,14 @@ class StateAccess:
             for bucket in unsharded:
                 bucket.use()
 
-    def _load(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    def _load(self, given: Mapping[str, Any], *, strict: bool) -> Any:
         own = self._own.state_dict(self.module, keep_vars=True)
         parts = [(self._own if part is self.module else type(part), part) for part in self.module.modules()]
         if not any(_loads_otherwise(kind, part) for kind, part in parts):
             _check(own, given, strict=strict)
         by_entry = {id(own[name]): value for name, value in given.items() if name in own}
         tied = {name: by_entry[id(entry)] for name, entry in own.items() if name not in given and id(entry) in by_entry}
-        found: _IncompatibleKeys = self._own.load_state_dict(
+        found: Any = self._own.load_state_dict(
             self.module,
             {name: as_target(value, _sharded(own.get(name))) for name, value in {**given, **tied}.items()},
             **({} if strict else {"strict": False}),
@@ -255,9 +255,8 @@ def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Opti
 
 def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:
     """The program's own code decides which names and shapes are right. kind: the part's own class."""
-    loads: Any = kind._load_from_state_dict
     whole = kind.load_state_dict is not nn.Module.load_state_dict
-    return whole or not loads.__module__.startswith("torch.nn.") or bool(part._load_state_dict_pre_hooks)
+    return whole or loads_in_own_way(kind, part)
 
 
 COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without

@@ -16,12 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _storage_Use_Count
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _foreach_supported_types as optimizers_types
 from torch.overrides import resolve_name
-from torch.utils._foreach_utils import _foreach_supported_types as utils_types
-from torch.utils._pytree import tree_leaves
 
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, check_data, local_of, set_apart
@@ -30,15 +26,25 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import (
     HOME,
-    METADATA,
     WATCH,
     ModuleSlot,
     by_engine,
     grad_of,
+    is_metadata,
     put_grad,
     refuse_unknown,
 )
 from harness.fsdp.tensor_parallel.parameters import put_data
+from harness.private_torch import (
+    foreach_types,
+    local_tensor,
+    put_local_tensor,
+    put_spec,
+    references_to,
+    spec_of,
+    tree_leaves,
+    without_torch_function,
+)
 
 SHARDED = "_fsdp_sharded"
 LOCATION = "_fsdp_location"
@@ -55,7 +61,7 @@ class _Hooked:
 
     @property
     def grad(self) -> Tensor | None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return grad_of(cast(Tensor, self))
 
     @grad.setter
@@ -64,7 +70,7 @@ class _Hooked:
         sharded = None if place is None else place[0]()
         if sharded is not None and (sync := sharded.sync()) is not None:
             sync.forget_one(sharded.bucket, place[1])
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             put_grad(cast(Tensor, self), value)
 
     @by_engine
@@ -96,8 +102,8 @@ class _Superseded:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA:
+        with without_torch_function():
+            if is_metadata(func):
                 return func(*args, **(kwargs or {}))
         kept = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, _Superseded)), None)
         raise RuntimeError(_superseded(kept, resolve_name(func) or func.__name__))
@@ -144,7 +150,7 @@ class MainWeight(_Hooked, nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Fused kernels of optimizers leave version counters as they are."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func.__name__.startswith("_fused_"):
                 torch.autograd.graph.increment_version(args[0])
             return func(*args, **(kwargs or {}))
@@ -159,7 +165,7 @@ def counting(own: type) -> type:
     return cast(type, cast(Any, type(own))(own.__name__, (MainWeight, own), {"__module__": own.__module__}))
 
 
-for types in (optimizers_types, utils_types):
+for types in foreach_types:
     types += [MainWeight, ShardedParameter, PortionAtRest, PortionGradient]
 
 
@@ -217,11 +223,14 @@ class ShardedParameters:
 
     def _hold(self, param: Any, rows: Tensor) -> None:
         if isinstance(rows, RaggedTensor):
-            param._local_tensor, param._spec, param.base = rows._local_tensor, rows._spec, rows._local_tensor
-            setattr(rows._local_tensor, BEFORE_WRITE, self.before_write)
+            local = local_tensor(rows)
+            put_local_tensor(param, local)
+            put_spec(param, spec_of(rows))
+            param.base = local
+            setattr(local, BEFORE_WRITE, self.before_write)
 
     def _begin(self) -> None:
-        self._locals = [param._local_tensor if isinstance(param, RaggedTensor) else None for param in self.params]
+        self._locals = [local_tensor(param) if isinstance(param, RaggedTensor) else None for param in self.params]
         self._forget_views()
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
@@ -258,7 +267,7 @@ class ShardedParameters:
         return [param.requires_grad for param in (self.unsharded if self.shows_unsharded else self.params)]
 
     def sync_flags(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             for param, sharded in zip(self.unsharded, self.params, strict=True):
                 if param.requires_grad is not sharded.requires_grad:
                     param.requires_grad_(sharded.requires_grad)
@@ -292,11 +301,11 @@ class ShardedParameters:
         held = self.grads[index]
         if held is None:
             gradients = cast(Gradients, self.bucket.gradients)
-            before = _storage_Use_Count(gradients.main_storage)
+            before = references_to(gradients.main_storage)
             held = self.grads[index] = self.view(index, self.bucket.grad_shards)
             if isinstance(held, DTensor) and not isinstance(held, RaggedTensor):
                 held.__class__ = PortionGradient
-            self._references[index] = _storage_Use_Count(gradients.main_storage) - before
+            self._references[index] = references_to(gradients.main_storage) - before
         return held
 
     def _forget_views(self) -> None:
@@ -316,7 +325,7 @@ class ShardedParameters:
                 self.grads[index], self._references[index] = None, 0
                 set_apart(held)
         known = gradients.own_references + sum(self._references)
-        if not shown and _storage_Use_Count(gradients.main_storage) > known:
+        if not shown and references_to(gradients.main_storage) > known:
             gradients.renew()
             self._forget_views()
 

@@ -22,6 +22,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import SHARD, On
+from harness.private_torch import schema_of
 
 
 class PortionGradient(DTensor):
@@ -31,11 +32,11 @@ class PortionGradient(DTensor):
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is CHECK_AND_UNSCALE:
+        if func.name() == CHECK_AND_UNSCALE:
             return check_and_unscale(func, args, kwargs or {})
         args_, kwargs_ = plain_of(cls, args, kwargs)
         found = func(*args_, **kwargs_)
-        return args[0] if isinstance(found, Tensor) and func._schema.is_mutable else found
+        return args[0] if isinstance(found, Tensor) and schema_of(func).is_mutable else found
 
 
 class DTensorFactory:

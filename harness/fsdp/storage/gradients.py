@@ -21,7 +21,6 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
-from torch._C import _storage_Use_Count
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.together import copy_together, zero_together
@@ -32,6 +31,7 @@ from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, 
 from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
+from harness.private_torch import address_of, references_to
 
 ADDED = "grad_added_to_main_grad"
 """Set by a kernel of Megatron's protocol that has added the gradient itself; what autograd gets is a stand-in."""
@@ -114,8 +114,8 @@ class Gradients:
 
     def _count(self) -> None:
         held = self.sums if self._main is None else self._main
-        self.main_storage: int = held.untyped_storage()._cdata
-        self.own_references = _storage_Use_Count(self.main_storage)
+        self.main_storage: int = address_of(held.untyped_storage())
+        self.own_references = references_to(self.main_storage)
 
     def _use_sums(self, sums: Tensor) -> None:
         self.sums = sums

@@ -31,6 +31,7 @@ from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
 from harness.fsdp.tensor_parallel.parameters import Portion
+from harness.private_torch import version_of
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""
@@ -371,7 +372,7 @@ class ParamGroup:
 
     @property
     def main_version(self) -> int:
-        return self.main_shards[0]._version
+        return version_of(self.main_shards[0])
 
     @property
     def is_stale(self) -> bool:

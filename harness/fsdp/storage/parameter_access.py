@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.storage.layout import BucketLayout
 from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
+from harness.private_torch import parameters_of, version_of, without_torch_function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,37 +30,28 @@ def by_engine(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return function(*args, **kwargs)
 
     return run
 
 
-def _named(names: str) -> Iterator[Any]:
-    return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
-
-
+DATA = frozenset(["data", "T", "H", "mT", "mH", "real", "imag", "_base", "__cuda_array_interface__"])
+READS_NO_VALUES = """size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed
+    is_inference is_same_size __len__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook
+    retain_grad new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like
+    randn_like"""
 METADATA = frozenset(
-    [
-        *(
-            each.__get__
-            for each in _named(
-                "shape dtype device layout requires_grad grad grad_dtype grad_fn is_leaf ndim itemsize nbytes names"
-                " name output_nr retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn"
-                " is_mps is_xla is_xpu is_nested _version _base _backward_hooks _post_accumulate_grad_hooks"
-            )
-        ),
-        *(each.__set__ for each in _named("requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks")),
-        *_named(
-            "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed"
-            " is_inference is_same_size __len__ __hash__ requires_grad_ register_hook"
-            " register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor"
-        ),
-        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
-        *(torch.autograd.backward, torch.autograd.grad),  # which look at `inputs`, or refuse them, by themselves
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
-    ]
+    {getattr(owner, name) for owner in (Tensor, torch) for name in READS_NO_VALUES.split() if hasattr(owner, name)}
+    | {torch.autograd.backward, torch.autograd.grad}  # which look at `inputs`, or refuse them, by themselves
 )
+
+
+def is_metadata(func: Any) -> bool:
+    """True for a function of torch that reads no values, attributes' descriptors among them."""
+    if func in METADATA:
+        return True
+    return func.__name__ in ("__get__", "__set__") and getattr(func.__self__, "__name__", "data") not in DATA
 
 
 # -- slots of modules --------------------------------------------------------------------------------------------------
@@ -67,7 +59,7 @@ METADATA = frozenset(
 
 class ModuleSlot:
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.held = module._parameters
+        self.held = parameters_of(module)
         self.name = name
         self.module = weakref.ref(module)
         self.is_plain = type(self.held) is dict and getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
@@ -80,15 +72,20 @@ class ModuleSlot:
     def put(self, coming: nn.Parameter, leaving: nn.Parameter) -> None:
         if self.param is leaving and (module := self.module()) is not None:
             setattr(module, self.name, coming)
-            names: list[str] = getattr(module, "_flat_weights_names", [])
-            if self.name in names:  # else a recurrent layer collects its parameters anew in each forward
-                cast(Any, module)._flat_weight_refs[names.index(self.name)] = weakref.ref(coming)
+            for held in weak_references(module):  # else a recurrent layer collects its parameters anew
+                held[:] = [weakref.ref(coming) if each is not None and each() is leaving else each for each in held]
+
+
+def weak_references(module: nn.Module) -> list[list[Any]]:
+    """Lists of them among a module's attributes; a recurrent layer's tells which parameters it has flattened."""
+    lists = (held for held in vars(module).values() if type(held) is list)
+    return [held for held in lists if any(isinstance(each, weakref.ref) for each in held)]
 
 
 def slots_of(module: nn.Module) -> dict[int, list[ModuleSlot]]:
     found: dict[int, list[ModuleSlot]] = {}
     for part in module.modules():
-        for name, param in part._parameters.items():
+        for name, param in parameters_of(part).items():
             if param is not None:
                 found.setdefault(id(param), []).append(ModuleSlot(part, name))
     return found
@@ -114,7 +111,7 @@ class Whereabouts:
 
 
 def _contents(part: nn.Module) -> tuple[list[str], list[int]]:
-    return list(part._parameters.keys()), list(map(id, part._modules.values()))
+    return list(parameters_of(part).keys()), list(map(id, part.children()))
 
 
 def check_names(module: nn.Module, path: str = "") -> None:
@@ -203,7 +200,7 @@ class ParameterViews:
 
     def _counts(self) -> list[int]:
         if self._bare:
-            return [param._version for param in self._bare]
+            return list(map(version_of, self._bare))
         return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
 
     def edited(self) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from harness.private_torch import swap_memory
+
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
-CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+CAN_SWAP = bool(swap_memory)
 """From torch 2.12 on; before, all units share one storage, and a view kept past its unit's turn shows another's."""
 
 
@@ -77,4 +79,4 @@ class Turn:
 
     def _exchange(self) -> None:
         if self._storage is not self._buffer.storage:
-            self._storage._swap_data_ptr_(self._buffer.storage)  # type: ignore[attr-defined] # newer than torch's stubs
+            swap_memory(self._storage, self._buffer.storage)

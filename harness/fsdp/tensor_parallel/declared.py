@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.members import group_of_members
+from harness.private_torch import parameters_of
 
 METHOD = "set_device_mesh"
 ARGUMENTS = ("tp_mesh", "weight_mesh")
@@ -43,12 +44,12 @@ def declares(part: nn.Module) -> bool:
 def declare(module: nn.Module, meshes_of: Callable[[nn.Module], Meshes]) -> None:
     """Raises ValueError: a module made another number of parameters, or of other names."""
     for path, part in module.named_modules():
-        own = {name: param for name, param in part._parameters.items() if param is not None}
+        own = {name: param for name, param in parameters_of(part).items() if param is not None}
         if not declares(part) or any(isinstance(param, DTensor) for param in own.values()):
             continue
         tp_mesh, weight_mesh = meshes_of(part)
         part.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
-        made = {name: param for name, param in part._parameters.items() if param is not None}
+        made = {name: param for name, param in parameters_of(part).items() if param is not None}
         if list(made) != list(own):
             raise ValueError(
                 f"{path or 'the module'}.{METHOD}() left parameters {list(made)} where there were {list(own)}: it may"
@@ -61,9 +62,9 @@ def declare(module: nn.Module, meshes_of: Callable[[nn.Module], Meshes]) -> None
 
 def _replace(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
     for part in module.modules():
-        for name, param in part._parameters.items():
+        for name, param in parameters_of(part).items():
             if id(param) in by:
-                part._parameters[name] = by[id(param)]
+                parameters_of(part)[name] = by[id(param)]
 
 
 def _succeed(held: nn.Parameter, made: nn.Parameter) -> None:

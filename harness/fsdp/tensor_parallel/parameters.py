@@ -21,9 +21,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from harness.private_torch import local_tensor, put_local_tensor, spec_of, version_of
 
 EDITS = "_fsdp_edits"
 Shape = tuple[int, ...]
@@ -181,7 +182,7 @@ class Plain:
 
     @staticmethod
     def edits(param: Tensor) -> int:
-        return param._version
+        return version_of(param)
 
 
 class DTensors:
@@ -190,18 +191,19 @@ class DTensors:
     @staticmethod
     def point(param: Tensor, values: Tensor) -> None:
         held: Any = param
-        setattr(held, EDITS, getattr(held, EDITS, 0) + held._local_tensor._version)
+        setattr(held, EDITS, getattr(held, EDITS, 0) + version_of(local_tensor(held)))
         if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
-            put_data(held, DTensor(values, held._spec, requires_grad=False))
-        held._local_tensor = values.data  # whose edits are counted apart from those of the bucket
+            put_data(held, DTensor(values, spec_of(held), requires_grad=False))
+        put_local_tensor(held, values.data)  # whose edits are counted apart from those of the bucket
 
     @staticmethod
     def values(param: Tensor) -> Tensor:
-        return cast(DTensor, param)._local_tensor
+        found: Tensor = local_tensor(param)
+        return found
 
     @staticmethod
     def edits(param: Tensor) -> int:
-        return param._version + getattr(param, EDITS, 0) + DTensors.values(param)._version
+        return version_of(param) + getattr(param, EDITS, 0) + version_of(local_tensor(param))
 
 
 def handling_of(param: Tensor) -> type[Plain] | type[DTensors]:
@@ -215,8 +217,8 @@ def gradient_here(param: nn.Parameter, gradient: Tensor) -> Tensor:
     placements = cast(DTensor, param).placements
     if gradient.placements != placements:
         gradient = gradient.redistribute(placements=placements)
-    held: Any = gradient._local_tensor
-    return cast(Tensor, held.wait() if isinstance(held, AsyncCollectiveTensor) else held)
+    held: Any = local_tensor(gradient)  # torch waits for a collective in the first use of what it gives
+    return cast(Tensor, held.wait() if hasattr(held, "wait") else held)
 
 
 def real(param: nn.Parameter, values: Tensor) -> nn.Parameter:

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from harness.fsdp.ragged import RaggedTensor, distribute_rows
 from harness.fsdp.ragged.tensor import local_of
@@ -28,6 +27,7 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.update.rules import COUNTERS, ENTRIES, KERNELS, kernels_of
+from harness.private_torch import note_step, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
 """Arguments of `step` beside a closure, True by default: megatron-fsdp's names."""
@@ -92,15 +92,15 @@ class Counter:
         params = (param for piece in pieces for param in piece.params)
         for param, element in zip(params, self.elements, strict=True):
             state[param][key] = element
-        self.version = self.of_params._version
+        self.version = version_of(self.of_params)
 
     def tell_params(self) -> None:
         torch.index_select(self.of_pieces, 0, self.index, out=self.of_params)
-        self.version = self.of_params._version
+        self.version = version_of(self.of_params)
 
     @property
     def is_edited(self) -> bool:
-        return self.of_params._version != self.version
+        return version_of(self.of_params) != self.version
 
 
 class FlatStep:
@@ -131,23 +131,31 @@ class FlatStep:
         while getattr(rule, "hooked", None) and hasattr(rule, "__wrapped__"):  # below torch's hooks
             rule = rule.__wrapped__
 
+        begin, end = map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))
+
+        def around(closure: Callable[[], Any]) -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            begin(self)
+            return loss
+
         def step(own: Opt, closure: Callable[[], Any] | None = None) -> Any:
             try:
                 if closure is None:
-                    self._begin()
+                    begin(self)
                     return rule(own)
                 if self.moments is None:  # it may write before it calls the closure
                     self._prepare()
-                return rule(own, self._around(closure))
+                return rule(own, partial(around, closure))
             finally:
-                self._end()
+                end(self)
 
-        bare = partial(_disable_dynamo, recursive=False)  # whoever compiles `optimizer.step` compiles the rule
+        bare = partial(torch.compiler.disable, recursive=False)  # whoever compiles `optimizer.step` compiles the rule
         hooked: Any = bare(torch.optim.Optimizer.profile_hook_step(bare(step)))
 
         @bare
         def outer(own: Any, *args: Any, **kwargs: Any) -> Any:
-            own._opt_called = True  # schedulers ask
+            note_step(own)
             self._others = {name: kwargs.pop(name) for name in (SYNC, INSTALL) if name in kwargs}
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "closure"):
                 raise NotImplementedError(
@@ -155,24 +163,14 @@ class FlatStep:
                 )
             return hooked(own, *args, **{name: value for name, value in kwargs.items() if value is not None})
 
-        if hasattr(held, "_wrapped_by_lr_sched"):  # one that was made before
-            outer._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # torch's name
+        if "step" in vars(optimizer):  # a scheduler that was made before has marked it
+            vars(outer).update(vars(held))
         optimizer.step = types.MethodType(outer, optimizer)  # type: ignore[method-assign] # later schedulers wrap its function
-
-    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def call() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self._begin()
-            return loss
-
-        return call
 
     def _prepare(self) -> None:
         for before in self.before:
             before(**self._others)
 
-    @_disable_dynamo
     def _begin(self) -> None:
         self._prepare()
         self._began = True
@@ -205,7 +203,6 @@ class FlatStep:
         for param in (each for group in self.optimizer.param_groups for each in group["params"] if self.decoupled):
             setattr(param, DECOUPLED, gradient_of(param))
 
-    @_disable_dynamo
     def _end(self) -> None:
         if not self._began:
             return

@@ -99,8 +99,8 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements: fp64, shape [1], on `device`; inf or NaN where an element is."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     if flat and is_queued(flat[0].device):
-        norms = torch._foreach_norm(flat, 2, dtype=torch.float64)
-        return torch.stack(norms).square_().sum().reshape(1).to(device)
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in flat])
+        return norms.square_().sum().reshape(1).to(device)
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for each in flat:
         total += _squares_of(each)

@@ -59,7 +59,7 @@ MUTANTS = {
         Slip(
             Step,
             "_wrap",
-            "            return rule(own, self._around(closure))",
+            "            return rule(own, partial(around, closure))",
             "            self._begin()\n            return rule(own, closure)",
             "A closure sees flat pieces",
         ),
@@ -67,7 +67,7 @@ MUTANTS = {
         3,
     ),
     "schedulers unasked": (
-        Slip(Step, "_wrap", "own._opt_called = True", "pass", "A scheduler does not learn of steps"),
+        Slip(Step, "_wrap", "note_step(own)", "pass", "A scheduler does not learn of steps"),
         "scheduler_before",
         3,
     ),
@@ -75,7 +75,7 @@ MUTANTS = {
         Slip(
             Step,
             "_wrap",
-            "outer._wrapped_by_lr_sched = True",
+            "vars(outer).update(vars(held))",
             "pass",
             "A scheduler that was made before takes `step` for overridden",
         ),

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from harness.fsdp.ragged import RaggedShard, RaggedSpec, RaggedTensor
+from harness.fsdp.ragged import RaggedShard, RaggedTensor
+from harness.fsdp.ragged.tensor import spec_like
 
 
 class Layout(NamedTuple):
@@ -65,7 +65,6 @@ def cut(whole: Tensor, layout: Layout, mesh: DeviceMesh, name: str = "blocks.0.w
     rows = whole.shape[0] if whole.dim() else 1
     rows //= layout.mesh[0] if layout.others == ("0",) else 1
     placements = (*others, RaggedShard(layout.spans(rows), name))
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    spec = RaggedSpec(mesh, placements, tensor_meta=meta)
+    spec = spec_like(whole, mesh, placements)
     like = RaggedTensor.of(torch.empty(0, dtype=whole.dtype), spec)
     return RaggedTensor.of(like.rows_of(whole).clone(), spec)

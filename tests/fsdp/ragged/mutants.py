@@ -133,10 +133,10 @@ MUTANTS = {
     ),
     "spans of rank 0": (
         Slip(
-            placement.RaggedShard,
-            "_local_shard_size_and_offset",
-            "self.spans[rank]",
-            "self.spans[0]",
+            tensor.RaggedTensor,
+            "place",
+            "each.spans[here[axis]]",
+            "each.spans[0]",
             "Every rank takes the first one's rows of a whole tensor",
         ),
         "uneven",
@@ -158,7 +158,7 @@ MUTANTS = {
             operations,
             "_foreach",
             "_local(each, first) if isinstance(each, DTensor) else",
-            "each._local_tensor if isinstance(each, DTensor) else",
+            "local_tensor(each) if isinstance(each, DTensor) else",
             "Lists of tensors that are cut otherwise meet row by row",
         ),
         "uneven",
@@ -287,7 +287,7 @@ MUTANTS = {
         Slip(
             tensor.GatheredView,
             "__torch_dispatch__",
-            "func._schema.is_mutable and",
+            "schema_of(func).is_mutable and",
             "False and",
             "Edits of a view of a copy are lost",
         ),
@@ -298,7 +298,7 @@ MUTANTS = {
         Slip(
             operations,
             "_into",
-            'func(*local, **{**kwargs, "out": out._local_tensor})',
+            'func(*local, **{**kwargs, "out": local_tensor(out)})',
             "pass",
             "out= is left as it was",
         ),
@@ -320,8 +320,8 @@ MUTANTS = {
         Slip(
             operations,
             "_random",
-            "drawn = func(like._local_tensor.new_empty(like.shape),",
-            "drawn = func(like._local_tensor.new_empty(like._local_tensor.shape),",
+            "drawn = func(local_tensor(like).new_empty(like.shape),",
+            "drawn = func(local_tensor(like).new_empty(local_tensor(like).shape),",
             "Each rank draws as many numbers as it has rows, and generators part",
         ),
         "uneven",

@@ -1,0 +1,264 @@
+"""Private names of torch that the engine, and what stands beside it, use.
+
+torch may rename them at any time. Importing this needs none: one that is gone raises `MissingName` where it is used, or
+a plain substitute takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from operator import methodcaller
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+NAMES: dict[str, Any] = {
+    "_active_ddp_module": nn.parallel.DistributedDataParallel,
+    "_composable": "torch.distributed",
+    "_ddp_params_and_buffers_to_ignore": "a module inside DistributedDataParallel",
+    "_load_state_dict_pre_hooks": nn.Module,
+    "_parameters": nn.Module,
+    "_execution_engine": torch.autograd.Variable,
+    "_torchdynamo_disable": "a function",
+    "_schema": "an aten operation",
+    "_op_dispatcher": DTensor,  # as the next two before torch 2.12 alone
+    "_propagate_op_sharding_dispatch_slow_path": "its dispatcher",
+    "_custom_op_handlers": "its dispatcher",
+    "_opt_called": "an optimizer",
+    "_timeout": "a backend's options",
+    "_dump_fr_trace_json": "torch._C._distributed_c10d",
+}
+"""Who has each name: a class or its objects, a module's path, or another thing in words."""
+
+
+OVERRIDDEN = (
+    "_allgather_base",
+    "_apply",
+    "_load_from_state_dict",
+    "_local_shard_size_and_offset",
+    "_reduce_scatter_base",
+)
+"""Methods that torch calls of process groups, modules and placements."""
+
+
+class MissingName(RuntimeError):
+    """torch has renamed, or removed, what the engine needs here."""
+
+
+def _refuse(name: str) -> NoReturn:
+    raise MissingName(
+        f"torch {torch.__version__} has no {name}, a private name of torch that the engine needs here: use torch"
+        " 2.11 to 2.13, or put the name it has now into harness/private_torch.py"
+    )
+
+
+def _of(owner: Any, name: str, otherwise: Any = None) -> Any:
+    """An attribute of a class or of a module's path; if it is gone, `otherwise`, or a function that raises."""
+    NAMES[name] = owner
+    if isinstance(owner, str):
+        try:
+            owner = import_module(owner)
+        except ImportError:
+            owner = None
+    found = getattr(owner, name, otherwise)
+    return found if found is not None else lambda *_, **__: _refuse(name)
+
+
+def _at(held: Any, name: str) -> Any:
+    try:
+        return getattr(held, name)
+    except AttributeError:
+        _refuse(name)
+
+
+def _descriptor(owner: type, name: str, otherwise: Any = None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Functions of C that read and write an attribute."""
+    held = _of(owner, name, otherwise)
+    return (held.__get__, held.__set__) if hasattr(owner, name) else (held, held)
+
+
+# -- tensors, storages and modules -------------------------------------------------------------------------------------
+
+without_torch_function: Any = _of("torch._C", "DisableTorchFunctionSubclass")
+"""Context manager: subclasses of Tensor count as plain tensors."""
+version_of: Callable[[Tensor], int] = _descriptor(Tensor, "_version")[0]
+is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view")
+accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
+accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
+swap_memory: Any = _of(torch.UntypedStorage, "_swap_data_ptr_", False)
+"""Exchange the memory of two storages; False before torch 2.12."""
+references_to: Callable[[int], int] = _of("torch._C", "_storage_Use_Count")
+"""Number of tensors on a storage, given by `address_of`."""
+address_of: Callable[[torch.UntypedStorage], int] = _descriptor(torch.UntypedStorage, "_cdata")[0]
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own slots, to read and to write without its `__setattr__`."""
+    found: dict[str, nn.Parameter | None] = _at(module, "_parameters")
+    return found
+
+
+def loads_in_own_way(kind: Any, module: nn.Module) -> bool:
+    """True if a module of this class takes other entries than it saves; False where these names are gone."""
+    loads = getattr(kind, "_load_from_state_dict", nn.Module)
+    return not loads.__module__.startswith("torch.nn.") or bool(getattr(module, "_load_state_dict_pre_hooks", None))
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+running_backward: Callable[[], int] = _of("torch._C", "_current_graph_task_id")
+"""Number of the backward that this thread runs, or -1."""
+running_node: Callable[[], Node | None] = _of("torch._C", "_current_autograd_node")
+will_run: Callable[[Node], bool] = _of("torch._C", "_will_engine_execute_node")
+next_number: Callable[[], int] = _of("torch._C._autograd", "_get_sequence_nr")
+"""Sequence number of the node that this thread makes next."""
+keeping_version: Any = _of("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
+_sequence_nr = _of(Node, "_sequence_nr")
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr") if hasattr(Node, "_sequence_nr") else _sequence_nr
+
+
+def at_end_of_backward(then: Callable[[], None]) -> None:
+    _at(torch.autograd.Variable, "_execution_engine").queue_callback(then)
+
+
+_interpreters: Callable[[], Any] = _of("torch._C._functorch", "peek_interpreter_stack", lambda: None)
+
+
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined] # not in its `__all__`
+
+
+def in_transform() -> bool:
+    """True inside `torch.func.grad`, `vmap` and their like."""
+    return _interpreters() is not None
+
+
+NAMES["_current_level"] = "torch.autograd.forward_ad"
+
+
+def in_forward_mode() -> bool:
+    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_action: Any = _of(_EVAL_FRAME, "_FrameAction")
+_strategy: Any = _of(_EVAL_FRAME, "_FrameExecStrategy")
+_set_strategy: Any = _of(_EVAL_FRAME, "set_code_exec_strategy")
+
+
+def leave_to_python(function: Any) -> None:
+    """Exclude a function, and what it calls, from torch.compile; without these names it is compiled."""
+    function._torchdynamo_disable = True
+    with suppress(AttributeError, MissingName):
+        _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+
+
+# -- DTensors ----------------------------------------------------------------------------------------------------------
+
+local_tensor: Callable[[Any], Tensor]
+put_local_tensor: Callable[[Any, Tensor], None]
+local_tensor, put_local_tensor = _descriptor(DTensor, "_local_tensor")
+spec_of, put_spec = _descriptor(DTensor, "_spec")
+DTensorSpec: Any = _of("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+TensorMeta: Any = _of("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _of(DeviceMesh, "_flatten")
+foreach_types: Sequence[list[type]] = [
+    _of("torch.optim.optimizer", "_foreach_supported_types", []),
+    _of("torch.utils._foreach_utils", "_foreach_supported_types", []),
+]
+"""Classes that optimizers and clip_grad_norm_ take several of at once."""
+
+
+class UnevenShard(Shard):
+    """A cut of dimension 0 that torch asks for each rank's rows."""
+
+    def rows_of_rank(self, rank: int) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        begin, end = self.rows_of_rank(rank)  # asked by torch's compute_local_shape_and_global_offset
+        return end - begin, begin
+
+
+def dispatcher_before_2_12() -> tuple[Any, str, dict[Any, Any]]:
+    """DTensor's dispatcher, the name of its slow path, and handlers of single operations."""
+    dispatcher = _at(DTensor, "_op_dispatcher")
+    return dispatcher, "_propagate_op_sharding_dispatch_slow_path", _at(dispatcher, "_custom_op_handlers")
+
+
+_registry: Any = _of("torch.distributed._composable.contract", "REGISTRY_KEY")
+_composed: Any = _of("torch.distributed._composable.contract", "RegistryItem")
+
+
+def mark_composed(module: nn.Module, apis: Sequence[str]) -> None:
+    """Let torch's `fully_shard` and `replicate` refuse a module; without these names they do not."""
+    with suppress(MissingName):
+        items = {api: _composed() for api in apis}
+        vars(module).setdefault(_registry, {}).update(items)
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` whose forward runs, or None."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def schema_of(func: Any) -> Any:
+    """Arguments of an aten operation, and which of them it writes to."""
+    return _at(func, "_schema")
+
+
+_PYTREE = "torch.utils._pytree"
+NAMES["_pytree"] = "torch.utils"
+tree_flatten: Any = _of(_PYTREE, "tree_flatten")
+tree_leaves: Any = _of(_PYTREE, "tree_leaves")
+tree_map: Any = _of(_PYTREE, "tree_map")
+tree_map_only: Any = _of(_PYTREE, "tree_map_only")
+tree_unflatten: Any = _of(_PYTREE, "tree_unflatten")
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def note_step(optimizer: Any) -> None:
+    """Tell schedulers that were made before `step` was replaced; they warn of a step that is missing."""
+    optimizer._opt_called = True
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = _of(dist.ProcessGroup, "_get_backend")
+register_backend: Any = _of(dist.ProcessGroup, "_register_backend")
+set_default_backend: Any = _of(dist.ProcessGroup, "_set_default_backend")
+
+
+def backends_of(group: dist.ProcessGroup, *devices: torch.device) -> list[Any]:
+    """Backends of these devices, else of the CPU and of the accelerator."""
+    found = []
+    for device in devices or filter(None, (torch.device("cpu"), torch.accelerator.current_accelerator())):
+        with suppress(RuntimeError):  # none for this device
+            found.append(backend_of(group, device))
+    return found
+
+
+def timeout_of(backend: Any) -> timedelta | None:
+    """None for a backend that tells none."""
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def flight_recorder(kind: str) -> Callable[..., bytes]:
+    """c10d's record of collectives as JSON: "nccl", or "fr" of other backends."""
+    found: Callable[..., bytes] = _at(import_module("torch._C._distributed_c10d"), f"_dump_{kind}_trace_json")
+    return found
