@@ -23,9 +23,8 @@ from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.memory import BucketMemory, SharedBuffer, Turn
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.storage.turns import SharedBuffer, Turn
 from harness.fsdp.update import norms
 from tests.streams import programs
 from tests.streams.cases import APART, LOADING, READING, Case

@@ -33,7 +33,6 @@ class GatherPipeline:
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self.in_backward = False
         self.num_alive_peak = 0
-        """Most units but the root whose unsharded weights had memory at once."""
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
         self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
@@ -47,7 +46,6 @@ class GatherPipeline:
         self._dropped_while_held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
-        """Each unit's place in the sweep."""
         self._next = self._passed = 0
         """Places in the sweep: of the first unit not begun, and not passed."""
         self._ran: list[Unit] = []
@@ -99,7 +97,7 @@ class GatherPipeline:
         self.reshard_all()
 
     def step_ended(self) -> None:
-        """An optimizer has updated main weights."""
+        """Called when an optimizer has updated main weights."""
 
     def _begin(self, sweep: list[Unit], *, in_backward: bool = False) -> None:
         self.in_backward = in_backward
@@ -132,12 +130,11 @@ class GatherPipeline:
             following, ahead = self._sweep[self._next], self._on_way.keys() - self._roots
             if len(ahead) >= self.prefetch or not self._has_room(following):
                 return
-            if self.limit_bytes is not None:
-                wanted = sum(unit.weight_bytes(self._directions(unit)) for unit in [*ahead, following])
-                if wanted > self.limit_bytes:
-                    return
+            wanted = [*ahead, following] if self.limit_bytes is not None else []
+            if sum(unit.weight_bytes(self._directions(unit)) for unit in wanted) > (self.limit_bytes or 0):
+                return
             self._next += 1
-            self._start_unshard(self._sweep[self._next - 1])
+            self._start_unshard(following)
 
     def _learn_order(self) -> None:
         """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
@@ -233,7 +230,6 @@ class GatherPipeline:
         return alive if self._is_late else alive + len(self._on_way.keys() - self._roots)
 
     def reset_peak(self) -> None:
-        """Let `num_alive_peak` begin anew from what is alive now."""
         self.num_alive_peak = self._num_alive()
 
     def is_whole(self, unit: Unit) -> bool:
@@ -307,7 +303,6 @@ class GatherPipeline:
         rest(on_way)
 
     def cancel(self) -> None:
-        """Let nobody wait for this rank in gathers under way, of weights that nobody wants."""
         for unit in self._on_way:
             for bucket in unit.buckets:
                 bucket.cancel()
@@ -316,7 +311,6 @@ class GatherPipeline:
 
     @property
     def holds(self) -> bool:
-        """True if some unit's weights stay whole until they are let go."""
         return bool(self._held)
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
@@ -331,19 +325,17 @@ class GatherPipeline:
             if not self.is_whole(unit):
                 if unit not in self._on_way:
                     self._dropped_while_held.add(unit)  # it was not whole before
-                    self._check_room(unit, found)
-                    self._start_unshard(unit)
+                    if not self._has_room(unit):
+                        self.let_go(found)
+                        raise ValueError(
+                            f"unit {unit.name} cannot be whole together with the others that are wanted:"
+                            " double_buffer=True has room for two units. Ask for fewer at a time, or use"
+                            " double_buffer=False"
+                        )
+                self._start_unshard(unit)
                 self._wait_for_unshard(unit)
             self._held.add(unit)
         return found
-
-    def _check_room(self, unit: Unit, wanted: Sequence[Unit]) -> None:
-        if not self._has_room(unit):
-            self.let_go(wanted)
-            raise ValueError(
-                f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
-                " has room for two units. Ask for fewer at a time, or use double_buffer=False"
-            )
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""

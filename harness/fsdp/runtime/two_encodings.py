@@ -46,12 +46,10 @@ class TwoEncodings(GatherPipeline):
 
     @property
     def last(self) -> Unit | None:
-        """See `GatherPipeline.last`."""
         last = super().last
         return None if last in self._seen else last
 
     def complete(self, unit: Unit, direction: int) -> None:
-        """See `GatherPipeline.complete`."""
         if unit in self._seen:
             if self.in_backward:
                 self._seen[unit] |= direction
@@ -63,7 +61,6 @@ class TwoEncodings(GatherPipeline):
             bucket.wait_for_unshard()
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
-        """See `GatherPipeline.hold`; both copies."""
         found = super().hold(units)
         for unit in found:
             self.complete(unit, BOTH)
@@ -72,10 +69,7 @@ class TwoEncodings(GatherPipeline):
     def _directions(self, unit: Unit) -> int:
         if unit.is_root or unit not in self._seen:
             return BOTH
-        return self._of_backward(unit) if self.in_backward else FORWARD
-
-    def _of_backward(self, unit: Unit) -> int:
-        return self._agreed.get(unit, BOTH)  # both until ranks have agreed on less
+        return self._agreed.get(unit, BOTH) if self.in_backward else FORWARD
 
     def step_ended(self) -> None:
         """Agree on what backwards need. *Collective* until ranks have agreed."""
@@ -96,7 +90,6 @@ def has_two_encodings(unit: Unit) -> bool:
 def pipeline_of(
     units: Sequence[Unit], everyone: Communicator, prefetch: int, limit_bytes: int | None
 ) -> GatherPipeline:
-    """The pipeline for the encodings of a model; arguments as of `GatherPipeline` and `TwoEncodings`."""
     if any(has_two_encodings(unit) for unit in units):
         return TwoEncodings(units, prefetch, limit_bytes, everyone)
     return GatherPipeline(units, prefetch, limit_bytes)

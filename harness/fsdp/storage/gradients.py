@@ -58,12 +58,6 @@ class GradientPlan:
     integers: bool = False
     offload: torch.device | None = None
 
-    def accumulation(self, placements: Placements) -> Accumulation:
-        if not placements.accumulates_locally:
-            return Accumulation.reduced
-        alike = not self.integers and self.buffer is GradBuffer.flat
-        return Accumulation.in_place if alike else Accumulation.added
-
 
 class Gradients:
     kept_by_engine = True
@@ -85,9 +79,11 @@ class Gradients:
         self.plan = plan
         self.memory = plan.memory
         self.placements = placements
-        self.accumulation = plan.accumulation(placements)
-        self.is_in_place = self.accumulation is Accumulation.in_place
         self.concat = plan.buffer is GradBuffer.concat
+        self.accumulation = Accumulation.reduced
+        if placements.accumulates_locally:
+            self.accumulation = Accumulation.added if plan.integers or self.concat else Accumulation.in_place
+        self.is_in_place = self.accumulation is Accumulation.in_place
         self.first_may_wait = not self.concat
         """True if first gradients may wait in the dtype of their weight."""
         self.bucket: Tensor | None = None
@@ -169,16 +165,13 @@ class Gradients:
 
     @by_engine
     def prepare(self) -> None:
-        if self.concat:
-            self.expect()
-            return
-        if self.bucket is None:
+        if not self.is_prepared:
             bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
             self._gaps = [bucket[begin:end] for begin, end in self.layout.gaps]
             if not self._waits:
                 self._close_gaps()
             self._view(bucket)
-        for index, param in enumerate(self.params):
+        for index, param in enumerate(self.params if not self.concat else ()):
             if grad_of(param) is not None or index not in self._unwritten:
                 self.bring(index)
         self.expect()

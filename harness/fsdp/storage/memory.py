@@ -21,7 +21,68 @@ from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.user_buffers import CommunicationMemory
-from harness.fsdp.storage.turns import SharedBuffer, Turn
+from harness.private_torch import swap_memory
+
+ALIGN_BYTES = 256
+"""Places in a shared buffer begin on multiples of this."""
+CAN_SWAP = bool(swap_memory)
+"""From torch 2.12 on; before, all units share one storage, and a view kept past its unit's turn shows another's."""
+
+
+class SharedBuffer:
+    """Memory that grows while units are placed in it, and never after.
+
+    nbytes: its size. user: the unit that has its turn, whose storage has the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nbytes = 0
+        self.user: Turn | None = None
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        """Has the memory while no unit has its turn."""
+
+
+class Turn:
+    """One unit's part in a shared buffer: a storage that has the buffer's memory from `begin` to `end`.
+
+    filled: addresses of the tensor objects of its buckets whose contents the buffer has now.
+    """
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self.filled: set[int] = set()
+        self._buffer = buffer
+        self._cursor = 0
+        self._storage = torch.UntypedStorage(0, device=buffer.device) if CAN_SWAP else buffer.storage
+
+    def place(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor behind those placed before, whose contents are undefined; the turn has begun."""
+        end = self._cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        if end > self._buffer.nbytes:
+            self._storage.resize_(end)
+            self._buffer.nbytes = end
+        bucket = torch.empty(0, dtype=dtype, device=self._buffer.device)
+        bucket.set_(self._storage, self._cursor // dtype.itemsize, (numel,), (1,))
+        self._cursor = end
+        return bucket
+
+    @property
+    def can_begin(self) -> bool:
+        return self._buffer.user is None or self._buffer.user is self
+
+    def begin(self) -> None:
+        if self._buffer.user is not self:
+            self._exchange()
+            self._buffer.user = self
+
+    def end(self) -> None:
+        if self._buffer.user is self:
+            self._exchange()
+            self._buffer.user = None
+
+    def _exchange(self) -> None:
+        if self._storage is not self._buffer.storage:
+            swap_memory(self._storage, self._buffer.storage)
 
 
 class BucketMemory:
@@ -108,7 +169,7 @@ class BucketMemory:
         return zeros.pin_memory() if is_queued(self.device) else zeros
 
     def has_room(self, bucket: Tensor) -> bool:
-        """True if a bucket of `bucket` could be refilled now."""
+        """True if a bucket could be refilled now."""
         turn = self._placed.get(id(bucket))
         return turn is None or turn.can_begin
 
@@ -192,16 +253,12 @@ class BucketMemory:
     def renew(self, bucket: Tensor) -> bool:
         """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold
         it: that is freed when nobody does. Whether this was so; views are of the old storage then."""
-        if bucket.untyped_storage().resizable():
+        if bucket.untyped_storage().resizable() or id(bucket) in self._placed:
             return False
-        if (turn := self._placed.get(id(bucket))) is not None:
-            with self.allocating():
-                return turn.renew(bucket)
         bucket.set_(torch.empty_like(bucket).untyped_storage(), 0, bucket.shape, bucket.stride())
         return True
 
     def reset_peak(self) -> None:
-        """Let `peak_bytes` begin anew from what is alive now."""
         self.peak_bytes = self.live_bytes
 
 

@@ -295,7 +295,7 @@ MUTANTS = {
     ),
     "always both": Mutant(
         "A backward gathers both encodings for good",
-        patched(TwoEncodings, "_of_backward", lambda self, unit: BOTH),
+        patched(TwoEncodings, "step_ended", lambda self: None),
         "traffic",
     ),
     "nobody learns": Mutant(
