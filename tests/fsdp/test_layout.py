@@ -112,13 +112,6 @@ def test_padding_of_a_llama_8b_unit(num_ranks: int) -> None:
     assert layout.comm_numel / layout.param_numel - 1 < 1e-3
 
 
-def test_bad_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_ranks=0"):
-        plan_bucket([ParamSpec("a", (2,))], 0, 64)
-    with pytest.raises(ValueError, match=r"unique.*'a'"):
-        plan_bucket([ParamSpec("a", (2,)), ParamSpec("a", (3,))], 2, 64)
-
-
 def test_the_layout_does_not_load_torch() -> None:
     code = "import sys, harness.fsdp.storage.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -237,7 +230,7 @@ def test_padding_is_the_least_that_whole_rows_allow_at_any_number_of_ranks(model
     for num_ranks in range(1, 1025):
         for params in (llama_block(dim, kv, ffn), llama_root(dim)):
             for segment in plan_bucket(params, num_ranks, 128).segments:
-                rows = sum(each.num_rows for each in params if each.row_numel == segment.row_numel)
+                rows = sum(each.numel // each.row_numel for each in params if each.row_numel == segment.row_numel)
                 step = 1 if segment.row_numel > 1 or num_ranks == 1 else FUSED_CUT
                 least = math.ceil(math.ceil(rows / num_ranks) / step) * step
                 assert segment.shard_numel == least * segment.row_numel, (num_ranks, segment)

@@ -130,11 +130,13 @@ class GatherPipeline:
             following, ahead = self._sweep[self._next], self._on_way.keys() - self._roots
             if len(ahead) >= self.prefetch or not self._has_room(following):
                 return
-            wanted = [*ahead, following] if self.limit_bytes is not None else []
-            if sum(unit.weight_bytes(self._directions(unit)) for unit in wanted) > (self.limit_bytes or 0):
+            if self.limit_bytes is not None and self._bytes_of([*ahead, following]) > self.limit_bytes:
                 return
             self._next += 1
             self._start_unshard(following)
+
+    def _bytes_of(self, units: Sequence[Unit]) -> int:
+        return sum(unit.weight_bytes(self._directions(unit)) for unit in units)
 
     def _learn_order(self) -> None:
         """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
@@ -226,8 +228,8 @@ class GatherPipeline:
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
-        alive = len(self._whole - self._roots)
-        return alive if self._is_late else alive + len(self._on_way.keys() - self._roots)
+        alive = self._whole if self._is_late else self._whole | self._on_way.keys()
+        return len(alive - self._roots)
 
     def reset_peak(self) -> None:
         self.num_alive_peak = self._num_alive()
@@ -335,12 +337,14 @@ class GatherPipeline:
                 self._start_unshard(unit)
                 self._wait_for_unshard(unit)
             self._held.add(unit)
+            unit.is_held = True
         return found
 
     def let_go(self, units: Sequence[Unit]) -> None:
         """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""
         for unit in units:
             self._held.discard(unit)
+            unit.is_held = False
             if unit in self._dropped_while_held:
                 self._dropped_while_held.discard(unit)
                 if unit in self._whole:

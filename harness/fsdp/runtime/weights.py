@@ -182,8 +182,6 @@ class Weights:
         self.bring_up_to_date()
         self.wait()
         held, buckets = self.gather.hold(units), list(buckets_of(units))
-        for unit in held:
-            unit.is_held = True
         for bucket in buckets_of(held):
             bucket.views.forget_edits()  # those from before
         for bucket in buckets:
@@ -194,8 +192,6 @@ class Weights:
             yield
             edited = self._take_edits(buckets)
         finally:
-            for unit in held:
-                unit.is_held = False
             self.gather.let_go(held)
             rest(held)
         if edited:

@@ -170,7 +170,6 @@ class Fp8Weight:
         self.scales = [
             TileScales(each, self.shape, recipe.weights.format, recipe.scaling, device) for each in recipe.held_tiles
         ]
-        """Scales of each encoding."""
         self.shares_tiles = not portion.is_whole and (tile.columns if portion.dim else tile.rows) is None
         self.layer.weight_scale_inv = self.scales[0].inverse
 
@@ -181,7 +180,6 @@ class Fp8Weight:
         return found
 
     def maxima(self, values: Tensor, start: int) -> Tensor:
-        """`TileScales.maxima` of all encodings, flat."""
         return torch.cat([each.maxima(values, start).view(-1) for each in self.scales])
 
     def rescale(self, maxima: Tensor) -> None:
@@ -235,15 +233,14 @@ class Fp8Codec(WeightCodec):
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
         """Each weight, this rank's rows of it, flat, and their place."""
         for weight in self.weights:
-            local = self.cuts.layout.local_slice(weight.slot, self.cuts.layout_rank)
-            yield weight, shards[local.segment][local.offset : local.offset + local.numel], local
+            local = self.cuts.own_slice(weight.slot)
+            yield weight, local.of(shards), local
 
     def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
         found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
         for weight, rows, local in self.local(shards):
             if local.numel:
-                into = found[local.segment][local.offset : local.offset + local.numel]
-                into.copy_(weight.scales[encoding.directions == BACKWARD].encode(rows, local.start))
+                local.of(found).copy_(weight.scales[encoding.directions == BACKWARD].encode(rows, local.start))
         return found
 
     def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
@@ -286,7 +283,6 @@ class Scales:
 
     @classmethod
     def of(cls, module: nn.Module, held: Held, meshes: Meshes, is_expert: Callable[[Tensor], bool]) -> list[Scales]:
-        """The scales of a model, none without FP8 layers."""
         layers = layers_of(module)
         return [cls(layers, held, meshes, is_expert)] if layers else []
 

@@ -69,6 +69,9 @@ class Cuts:
             return sum(self.inner_slice(slot).numel for slot in self.layout.slots)
         return self.layout.param_numel
 
+    def own_slice(self, slot: Slot) -> LocalSlice:
+        return self.layout.local_slice(slot, self.layout_rank)
+
     def inner_slice(self, slot: Slot) -> LocalSlice:
         return self.layout.inner_slice(slot, self.inner_index)
 
@@ -93,11 +96,7 @@ class Cuts:
 
     def own_rows(self, own_shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """Names of all parameters, and this rank's rows of each, flat."""
-        found = []
-        for slot in self.layout.slots:
-            local = self.layout.local_slice(slot, self.layout_rank)
-            found.append((slot.spec.name, own_shards[slot.segment][local.offset :][: local.numel]))
-        return found
+        return [(slot.spec.name, self.own_slice(slot).of(own_shards)) for slot in self.layout.slots]
 
     # -- collectives ---------------------------------------------------------------------------------------------
 

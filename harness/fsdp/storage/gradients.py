@@ -336,8 +336,7 @@ class Gradients:
         if self.bucket is not None:
             self._unwritten.add(index)
         if not self.is_in_place and self.has_sums:
-            local = self.cuts.inner_slice(self.layout.slots[index])
-            self.inner_shards[local.segment][local.offset : local.offset + local.numel].zero_()
+            self.cuts.inner_slice(self.layout.slots[index]).of(self.inner_shards).zero_()
 
     def discard(self) -> None:
         self._waiting = {}

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 FUSED_CUT = 64
 
@@ -37,10 +38,6 @@ class ParamSpec:
     @property
     def row_numel(self) -> int:
         return max(1, math.prod(self.shape[1:]))
-
-    @property
-    def num_rows(self) -> int:
-        return self.numel // self.row_numel
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,10 @@ class LocalSlice:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+    def of(self, shards: Sequence[Any]) -> Any:
+        """These elements of a rank's shards, a tensor a segment."""
+        return shards[self.segment][self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True)
@@ -217,17 +218,7 @@ def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: 
         params: names and shapes; names are unique.
         align: elements between parameter starts.
         outer: ranks that share a shard of the inner axis; divides num_ranks.
-
-    Raises:
-        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, or a name comes twice.
     """
-    if num_ranks < 1 or align < 1 or outer < 1 or num_ranks % outer:
-        raise ValueError(
-            f"num_ranks={num_ranks}, align={align}, outer={outer}: at least 1, outer a divisor of num_ranks"
-        )
-    names = [p.name for p in params]
-    if len(set(names)) != len(names):
-        raise ValueError(f"parameter names must be unique: {sorted({n for n in names if names.count(n) > 1})}")
     by_length: dict[int, list[ParamSpec]] = {}
     for spec in params:
         by_length.setdefault(spec.row_numel, []).append(spec)

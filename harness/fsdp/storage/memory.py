@@ -46,7 +46,7 @@ class SharedBuffer:
 class Turn:
     """One unit's part in a shared buffer: a storage that has the buffer's memory from `begin` to `end`.
 
-    filled: addresses of the tensor objects of its buckets whose contents the buffer has now.
+    filled: addresses of its buckets whose contents the buffer has now.
     """
 
     def __init__(self, buffer: SharedBuffer) -> None:
@@ -230,7 +230,6 @@ class BucketMemory:
         return bucket
 
     def release_spare(self) -> None:
-        """Free spare buckets, unless they are fixed."""
         while self._spare and not self.fixed:
             self.free(self._spare.pop())
 

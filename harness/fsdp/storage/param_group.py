@@ -164,8 +164,7 @@ class ParamGroup:
         if all(portion.is_counted_here for portion in self.portions.values()):
             return list(shards)
         slots = (slot for slot in self.layout.slots if self.portion_of(slot).is_counted_here)
-        locals_ = (self.layout.local_slice(slot, self.cuts.layout_rank) for slot in slots)
-        return [shards[each.segment][each.offset : each.offset + each.numel] for each in locals_ if each.numel]
+        return [each.of(shards) for each in map(self.cuts.own_slice, slots) if each.numel]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -212,18 +211,16 @@ class ParamGroup:
             flat = self.portions[slot.spec.name].cut(value.detach()).reshape(-1)
         except ValueError as error:
             raise ValueError(f"initial value of {slot.spec.name}: {error}") from None
-        local = self.layout.local_slice(slot, self.cuts.layout_rank)
-        shard = self.main_shards[local.segment]
-        shard[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
+        local = self.cuts.own_slice(slot)
+        local.of(self.main_shards).copy_(flat[local.start : local.end])
         values = self.codec.encode_value(slot, flat.to(self.main_shards[0].dtype))
         for encoding, value in zip(self.encodings, values, strict=True):
             if self.is_resident:
                 begin, end = self.layout.bucket_range(slot)
                 encoding.unsharded[begin:end].copy_(value)
             elif encoding.kept is not None:
-                kept = self.cuts.inner_slice(slot)
-                shard = self.kept_shards(encoding)[kept.segment]
-                shard[kept.offset : kept.offset + kept.numel].copy_(value[kept.start : kept.end])
+                local = self.cuts.inner_slice(slot)
+                local.of(self.kept_shards(encoding)).copy_(value[local.start : local.end])
         self.installed_version = self.main_version
 
     # -- unshard and reshard -------------------------------------------------------------------------------------
@@ -266,7 +263,6 @@ class ParamGroup:
         self.point_at_weights()
 
     def cancel(self) -> None:
-        """Let nobody wait for this rank in all-gathers under way."""
         for _, pending in self._unsharding:
             pending.cancel()
 
@@ -423,13 +419,11 @@ class ParamGroup:
 
     @property
     def grad_shards(self) -> list[Tensor]:
-        """This rank's main gradients, a segment each; none of a frozen bucket."""
         return [] if self.gradients is None else self.gradients.main_shards
 
     # -- views ---------------------------------------------------------------------------------------------------
 
     def named_slices(self, bucket: Tensor) -> list[tuple[str, Tensor]]:
-        """Every parameter's name and its view of a whole bucket."""
         return list(zip((slot.spec.name for slot in self.layout.slots), views_of(bucket, self.layout), strict=True))
 
     def persistent_bytes(self) -> dict[str, int]:

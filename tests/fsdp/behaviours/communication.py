@@ -247,7 +247,7 @@ _refill = BucketMemory.refill
 def _slots_overlap(self: BucketMemory, bucket: torch.Tensor) -> None:
     _refill(self, bucket)
     before = getattr(self, "_last_refilled", None)
-    if before is not None and before is not bucket and self.is_filled(before):
+    if before is not None and before is not bucket and id(before) in self._placed[id(before)].filled:
         before.fill_(float("nan"))
     self._last_refilled = bucket  # type: ignore[attr-defined]
 
