@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from hydra._internal.utils import get_args_parser
 
+from harness.cli.help import version
 from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
+from harness.config.hints import explain_key
 from harness.config.hydra_settings import SWEEPER, Asked
 from harness.config.overrides import hydra_words, no_flag, read_overrides, typed_value
 from harness.store import commands
@@ -51,6 +53,9 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     Raises `BadRequest`: a wrong override, an unknown flag, or contradictory flags. `SystemExit`: argparse refuses a
     flag's value (code 2).
     """
+    if "--version" in argv:  # Hydra's own flag tells Hydra's version
+        print(version())
+        raise SystemExit(0)
     parser = get_args_parser()
     parser.add_argument("--from", dest="frozen", metavar="RUN", help="run that frozen cell again, changed by overrides")
     parsed, unknown = parser.parse_known_intermixed_args(list(argv))
@@ -83,7 +88,9 @@ def _no_flag(word: str) -> BadRequest:
         return BadRequest([no_flag(word)])
     if word.lstrip("-") in (*catalog.load_catalog().groups, *settings()):
         return BadRequest([no_flag(f"{word}=VALUE")])
-    return refuse(word, "no such flag", fix=commands.request("--help"))
+    meant = explain_key(word.lstrip("-")).fix if word.startswith("--") else ""
+    fix = meant if meant.startswith("did you mean") else commands.request("--help")
+    return refuse(word, "no such flag; settings have no dashes", fix=fix)
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:

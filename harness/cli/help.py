@@ -9,6 +9,7 @@ from harness.cli.verb import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
 from harness.store import commands, screen
+from harness.store.provenance import versions
 
 WIDTH = 80
 REQUESTS = {
@@ -21,6 +22,12 @@ REQUESTS = {
     "--cfg job": "the whole configuration",
     "--from RUN train.steps=50": "that frozen cell again, changed",
 }
+
+
+def version() -> str:
+    """This version, and those of what its numbers depend on."""
+    found = versions(("torch", "numpy", "hydra-core", "omegaconf", "submitit"))
+    return ", ".join(f"{name} {found[name]}" for name in sorted(found, key=lambda name: name != "harness"))
 
 
 def request_help() -> str:

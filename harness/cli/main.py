@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.cli.failure import REQUEST_ERRORS, listen_to_interrupts, tell
-from harness.cli.help import verbs_help
+from harness.cli.help import verbs_help, version
 from harness.cli.streams import standard_streams
 from harness.cli.verb import Verb, parser_of
 from harness.cli.verbs import KINDS, VERBS
@@ -37,6 +37,9 @@ def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
     """Raises `BadRequest`: no such verb, or wrong arguments. `SystemExit`: help (code 0)."""
     if words and words[0] in ("-h", "--help"):
         print(verbs_help(commands.verb(), KINDS))
+        raise SystemExit(0)
+    if words[:1] == ["--version"]:
+        print(version())
         raise SystemExit(0)
     _check_verb(words)
     verb = next((each for each in VERBS if each.name == words[0]), None)

@@ -26,7 +26,7 @@ from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.root import typed_root
-from harness.config.schema import Config
+from harness.config.schema import Config, TrainConfig
 from harness.config.words import quote
 
 
@@ -137,6 +137,7 @@ def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str]
         raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
     check_kinds(config)
     _anchor_paths(config)
+    _shorten_warmup(config, [*earlier, *overrides])
     _count(config)
     violations = rules.check(config, overrides)
     if violations:
@@ -238,15 +239,24 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _anchor_paths(config: Config) -> None:
-    config.launch.root = _anchored(config.launch.root)
+    config.launch.root = _anchored("launch.root", config.launch.root, "launch.root=runs")
     if config.data.path is not None:
-        config.data.path = _anchored(config.data.path)
+        config.data.path = _anchored("data.path", config.data.path, "a file or folder, or data.path=null")
     if config.ckpt.load is not None:
-        config.ckpt.load = _anchored(config.ckpt.load)
+        config.ckpt.load = _anchored("ckpt.load", config.ckpt.load, "a run or checkpoint, or ckpt.load=null")
 
 
-def _anchored(path: str) -> str:
+def _anchored(key: str, path: str, fix: str) -> str:
+    if not path.strip():
+        raise refuse(f"{key}=", "is empty, which would mean the folder in which this is typed", fix=fix)
     return os.path.abspath(os.path.expanduser(path))
+
+
+def _shorten_warmup(config: Config, overrides: Sequence[str]) -> None:
+    """A run shorter than the default warm-up warms up for all of it."""
+    is_default = config.train.warmup_steps == TrainConfig().warmup_steps
+    if is_default and not any(text.startswith("train.warmup_steps=") for text in overrides):
+        config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)
 
 
 def _count(config: Config) -> None:

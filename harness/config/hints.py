@@ -118,7 +118,7 @@ def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
     by_leaf = {n.rpartition(".")[2]: n for n in reversed(names)}
     close_leaf = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, count, 0.75)]
     holding = [n for n in names if len(lower) > 2 and n.rpartition(".")[2].startswith(leaf)]
-    return list(dict.fromkeys(same_leaf + close + close_leaf + holding))[:count]
+    return (same_leaf or list(dict.fromkeys(close + close_leaf + holding)))[:count]
 
 
 def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
@@ -150,7 +150,7 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
 
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
     options = (catalog or load_catalog()).options[group]
-    word = str(option)
+    word = as_typed(option)
     meant = [OPTION_SYNONYMS.get(group, {}).get(word.lower(), "")]
     meant = [m for m in meant if m in options] or nearest(word, options)
     fix = _did_you_mean([f"{group}={name}" for name in meant])

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
@@ -130,7 +130,8 @@ def _refused(text: str, override: Override, asked: Asked) -> list[Violation]:
     if override.is_range_sweep() and (wrong := _endless(text, override.value())):
         return [wrong]
     if override.is_sweep_override() and not asked.multirun:
-        fix = f"{commands.request(f'-m {shlex.quote(text)}')}, or {key}=[...] for a list"
+        takes_list = key in settings() and get_origin(settings()[key].type) is list
+        fix = commands.request(f"-m {shlex.quote(text)}") + (f", or {key}=[...] for a list" if takes_list else "")
         return [Violation(text, "names several values, which makes several cells", fix=fix)]
     return []
 
@@ -307,6 +308,9 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
     if len(apart := re.split(r"[,;]?\s+(?=[\w.]+=)", text)) > 1:
         fix = " ".join(shlex.quote(each) for each in apart)
         return Violation(text, "is several settings in one word; write each as a word of its own", fix=fix)
+    if value.startswith("~"):
+        problem = "cannot be read: a shell puts your home in place of ~ at the start of a word alone"
+        return Violation(text, problem, fix=f'{key}="$HOME{value[1:]}"')
     return Violation(
         text,
         "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",

@@ -11,7 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.cli import arguments
+from harness.cli.main import read
 from harness.config import overrides
+from harness.config.compose import compose
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, REPLACED_KEYS, nearest
@@ -273,3 +275,46 @@ def test_a_flag_that_is_not_explained_is_found(monkeypatch: pytest.MonkeyPatch) 
     Slip(arguments, "_no_flag", '"=" in word', "not word").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_setting_written_as_a_flag_is_given_back_without_dashes("--sharding=optim")
+
+
+@pytest.mark.parametrize(
+    ("word", "told", "not_told"),
+    [
+        ("launch.root=~/x", 'launch.root="$HOME/x"', "quotes, braces"),
+        ("optimizer=null", "optimizer=null: no such option", "None"),
+        ("experiment=[bitwise,oracle]", "experiment=[bitwise,oracle]: no such option", "'"),
+        ("engine=native,ddp", "-m engine=native,ddp", "for a list"),
+        ("measure.capture_steps=1,2", "measure.capture_steps=[...] for a list", "None"),
+        ("steps=5", "did you mean train.steps?", "notes"),
+    ],
+)
+def test_an_answer_is_in_the_words_that_are_typed(word: str, told: str, not_told: str) -> None:
+    message = refused(word)
+    assert told in message
+    assert not_told not in message
+
+
+@pytest.mark.parametrize("flag", [["--steps", "5"], ["--steps"]])
+def test_a_setting_typed_as_a_flag_is_named(flag: list[str]) -> None:
+    with pytest.raises(BadRequest, match=r"did you mean train\.steps"):
+        arguments.read_arguments(flag)
+
+
+@pytest.mark.parametrize("key", ["launch.root", "data.path", "ckpt.load"])
+def test_an_empty_path_is_not_the_folder_in_which_it_is_typed(key: str) -> None:
+    with pytest.raises(BadRequest, match=f"{key}=: is empty"):
+        compose([f"{key}="])
+
+
+def test_the_shortest_run_warms_up_for_all_of_it() -> None:
+    assert compose(["train.steps=1"]).typed.train.warmup_steps == 1
+    with pytest.raises(BadRequest, match="is longer than the run"):
+        compose(["train.steps=1", "train.warmup_steps=2"])
+
+
+def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    for ask in (lambda: arguments.read_arguments(["--version"]), lambda: read(["--version"])):
+        with pytest.raises(SystemExit) as end:
+            ask()
+        assert not end.value.code
+        assert capsys.readouterr().out.startswith("harness ")

@@ -42,7 +42,8 @@ def source_is_readable(request: Request) -> Iterator[Violation]:
     facts = _facts(request.config)
     if isinstance(facts, str):
         data = request.config.data
-        yield Violation(describe(data), facts, "stdlib, text, tokens, synthetic, ext", "data=stdlib needs no file")
+        choices = "" if data.path else "stdlib, text, tokens, synthetic, ext"
+        yield Violation(describe(data), facts, choices, "data=stdlib needs no file")
 
 
 @rule(*_READS, "train.global_batch_size")
