@@ -28,6 +28,8 @@ from harness.config.overrides import check_overrides, forbid_appending, hydra_wo
 from harness.config.root import typed_root
 from harness.config.schema import Config, TrainConfig
 from harness.config.words import quote
+from harness.store.errors import StoreError
+from harness.store.rundir import Store
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,18 @@ def _anchor_paths(config: Config) -> None:
     if config.data.path is not None:
         config.data.path = _anchored("data.path", config.data.path, "a file or folder, or data.path=null")
     if config.ckpt.load is not None:
-        config.ckpt.load = _anchored("ckpt.load", config.ckpt.load, "a run or checkpoint, or ckpt.load=null")
+        config.ckpt.load = _checkpoint(config.ckpt.load, config.launch.root)
+
+
+def _checkpoint(named: str, root: str) -> str:
+    """Path of a checkpoint, or of the run that a path, a signature's first digits or `@last` names."""
+    path = _anchored("ckpt.load", named, "a run or checkpoint, or ckpt.load=null")
+    if os.path.exists(path):
+        return path
+    try:
+        return str(Store(root).find(named).path)
+    except StoreError:  # the rules of checkpoints say what is missing
+        return path
 
 
 def _anchored(key: str, path: str, fix: str) -> str:

@@ -257,8 +257,8 @@ class CkptConfig:
     background: bool = False
     """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
-    """Checkpoint to start from if this run has none of its own: a run's ckpt/ folder, or one of its step-* folders. Its
-    layout may differ."""
+    """Checkpoint to start from if this run has none of its own: a run (a path, digits of its signature, `@last`), its
+    ckpt/ folder, or one of its step-* folders. Its layout may differ."""
     strict: bool = True
     """Refuse a checkpoint whose names, shapes or position in the data differ. false: load what fits."""
 

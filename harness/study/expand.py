@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.config.errors import BadRequest, Violation
-from harness.config.overrides import Word, check_overrides
+from harness.config.errors import BadRequest, Violation, refuse
+from harness.config.overrides import MAX_SWEEP, Word, check_overrides
 from harness.config.schema import StudyConfig
 
 Assignment = dict[str, str]
@@ -34,6 +35,9 @@ def expand(study: StudyConfig, words: Sequence[Word]) -> list[Point]:
     axes = [*_file_axes(study, typed), *_typed_axes(words)]
     if study.replicates > 1 and "train.replicate" not in typed:
         axes.append([{"train.replicate": str(number)} for number in range(study.replicates)])
+    if (count := math.prod(map(len, axes))) > MAX_SWEEP:
+        choices, fix = f"1 to {MAX_SWEEP:,}", "fewer values, or parts of it"
+        raise refuse(f"study={study.name}", f"makes {count:,} cells", choices=choices, fix=fix)
     skipped = [set(line.split()) for line in study.skip_if]
     points = []
     for combination in itertools.product(*axes):

@@ -18,6 +18,7 @@ from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.root import typed_root
 from harness.config.schema import Config, EngineName, Strategy
+from harness.store.rundir import Store
 from tests.support import composing
 from tests.support.programs import fork_trials
 
@@ -227,3 +228,16 @@ def test_a_model_that_does_not_say_its_family_is_refused() -> None:
     assert OmegaConf.is_missing(typed_root().model, "family")
     for name in load_catalog().options["model"]:
         assert not OmegaConf.is_missing(composed([f"model={name}"]).model, "family")
+
+
+def test_a_run_to_load_is_named_as_everywhere(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    run = store.create(compose([f"launch.root={tmp_path}", "train.seed=3"]))
+    saved = run.path / "ckpt" / "step-000005"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    store.remember(run)
+    for name in ("@last", run.signature()[:8], f"{run.path.parent.name}/{run.path.name}", str(run.path)):
+        assert compose([f"launch.root={tmp_path}", f"ckpt.load={name}"]).typed.ckpt.load == str(run.path), name
+    with pytest.raises(BadRequest, match="or @last"):
+        compose([f"launch.root={tmp_path}", "ckpt.load=@first"])

@@ -131,3 +131,9 @@ def test_a_file_reads_as_yaml_is_written() -> None:
         "grid": {"sharding": ["optim"], "train.seed": ["1", "2"], "optimizer.clip_norm": ["null", "1.0"]},
     }
     assert normalise({"name": "given"}, "here")["name"] == "given"
+
+
+def test_a_study_of_too_many_cells_is_refused_before_they_are_made() -> None:
+    rates = [str(number) for number in range(1, 301)]
+    with pytest.raises(BadRequest, match="makes 2,999,700 cells"):
+        expand(StudyConfig(grid={"optimizer.lr": rates}, replicates=9_999), [])

@@ -28,7 +28,7 @@ def checkpoint_is_there(request: Request) -> Iterator[Violation]:
         yield Violation(
             request.show("ckpt.load"),
             problem,
-            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, or one of the step-* folders in it",
+            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last",
         )
     elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
         yield Violation(
