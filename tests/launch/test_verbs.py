@@ -127,7 +127,7 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
 @kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
 def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
     slip = Slip(cli_runs, "_watch", "(State.queued.value, State.running.value)", "()")
-    monkeypatch.setattr("harness.cli.main.VERBS", [replace(cli_runs.WATCH, run=slip.made())])
+    monkeypatch.setattr(cli_runs, "WATCH", replace(cli_runs.WATCH, run=slip.made()))
     with pytest.raises(AssertionError):
         test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
 
