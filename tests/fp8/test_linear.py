@@ -34,7 +34,7 @@ def _scattered(*shape: int) -> Tensor:
     return torch.randn(*shape) * torch.randn(shape[0], 1).exp() * torch.randn(1, shape[1]).exp()
 
 
-def _dequantized(values: Tensor, recipe: str, role: str, *, transposed: bool = False) -> Tensor:
+def dequantized(values: Tensor, recipe: str, role: str, *, transposed: bool = False) -> Tensor:
     """An operand, or its transpose, after quantization for a product over its last dimension, in fp64."""
     found = RECIPES[recipe]
     operand = found.operands[Column[role]]
@@ -51,10 +51,10 @@ def test_three_products_are_those_of_the_quantized_operands(recipe: str) -> None
     y.backward(grad.view(1, TOKENS, OUT))
     weight = layer.weight
     expected = {
-        "y": _dequantized(x, recipe, "activations") @ _dequantized(weight, recipe, "weights").t() + layer.bias.double(),
-        "dx": _dequantized(grad, recipe, "gradients") @ _dequantized(weight, recipe, "weights", transposed=True).t(),
-        "dw": _dequantized(grad, recipe, "gradients", transposed=True)
-        @ _dequantized(x, recipe, "activations", transposed=True).t(),
+        "y": dequantized(x, recipe, "activations") @ dequantized(weight, recipe, "weights").t() + layer.bias.double(),
+        "dx": dequantized(grad, recipe, "gradients") @ dequantized(weight, recipe, "weights", transposed=True).t(),
+        "dw": dequantized(grad, recipe, "gradients", transposed=True)
+        @ dequantized(x, recipe, "activations", transposed=True).t(),
         "db": grad.double().sum(0),
     }
     for name, found in {"y": y[0], "dx": x.grad, "dw": weight.grad, "db": layer.bias.grad}.items():

@@ -9,17 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness.fp8 import linear, portions
-from harness.fp8.delayed import Column
 from harness.fp8.linear import Fp8Linear
 from harness.fp8.quantize import quantize
 from harness.fp8.recipes import RECIPES
 from harness.fp8.tile_scales import TileScales
+from tests.fp8.test_linear import dequantized
 from tests.support.mutants import each, kills
 from tests.support.spawn import run_ranks
 
@@ -57,7 +57,7 @@ def _cut(holder: nn.Module, style: str) -> None:
 def _products(rank: int, recipe: str, style: str) -> list[str]:
     """y, dx, dw and db of a layer that is cut, against fp64 products of operands that are quantized as each rank does
     it: the weight whole, activations and gradients by portions."""
-    size, found = dist.get_world_size(), RECIPES[recipe]
+    size = dist.get_world_size()
     torch.manual_seed(5)
     holder = nn.Sequential(nn.Linear(IN, OUT))
     with torch.no_grad():
@@ -71,18 +71,16 @@ def _products(rank: int, recipe: str, style: str) -> list[str]:
     y = holder(given)
     y.backward(grad if columns else grad.chunk(size, 1)[rank])
 
-    def of(role: str, values: Tensor, *, transposed: bool = False) -> Tensor:
-        operand = found.operands[Column[role]]
-        lying = values.t().contiguous() if transposed else values
-        return quantize(lying, operand.format, operand.tile, found.scaling).dequantize().double()
-
     xs, grads = (x.chunk(size, 1), [grad] * size) if columns else ([x] * size, grad.chunk(size, 1))
-    whole, transposed = of("weights", weight), of("weights", weight, transposed=True)
+    whole, transposed = dequantized(weight, recipe, "weights"), dequantized(weight, recipe, "weights", transposed=True)
     cut = [part.chunk(size, 1 if columns else 0) for part in (whole, weight)]
     cut_turned = transposed.chunk(size, 0 if columns else 1)
-    terms = [of("activations", part) @ w.t() for part, w in zip(xs, cut[0], strict=True)]
-    dx = [of("gradients", part) @ w.t() for part, w in zip(grads, cut_turned, strict=True)]
-    dw = of("gradients", grads[rank], transposed=True) @ of("activations", xs[rank], transposed=True).t()
+    terms = [dequantized(part, recipe, "activations") @ w.t() for part, w in zip(xs, cut[0], strict=True)]
+    dx = [dequantized(part, recipe, "gradients") @ w.t() for part, w in zip(grads, cut_turned, strict=True)]
+    dw = (
+        dequantized(grads[rank], recipe, "gradients", transposed=True)
+        @ dequantized(xs[rank], recipe, "activations", transposed=True).t()
+    )
     wanted = {
         "y": sum(terms) + bias.double() if columns else terms[rank] + bias.double().chunk(size)[rank],
         "dx": dx[rank] if columns else sum(dx),

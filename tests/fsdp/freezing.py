@@ -1,4 +1,4 @@
-"""Programs that freeze and unfreeze parameters between steps, on one process and sharded.
+"""Programs that freeze parameters between steps or leave some unused, on one process and sharded.
 
 A program is written once. One process sees all data. Decay and momentum move what has a gradient of zero, so that the
 weights tell what was updated.
@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.pairs import Pair, arguments_of
+from tests.fsdp.unused import WIDTH, Branch, Half
 from tests.support.covering import once
+from tests.support.spawn import run_ranks
 
-WORLD, WIDTH, STEPS = 4, 6, 5
+WORLD, STEPS = 4, 5
 OTHER = 7
 """Columns of adapters: another row length, so that a bucket has several segments."""
 fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
@@ -68,12 +71,7 @@ class Net(nn.Module):
 
     @property
     def adapters(self) -> list[nn.Module]:
-        return [module for part in self.units for module in (part.down, part.up)]
-
-    @property
-    def units(self) -> list[Part]:
-        """`parts`, typed."""
-        return cast("list[Part]", list(self.parts))
+        return [module for part in self.parts for module in (part.down, part.up)]
 
 
 def set_trained(modules: Iterable[nn.Module], trained: bool) -> None:
@@ -83,17 +81,33 @@ def set_trained(modules: Iterable[nn.Module], trained: bool) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """frozen: modules frozen before sharding. more: further arguments of `fully_shard_model`."""
+    """A training. dtype: of the weights that are computed with. more: further arguments of `fully_shard_model`."""
 
     pair: Pair
     program: str
     k: int = 1
     dtype: torch.dtype = fp64
     more: tuple[tuple[str, Any], ...] = ()
+    policy: MixedPrecisionPolicy | None = None
 
     def __str__(self) -> str:
         named = "-".join(f"{name}={value}" for name, value in self.more)
         return f"{self.pair}-{self.program}-k{self.k}-{self.dtype}-{named}".replace("torch.", "")
+
+
+@dataclass
+class Kept:
+    """weights: after each step. stateless: parameters with rows here of which the optimizer keeps nothing."""
+
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    references: list[Tensor] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    stateless: set[str] = field(default_factory=set)
+
+    def moved(self) -> list[set[str]]:
+        """Names of weights that each step changed."""
+        pairs = itertools.pairwise(self.weights)
+        return [{name for name in old if not torch.equal(old[name], new[name])} for old, new in pairs]
 
 
 At = Callable[[int], None]
@@ -106,44 +120,39 @@ def ignore(_: int) -> None:
 class World:
     """What a program gets: on one process (`trial` None) or on a rank."""
 
-    def __init__(self, freeze: Callable[[Net], None], k: int, rank: int | None, trial: Trial | None) -> None:
+    def __init__(self, program: str, k: int, rank: int | None, trial: Trial | None) -> None:
         self.k, self.rank, self.count = k, rank, k * WORLD
         self.dtype = fp64 if trial is None else trial.dtype
-        self.module = Net().to(self.dtype)
+        _, net, freeze = PROGRAMS[program]
+        self.module: Any = net().to(self.dtype)
         freeze(self.module)
-        self.model: nn.Module = self.module
-        self.weights: list[dict[str, Tensor]] = []
-        self.references: list[Tensor] = []
+        self.model: Any = self.module
+        self.is_sharded = trial is not None
+        self.kept = Kept()
         if trial is not None:
-            policy = None if trial.dtype is bf16 else MixedPrecisionPolicy(main_params_dtype=trial.dtype)
-            more = {"mixed_precision_policy": policy, **arguments_of(trial.pair, WORLD), **dict(trial.more)}
-            self.model = fully_shard_model(self.module, fsdp_unit_modules=[Part], **more)
+            wide = MixedPrecisionPolicy(main_params_dtype=torch.promote_types(fp32, trial.dtype))
+            more = {"mixed_precision_policy": trial.policy or wide, **arguments_of(trial.pair, WORLD)}
+            self.model = fully_shard_model(self.module, fsdp_unit_modules=[Part, Branch], **more, **dict(trial.more))
 
     def bind(self, optimizer: torch.optim.Optimizer, **more: Any) -> torch.optim.Optimizer:
-        if self.rank is None:
-            return optimizer
-        assert isinstance(self.model, ShardedModel)
-        return fully_shard_optimizer(self.model, optimizer, **more)
+        return fully_shard_optimizer(self.model, optimizer, **more) if self.is_sharded else optimizer
 
     def backward(self, step: int, *, detached: bool = False, before: At = ignore, after: At = ignore) -> None:
         """All microbatches of a step; `before` and `after` a forward are told which of its rank's it is."""
         mine = range(self.count) if self.rank is None else range(self.rank * self.k, (self.rank + 1) * self.k)
+        wide = torch.promote_types(fp32, self.dtype)
         for place, index in enumerate(mine):
             before(place % self.k)
-            loss = self.model(data(step, index).to(self.dtype), detached).square().mean()
+            how = (detached,) if isinstance(self.module, Net) else (step, index, self.count - 1)
+            loss = self.model(data(step, index).to(self.dtype), *how).to(wide).square().mean()
             after(place % self.k)
-            last = self.rank is None or place == self.k - 1
-            scale = self.count if self.rank is None else self.k
-            if last:
-                (loss / scale).backward()
-            else:
-                assert isinstance(self.model, ShardedModel)
-                with self.model.no_sync():
-                    (loss / scale).backward()
+            accumulates = self.is_sharded and place < self.k - 1
+            with self.model.no_sync() if accumulates else nullcontext():
+                (loss / (self.count if self.rank is None else self.k)).backward()
 
     def keep(self) -> None:
-        named = self.model.full_weights() if isinstance(self.model, ShardedModel) else self.module.named_parameters()
-        self.weights.append({name: weight.detach().clone() for name, weight in named})
+        named = self.model.full_weights() if self.is_sharded else self.module.named_parameters()
+        self.kept.weights.append({name: weight.detach().clone() for name, weight in named})
 
 
 def data(step: int, index: int) -> Tensor:
@@ -186,7 +195,7 @@ def one_frozen_in_turn(world: World) -> None:
     """One optimizer over all; each step another part of a unit is frozen, in odd steps all of a unit."""
     optimizer = world.bind(adamw(world.module.parameters()))
     for step in range(STEPS):
-        part = world.module.units[step % 3]
+        part = world.module.parts[step % 3]
         frozen: nn.Module = part if step % 2 else part.down
         frozen.requires_grad_(False)
         step_with(world, optimizer, step)
@@ -249,13 +258,13 @@ def adapters_alone(world: World) -> None:
     optimizer = world.bind(adamw([p for p in world.module.parameters() if p.requires_grad]))
 
     def reference(step: int, gradients: bool) -> None:
-        for part in world.module.units:
+        for part in world.module.parts:
             part.adapts = False
         set_trained(world.module.adapters, False)
         with torch.set_grad_enabled(gradients):
-            world.references.append(world.model(data(step, 0).to(world.dtype)).detach().clone())
+            world.kept.references.append(world.model(data(step, 0).to(world.dtype)).detach().clone())
         set_trained(world.module.adapters, True)
-        for part in world.module.units:
+        for part in world.module.parts:
             part.adapts = True
 
     for step in range(STEPS):
@@ -279,7 +288,7 @@ def unfreezing_by_groups(world: World) -> None:
     optimizer = world.bind(torch.optim.Adagrad(world.module.head.parameters(), lr=0.05, weight_decay=0.1))
     for step in range(STEPS):
         if step in (2, 4):
-            layer: nn.Module = world.module.units[2].linear if step == 2 else world.module.entry
+            layer: nn.Module = world.module.parts[2].linear if step == 2 else world.module.entry
             layer.requires_grad_(True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
         step_with(world, optimizer, step)
@@ -298,7 +307,33 @@ def unfreezing_and_freezing(world: World) -> None:
             optimizer.zero_grad()
 
 
-def nothing(module: Net) -> None:
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.3, eps=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.3, eps=1e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.02, momentum=0.5, weight_decay=0.3, eps=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.02, weight_decay=0.3, eps=1e-3),
+}
+"""Each with decay and, where it has one, momentum."""
+
+
+def unused(name: str, world: World) -> None:
+    """A model of which every step leaves something unused."""
+    optimizer = world.bind(OPTIMIZERS[name](world.module.parameters()))
+    world.keep()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        world.backward(step)
+        grads = [p.grad for p in world.module.parameters() if p.grad is not None]
+        norm = world.model.grad_norm() if world.is_sharded else nn.utils.get_total_norm(grads)
+        world.kept.norms.append(float(norm))
+        optimizer.step()
+        world.keep()
+    named = world.module.named_parameters()
+    world.kept.stateless = {name for name, param in named if not optimizer.state.get(param)}
+
+
+def nothing(module: nn.Module) -> None:
     module.requires_grad_(True)
 
 
@@ -311,46 +346,52 @@ def all_but_adapters(module: Net) -> None:
     set_trained(module.adapters, True)
 
 
-PROGRAMS: dict[str, tuple[Callable[[World], None], Callable[[Net], None]]] = {
-    "gan": (gan, nothing),
-    "one frozen in turn": (one_frozen_in_turn, nothing),
-    "frozen for good": (frozen_for_good, nothing),
-    "freezing after the forward": (freezing_after_the_forward, nothing),
-    "freezing between microbatches": (freezing_between_microbatches, nothing),
-    "unfreezing between microbatches": (unfreezing_between_microbatches, all_but_head),
-    "adapters alone": (adapters_alone, all_but_adapters),
-    "unfreezing": (unfreezing, all_but_head),
-    "unfreezing by groups": (unfreezing_by_groups, all_but_head),
-    "unfreezing and freezing": (unfreezing_and_freezing, all_but_head),
+PROGRAMS: dict[str, tuple[Callable[[World], None], Callable[[], nn.Module], Callable[[Any], None]]] = {
+    "gan": (gan, Net, nothing),
+    "one frozen in turn": (one_frozen_in_turn, Net, nothing),
+    "frozen for good": (frozen_for_good, Net, nothing),
+    "freezing after the forward": (freezing_after_the_forward, Net, nothing),
+    "freezing between microbatches": (freezing_between_microbatches, Net, nothing),
+    "unfreezing between microbatches": (unfreezing_between_microbatches, Net, all_but_head),
+    "adapters alone": (adapters_alone, Net, all_but_adapters),
+    "unfreezing": (unfreezing, Net, all_but_head),
+    "unfreezing by groups": (unfreezing_by_groups, Net, all_but_head),
+    "unfreezing and freezing": (unfreezing_and_freezing, Net, all_but_head),
 }
+FREEZING = tuple(PROGRAMS)
+PROGRAMS |= {f"unused, {name}": (partial(unused, name), Half, nothing) for name in OPTIMIZERS}
 
 
-def run_plain(program: str, k: int) -> World:
-    run, freeze = PROGRAMS[program]
-    world = World(freeze, k, None, None)
-    run(world)
-    return world
+@once
+def run_plain(program: str, k: int) -> Kept:
+    world = World(program, k, None, None)
+    PROGRAMS[program][0](world)
+    return world.kept
 
 
-def run_sharded(rank: int, trial: Trial) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-    run, freeze = PROGRAMS[trial.program]
-    world = World(freeze, trial.k, rank, trial)
-    run(world)
-    assert isinstance(world.model, ShardedModel)
+def run_sharded(rank: int, trial: Trial) -> Kept:
+    world = World(trial.program, trial.k, rank, trial)
+    PROGRAMS[trial.program][0](world)
     world.model.close()
-    return world.weights, world.references
+    return world.kept
 
 
-def difference(found: list[dict[str, Tensor]], right: list[dict[str, Tensor]], tolerance: float) -> str:
+def run_all(rank: int, trials: tuple[Trial, ...]) -> list[Kept]:
+    return [run_sharded(rank, trial) for trial in trials]
+
+
+@once
+def sharded(trials: tuple[Trial, ...]) -> list[list[Kept]]:
+    """By rank and trial."""
+    return run_ranks(run_all, WORLD, trials)
+
+
+def difference(found: Kept, trial: Trial) -> str:
     """What is not as on one process, or nothing: values, and what each step moved."""
-    for step, (ours, theirs) in enumerate(zip(found, right, strict=True)):
+    right = run_plain(trial.program, trial.k)
+    for step, (ours, theirs) in enumerate(zip(found.weights, right.weights, strict=True)):
         off = {name: (ours[name] - weight).abs().max().item() for name, weight in theirs.items()}
         worst = max(off, key=lambda name: off[name])
-        if not off[worst] <= tolerance:
+        if not off[worst] <= (1e-5 if trial.dtype is fp32 else 1e-12):
             return f"{worst} after step {step} off by {off[worst]:.1e}"
-    return "" if moved(found) == moved(right) else f"moved {moved(found)}, not {moved(right)}"
-
-
-def moved(weights: list[dict[str, Tensor]]) -> list[set[str]]:
-    pairs = itertools.pairwise(weights)
-    return [{name for name in old if not torch.equal(old[name], new[name])} for old, new in pairs]
+    return "" if found.moved() == right.moved() else f"moved {found.moved()}, not {right.moved()}"

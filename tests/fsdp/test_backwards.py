@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import Strategy, fully_shard, fully_shard_model
+from harness.fsdp import MegatronModel, Strategy, fully_shard, fully_shard_model
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -27,10 +28,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def x_of(*shape: int, seed: int = 3) -> Tensor:
@@ -61,20 +58,6 @@ class Unrolled(nn.Module):
         return self.head(state)
 
 
-@every_strategy
-def test_an_unrolled_unit_is_complete_after_its_last_call(strategy: str) -> None:
-    model, plain = Unrolled(), Unrolled()
-    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
-    other = sgd(plain)
-    for step in range(3):
-        for each, opt in ((wrapped, optimizer), (plain, other)):
-            opt.zero_grad()
-            each(x_of(3, 6, seed=step)).square().sum().backward()
-        same_gradients(wrapped, plain)
-        optimizer.step()
-        other.step()
-
-
 def unrolled_by_rank(rank: int, strategy: str) -> dict[str, Tensor]:
     """Rank 0 unrolls twice, rank 1 five times."""
     wrapped = fully_shard_model(Unrolled(), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
@@ -95,20 +78,6 @@ def test_ranks_may_unroll_differently_where_weights_are_kept(strategy: str) -> N
     for gradients in found:
         for name, param in plain.named_parameters():
             torch.testing.assert_close(gradients[name], param.grad, msg=name)
-
-
-@every_strategy
-def test_a_retained_graph_may_be_used_again(strategy: str) -> None:
-    wrapped = fully_shard_model(Unrolled(), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
-    plain = Unrolled()
-    for each in (wrapped, plain):
-        loss = each(x_of(3, 6)).square().sum()
-        wrapped.set_model_auto_sync(False)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        wrapped.set_model_auto_sync(True)
-        loss.backward()
-    same_gradients(wrapped, plain)
 
 
 class Branching(nn.Module):
@@ -136,20 +105,6 @@ class Tree(nn.Module):
         return self.head(x)
 
 
-@every_strategy
-def test_units_used_by_half_leave_as_early_as_whole_ones(strategy: str) -> None:
-    """Six units of which half gets no gradient, behind one that gets none: still two buckets at a time."""
-    model, plain = Tree(6), Tree(6)
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Branching], zero_dp_strategy=strategy)
-    lefts = [True, False, False, True, True, False]
-    for each in (wrapped, plain):
-        each(x_of(3, 6), lefts).square().sum().backward()
-    same_gradients(wrapped, plain)
-    root, *units = (bucket.layout.bucket_numel * 4 for bucket in wrapped.buckets)
-    stage = STRATEGIES.index(strategy)
-    assert wrapped.counters()["transient_peak_bytes"] <= (2 * max(units) + root) * ((stage >= 2) + (stage == 3))
-
-
 class Regularised(nn.Module):
     """The loss uses a unit's weight again, outside its forward and before it in the graph."""
 
@@ -160,17 +115,6 @@ class Regularised(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         early = (x @ self.body[1].linear.weight).tanh()
         return self.body(early).square().sum()
-
-
-@pytest.mark.parametrize("strategy", RESIDENT)
-def test_a_parameter_used_outside_its_unit_is_waited_for(strategy: str) -> None:
-    wrapped, plain = (
-        fully_shard_model(Regularised(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy),
-        Regularised(),
-    )
-    for each in (wrapped, plain):
-        each(x_of(3, 6)).backward()
-    same_gradients(wrapped, plain)
 
 
 class Reentrant(nn.Module):
@@ -186,56 +130,6 @@ class Reentrant(nn.Module):
         for index in (0, 1, 2, 1):
             x = checkpoint(self.blocks[index], x, use_reentrant=True)
         return self.head(x)
-
-
-@every_strategy
-def test_reentrant_checkpointing(strategy: str) -> None:
-    wrapped = fully_shard_model(Reentrant(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    plain = Reentrant()
-    for _ in range(2):
-        for each in (wrapped, plain):
-            each.zero_grad()
-            each(x_of(3, 6)).square().sum().backward()
-        same_gradients(wrapped, plain)
-
-
-@every_strategy
-def test_gradients_of_inputs_alone(strategy: str) -> None:
-    """autograd.grad with respect to the input: nothing reaches the parameters."""
-    wrapped, plain = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy), make()
-    inputs = [x_of(3, 6).requires_grad_() for _ in range(2)]
-    with wrapped.no_sync():
-        found, right = (
-            torch.autograd.grad(each(x).square().sum(), x)[0] for each, x in zip((wrapped, plain), inputs, strict=True)
-        )
-    assert torch.equal(found, right)
-    for each in (wrapped, plain):
-        each(x_of(3, 6)).square().sum().backward()
-    same_gradients(wrapped, plain)
-
-
-@every_strategy
-def test_a_backward_to_some_of_the_root_s_parameters(strategy: str) -> None:
-    """Units' are sharded between the forward and the backward, and no part of its graph."""
-    model, plain = make(), make()
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    for each, owner in ((wrapped, model), (plain, plain)):
-        each(x_of(3, 6)).square().sum().backward(inputs=[owner[2].weight])
-    same_gradients(wrapped, plain)
-
-
-@every_strategy
-def test_a_penalty_of_sharded_weights_adds_to_their_gradients(strategy: str) -> None:
-    """Its gradients come to the sharded parameters themselves, in one backward with the others'."""
-    model, plain = make(), make()
-    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    for each, owner in ((wrapped, model), (plain, plain)):
-        penalty = torch.stack([whole(param.square().sum()) for param in owner.parameters()]).sum()
-        (each(x_of(3, 6)).square().sum() + penalty).backward()
-    same_gradients(wrapped, plain)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 class Force(nn.Module):
@@ -281,17 +175,75 @@ def by_backward(y: Tensor, x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-@pytest.mark.parametrize("differentiate", [by_grad, by_grad_again])
-@every_strategy
-def test_a_unit_may_differentiate_what_lies_inside_its_own_forward(
-    strategy: str, differentiate: Callable[[Tensor, Tensor], Tensor]
-) -> None:
-    """Forces from an energy: the unit's weights are there, and its graph is one call's like any other."""
-    wrapped = fully_shard_model(Energy(differentiate), fsdp_unit_modules=[Block, Force], zero_dp_strategy=strategy)
-    plain = Energy(differentiate)
-    for each in (wrapped, plain):
-        each(x_of(3, 6)).square().sum().backward()
+def agree(strategy: str, build: Callable[[], nn.Module], run: Callable[[Any, Any], Any]) -> MegatronModel:
+    """Assert that gradients are those of the plain module after `run`, which gets a model, and the module in it."""
+    module, plain = build(), build()
+    units = [Cell, Block, Branching, Force]
+    wrapped = fully_shard_model(module, fsdp_unit_modules=units, zero_dp_strategy=strategy)
+    run(wrapped, module)
+    run(plain, plain)
     same_gradients(wrapped, plain)
+    return wrapped
+
+
+def backward_of(model: nn.Module, *args: Any, **how: Any) -> None:
+    model(x_of(3, 6), *args).square().sum().backward(**how)
+
+
+def three_times(model: nn.Module, _: nn.Module) -> None:
+    for _step in range(3):
+        model.zero_grad()
+        backward_of(model)
+
+
+def retained(model: nn.Module, _: nn.Module) -> None:
+    loss = model(x_of(3, 6)).square().sum()
+    with model.no_sync() if isinstance(model, MegatronModel) else nullcontext():
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def to_the_head_alone(model: nn.Module, module: nn.Module) -> None:
+    loss = model(x_of(3, 6)).square().sum()
+    loss.backward(inputs=[module[2].weight])
+
+
+Program = tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]
+PROGRAMS: dict[str, Program] = {
+    "a unit is complete after its last call": (Unrolled, three_times),
+    "a retained graph is used again": (Unrolled, retained),
+    "reentrant checkpointing": (Reentrant, three_times),
+    "to a parameter of the root alone": (make, to_the_head_alone),
+    "forces from an energy": (lambda: Energy(by_grad), lambda model, _: backward_of(model)),
+    "forces from an energy, differentiable": (lambda: Energy(by_grad_again), lambda model, _: backward_of(model)),
+}
+"""The last two differentiate inside the forward of a unit, whose weights are there and whose graph is one call's."""
+OUTSIDE: Program = Regularised, lambda model, _: model(x_of(3, 6)).backward()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@every_strategy
+def test_gradients_are_those_of_plain_torch(strategy: str, program: str) -> None:
+    agree(strategy, *PROGRAMS[program])
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+def test_a_parameter_used_outside_its_unit_is_waited_for(strategy: str) -> None:
+    agree(strategy, *OUTSIDE)
+
+
+@every_strategy
+def test_units_used_by_half_leave_as_early_as_whole_ones(strategy: str) -> None:
+    """Six units of which half gets no gradient, behind one that gets none: still two buckets at a time."""
+    lefts = [True, False, False, True, True, False]
+    wrapped = agree(strategy, lambda: Tree(6), lambda model, _: backward_of(model, lefts))
+    root, *units = (bucket.layout.bucket_numel * 4 for bucket in wrapped.buckets)
+    stage = STRATEGIES.index(strategy)
+    assert wrapped.counters()["transient_peak_bytes"] <= (2 * max(units) + root) * ((stage >= 2) + (stage == 3))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

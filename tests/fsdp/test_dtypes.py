@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,7 +18,7 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard_model
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.emulation import dtypes_of, emulate, summed_per_microbatch, summed_per_step, summing_of
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.support.covering import once
+from tests.support.covering import covering, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -42,39 +42,17 @@ Point = tuple[object, ...]
 """A value of each factor, in the order of `NAMES`."""
 
 
-def targets(triples: bool) -> set[tuple[tuple[int, object], ...]]:
-    """What a set of cases must hold: all pairs of values, and all triples of what a reduction is made of."""
-    wanted = [*itertools.combinations(range(len(NAMES)), 2)]
-    if triples:
-        wanted += [*itertools.combinations([NAMES.index(n) for n in ("grads", "wire", "accum", "strategy")], 3)]
-    return {
-        tuple(zip(places, values, strict=True))
-        for places in wanted
-        for values in itertools.product(*(FACTORS[NAMES[place]] for place in places))
-    }
-
-
-def covered_by(point: Point) -> Iterator[tuple[tuple[int, object], ...]]:
-    for size in (2, 3):
-        for places in itertools.combinations(range(len(NAMES)), size):
-            yield tuple((place, point[place]) for place in places)
+REDUCTION = tuple(map(NAMES.index, ("grads", "wire", "accum", "strategy")))
+"""Of these every triple of values has a case."""
+SAMPLE = random.Random(0).sample(list(itertools.product(*FACTORS.values())), 1_000)
+"""Points among which those are that hold every pair and triple."""
 
 
 @cache
-def covering_set(triples: bool) -> tuple[Point, ...]:
-    """Few points that hold every target: each is the best of some random ones around a target not held yet."""
-    chance = random.Random(0)
-    open_targets, points = targets(triples), []
-    while open_targets:
-        target = dict(min(open_targets, key=repr))
-        candidates = [
-            tuple(target.get(place, chance.choice(list(FACTORS[name]))) for place, name in enumerate(NAMES))
-            for _ in range(40)
-        ]
-        best = max(candidates, key=lambda point: sum(each in open_targets for each in covered_by(point)))
-        open_targets -= set(covered_by(best))
-        points.append(best)
-    return tuple(points)
+def covering_points(triples: bool) -> tuple[Point, ...]:
+    """Few points of every pair of values, or of every triple of a reduction's."""
+    values = [tuple(point[place] for place in REDUCTION) for point in SAMPLE] if triples else SAMPLE
+    return tuple(SAMPLE[place] for place in covering(values, 3 if triples else 2))
 
 
 def case_of(point: Point) -> Case:
@@ -86,7 +64,7 @@ def case_of(point: Point) -> Case:
     return Case("native", str(strategy), world_size, k, 0, "adamw", CLIP, dtype, "ordered", STEPS)
 
 
-PAIRS, TRIPLES = ([case_of(point) for point in covering_set(triples)] for triples in (False, True))
+PAIRS, TRIPLES = ([case_of(point) for point in covering_points(triples)] for triples in (False, True))
 
 
 @once
@@ -131,9 +109,12 @@ def check(case: Case, found: Record) -> None:
 
 @pytest.mark.parametrize(("triples", "most"), [(False, 50), (True, 100)])
 def test_the_cases_hold_every_pair_and_every_triple_of_a_reduction(triples: bool, most: int) -> None:
-    points = covering_set(triples)
-    assert targets(triples) <= {each for point in points for each in covered_by(point)}
-    assert len(points) == len(set(points)) < most
+    factors = [FACTORS[NAMES[place]] for place in REDUCTION] if triples else list(FACTORS.values())
+    points, size = covering_points(triples), 3 if triples else 2
+    values = [tuple(point[place] for place in REDUCTION) if triples else point for point in points]
+    found = {held for point in values for held in itertools.combinations(enumerate(point), size)}
+    assert len(found) == sum(math.prod(map(len, some)) for some in itertools.combinations(factors, size))
+    assert len(points) < most
 
 
 ROLES = {

@@ -20,9 +20,10 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.freezing import (
-    PROGRAMS,
+    FREEZING,
     WIDTH,
     WORLD,
+    Kept,
     Net,
     Part,
     Trial,
@@ -33,6 +34,7 @@ from tests.fsdp.freezing import (
     fp64,
     run_plain,
     run_sharded,
+    sharded,
 )
 from tests.fsdp.pairs import PAIRS, STRATEGIES, Pair
 from tests.support.covering import Cover, once
@@ -46,7 +48,7 @@ TRIALS = Cover(
         Trial(pair, program, k, fp32 if exact else fp64, (("numerics", "exact"),) if exact else more)
         for pair, program, k, exact, more in itertools.product(
             PAIRS,
-            PROGRAMS,
+            FREEZING,
             (1, 2),
             (False, True),
             ((), (("numerics", "ordered"),), (("grad_buffer", "concat"),), (("offload_optimizer", True),)),
@@ -57,25 +59,14 @@ TRIALS = Cover(
 )
 
 
-def run_all(rank: int, trials: tuple[Trial, ...]) -> list[Any]:
-    return [run_sharded(rank, trial) for trial in trials]
-
-
-plain = once(run_plain)
-sharded = once(lambda trials: run_ranks(run_all, WORLD, trials))
-
-
 @pytest.mark.parametrize("trial", TRIALS.params())
 def test_what_is_frozen_is_left_alone_and_what_is_unfrozen_is_trained(trial: Trial) -> None:
     trials = TRIALS.batch(trial)
-    right = plain(trial.program, trial.k)
-    tolerance = 1e-5 if trial.dtype is fp32 else 1e-12
+    right = run_plain(trial.program, trial.k).references
     for ran in sharded(trials):
-        weights, references = ran[trials.index(trial)]
-        assert difference(weights, right.weights, tolerance) == ""
-        assert all(
-            torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(references[:1], right.references, strict=False)
-        )
+        found = ran[trials.index(trial)]
+        assert difference(found, trial) == ""
+        assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(found.references[:1], right, strict=False))
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -290,7 +281,7 @@ def visit(rank: int) -> dict[str, Any]:
     for name, (_, patch, trial) in MUTANTS.items():
         with patch():
             try:
-                found[name] = run_sharded(rank, trial)[0]
+                found[name] = run_sharded(rank, trial)
             except Exception as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -305,5 +296,5 @@ mutated = once(lambda: run_ranks(visit, WORLD))
 def test_a_mutant_is_found(name: str) -> None:
     _, _, trial = MUTANTS[name]
     found = [ran[name] for ran in mutated()]
-    assert all(isinstance(weights, list) for weights in found), found
-    assert any(difference(weights, plain(trial.program, trial.k).weights, 1e-12) for weights in found)
+    assert all(isinstance(kept, Kept) for kept in found), found
+    assert any(difference(kept, trial) for kept in found)

@@ -40,7 +40,7 @@ from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import Spoiled, batches, make_engine, make_workload
-from tests.fsdp.fp8.portions import unlike
+from tests.fsdp.fp8.sharded import unlike
 from tests.support.composing import compose
 from tests.support.factory import ranks_of
 from tests.support.spawn import run_ranks

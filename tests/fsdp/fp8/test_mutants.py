@@ -8,17 +8,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointError
 
-from harness.fp8 import tile_scales
+from harness.fp8 import linear, tile_scales
 from harness.fp8.delayed import History
 from harness.fp8.formats import exponent_above
 from harness.fp8.quantize import spread
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
 from harness.fsdp.vocabulary import Fp8
+from tests.fsdp.checked import patched
 from tests.fsdp.fp8.sharded import Case, follow
 from tests.fsdp.fp8.test_sharded import ZERO_3, going_on
 from tests.streams.recorder import Recorder, believing_in
+from tests.support.covering import once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -62,6 +66,18 @@ def _waiting_in_8_bits() -> Iterator[None]:
         yield
 
 
+def _data_parallel_alone() -> AbstractContextManager[Any]:
+    """Nothing is heard of the tensor-parallel axis, whose ranks follow each other."""
+    take = codec._take_largest
+
+    def some(comm: Any, tensors: Any) -> None:
+        ranks = [0] if comm is None else dist.get_process_group_ranks(comm.group)
+        if len(ranks) == 1 or ranks[1] - ranks[0] > 1:
+            take(comm, tensors)
+
+    return mock.patch.object(codec, "_take_largest", some)
+
+
 MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "amax-of-own-rows": (
         "Each rank makes scales of the rows it has",
@@ -101,20 +117,61 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
 }
 
 
-def _visit(rank: int) -> dict[str, list[str]]:
+OF_PORTIONS: dict[str, tuple[str, Case, Any]] = {
+    "amax-of-own-portion": (
+        "Tensor-parallel ranks make scales of the portions they have",
+        Case(Fp8.current, ZERO_3, tp=2),
+        _data_parallel_alone,
+    ),
+    "own-portions-first": (
+        "Until the first update scales are of the portions that each rank has",
+        Case(Fp8.current, ZERO_3, tp=2),
+        patched(WeightInstaller, "agree_on_scales", lambda self: None),
+    ),
+    "tiles-of-neighbours": (
+        "Tensor-parallel ranks share scales of tiles that each has for itself",
+        Case(Fp8.block, "optim_grads", tp=2),
+        lambda: mock.patch.object(
+            codec.Fp8Weight, "shares_tiles", property(lambda self: True, lambda *_: None), create=True
+        ),
+    ),
+    "history-of-portions": (
+        "Under delayed scaling a rank does not hear what tensor-parallel ranks have multiplied",
+        Case(Fp8.delayed, "optim", tp=2),
+        _data_parallel_alone,
+    ),
+    "another-dtype-again": (  # the last one: ranks stop in the middle of it
+        "A weight in 8 bits is saved for the backward as the DTensor it is in, which says another dtype",
+        Case(Fp8.current, "no_shard", tp=2, recompute="within"),
+        patched(linear, "_CutWeight", lambda weight: None),
+    ),
+}
+
+
+def _visit(rank: int, world: int) -> dict[str, list[str]]:
     told = {}
-    for name, (_, case, mutant) in MUTANTS.items():
+    for name, (_, case, mutant) in (MUTANTS if world == 2 else OF_PORTIONS).items():
         with mutant():
-            told[name] = going_on(rank, case, case) if name == "loading-is-a-step" else follow(rank, case)
+            try:
+                told[name] = going_on(rank, case, case) if name == "loading-is-a-step" else follow(rank, case)
+            except CheckpointError as error:
+                told[name] = [str(error)]
     return told
 
 
-@pytest.fixture(scope="module")
-def told() -> list[dict[str, list[str]]]:
+@once
+def told(world: int) -> list[dict[str, list[str]]]:
     """What each rank finds wrong with each mutant."""
-    return run_ranks(_visit, 2)
+    return run_ranks(_visit, world, world)
 
 
 @pytest.mark.parametrize("name", each("The engine, by its 8-bit weights", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str, told: list[dict[str, list[str]]]) -> None:
-    assert any(found[name] for found in told)
+def test_a_mutant_is_found(name: str) -> None:
+    assert any(found[name] for found in told(2))
+
+
+@pytest.mark.parametrize(
+    "name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in OF_PORTIONS.items()))
+)
+def test_a_mutant_of_portions_is_found(name: str) -> None:
+    assert any(found[name] for found in told(4))

@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
-from harness.fsdp.storage.codec import PURPOSE
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy
+from harness.fsdp.storage.codec import BACKWARD_COPY, PURPOSE
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
-from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.fp8.portions import beside_fsdp2, halves_the_bytes
 from tests.fsdp.fp8.sharded import (
     HIDDEN,
     MESHES,
     STRATEGIES,
     WIDTH,
     Case,
-    Model,
+    across,
+    beside_fsdp2,
     converted,
-    data,
     follow,
-    loss_of,
+    halves_the_bytes,
+    meta,
     payloads,
     same,
     shard,
+    traffic,
+    train,
     unlike,
     whole_copy,
 )
@@ -96,33 +96,6 @@ def test_training_follows_plain_torch_on_eight_ranks() -> None:
         assert {case: wrong for case, wrong in told.items() if wrong} == {}
 
 
-def _train(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
-    """A step; rank: the data-parallel one."""
-    loss = loss_of(model, data(step, 0, rank))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-Traffic = tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]
-
-
-def _traffic(rank: int, case: Case) -> Traffic:
-    """Count and bytes by kind and bucket, in the second step; elements of each bucket."""
-    model, optimizer = shard(case, converted(case.recipe).bfloat16())
-    _train(model, optimizer, rank, 0)
-    meter = CollectiveMeter()
-    _train(model, optimizer, rank, 1)
-    rows = meter.take()
-    meter.close()
-    moved = {bucket.name: bucket.layout.comm_numel for bucket in model.buckets}
-    model.close()
-    return {(row.kind, row.bucket): (row.count, row.bytes) for row in rows}, moved
-
-
 # -- odd values, edits, state ------------------------------------------------------------------------------------------
 
 
@@ -156,23 +129,22 @@ def _edit(rank: int, strategy: str) -> str:
 def going_on(rank: int, one: Case, two: Case) -> list[str]:
     """State of one layout in another, and in the same: equal payloads, scales, and next step."""
     saved, optimizer = shard(one, converted(one.recipe))
-    for step in range(2):
-        _train(saved, optimizer, rank, step)
+    train(saved, optimizer, one, 0, 1)
     held, tensors = payloads(saved), saved.sharded_state().tensors
     given = {name: whole_copy(value) for name, value in tensors.items() if value.dim()}  # counters count steps
     local = {name: value.clone() for name, value in saved.local_state().items()}
-    after = _train(saved, optimizer, rank, 3)
+    after = train(saved, optimizer, one, 3)
     loaded, other = shard(two, converted(two.recipe, seed=9))
-    _train(loaded, other, rank, 7)
+    train(loaded, other, two, 7)
     state = loaded.sharded_state()
     for name, value in state.tensors.items():
         fill(value, given[name] if value.dim() else torch.tensor(2.0))
     loaded.adopt_state(state)
     told = [f"{name} after adopt_state" for name, each in payloads(loaded).items() if not same(each, held[name])]
-    told += [] if torch.equal(_train(loaded, other, rank, 3), after) else ["another layout takes another step"]
+    told += [] if torch.equal(train(loaded, other, two, 3), after) else ["another layout takes another step"]
     saved.load_local_state(local)
     told += [f"{name} after load_local_state" for name, each in payloads(saved).items() if not same(each, held[name])]
-    told += [] if torch.equal(_train(saved, optimizer, rank, 3), after) else ["resuming is another step"]
+    told += [] if torch.equal(train(saved, optimizer, one, 3), after) else ["resuming is another step"]
     fp8 = [name for name in local if name.startswith("fp8/")]
     try:
         saved.load_local_state({name: value for name, value in local.items() if name not in fp8})
@@ -185,30 +157,13 @@ def going_on(rank: int, one: Case, two: Case) -> list[str]:
     return told
 
 
-def _meta(rank: int, case: Case) -> list[str]:
-    """Built without memory and reset module by module: weights as of a plain model, and these quantized."""
-    with torch.device("meta"):
-        hollow = converted(case.recipe)
-    torch.manual_seed(11)
-    model, optimizer = shard(case, hollow, device=torch.device("cpu"), init_model_with_meta_device=True)
-    plain, weights = Model(), dict(model.full_weights())
-    torch.manual_seed(11)
-    for module in plain.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    told = [name for name, value in plain.named_parameters() if not torch.equal(value, weights[name])]
-    told += unlike(model, weights)
-    _train(model, optimizer, rank, 0)
-    model.close()
-    return told
-
-
 def _frozen(rank: int) -> list[str]:
     """Buckets of a model of which one FP8 layer is frozen; replicas are compared."""
     built = converted(Fp8.delayed)
     built.get_parameter("blocks.0.up.weight").requires_grad_(False)
-    model, optimizer = shard(Case(Fp8.delayed, "optim"), built, check_replicas_every=1)
-    _train(model, optimizer, rank, 0)
+    case = Case(Fp8.delayed, "optim")
+    model, optimizer = shard(case, built, check_replicas_every=1)
+    train(model, optimizer, case, 0)
     with pytest.raises(RuntimeError, match=r"ends the step of its FP8 layers: drop update_scales\(\)"):
         Fp8Linear.update_scales(model.module)
     found = sorted(bucket.key.label for bucket in model.buckets)
@@ -219,8 +174,7 @@ def _frozen(rank: int) -> list[str]:
 def _exact(rank: int, case: Case) -> str:
     """The bits of all weights after two steps whose sums are integers."""
     model, optimizer = shard(case, converted(case.recipe), numerics="exact")
-    for step in range(2):
-        _train(model, optimizer, rank, step)
+    train(model, optimizer, case, 0, 1)
     bits = b"".join(value.numpy().tobytes() for _, value in model.full_weights())
     model.close()
     return hashlib.sha256(bits).hexdigest()
@@ -243,7 +197,7 @@ def _various(rank: int) -> dict[str, Any]:
     counted = [Case(Fp8.current, "no_shard"), Case(Fp8.current, "optim")]
     counted += [Case(recipe, ZERO_3) for recipe in (Fp8.delayed, Fp8.mx_32x32)]
     return {
-        "traffic": [_traffic(rank, case) for case in counted],
+        "traffic": [traffic(rank, case) for case in counted],
         "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(Fp8, (*STRATEGIES, ZERO_3), strict=True)],
         "edits": [_edit(rank, each) for each in ("no_shard", ZERO_3)],
         "state": [
@@ -252,7 +206,7 @@ def _various(rank: int) -> dict[str, Any]:
             going_on(rank, Case(Fp8.mx_32x32, ZERO_3), Case(Fp8.mx_32x32, "optim_grads")),
             going_on(rank, Case(Fp8.mx, ZERO_3), Case(Fp8.mx, "optim")),
         ],
-        "meta": [_meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block, Fp8.mx)],
+        "meta": [meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block, Fp8.mx)],
         "frozen": _frozen(rank),
         "exact": [
             [_exact(rank, Case(recipe, each)) for each in ("no_shard", "optim_grads", ZERO_3)]
@@ -320,3 +274,60 @@ def test_what_8_bits_cannot_hold_is_refused(various: list[dict[str, Any]]) -> No
 def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(various: list[dict[str, Any]]) -> None:
     for told in various:
         halves_the_bytes(*told["beside"])
+
+
+# -- portions of tensor parallelism ------------------------------------------------------------------------------------
+
+PAIRS = (
+    (Case(Fp8.delayed, ZERO_3, tp=2), Case(Fp8.delayed, "optim")),
+    (Case(Fp8.current, "no_shard", tp=4), Case(Fp8.current, ZERO_3, tp=2)),
+    (Case(Fp8.block, "optim_grads", 2, "optim", tp=2), Case(Fp8.block, ZERO_3)),
+    (Case(Fp8.mx_32x32, ZERO_3, tp=2), Case(Fp8.mx_32x32, "optim", tp=4)),
+    (Case(Fp8.mx, ZERO_3, 2, tp=2), Case(Fp8.mx, "optim_grads", tp=2)),
+)
+"""TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4, TP 2 x DP 2 and TP 4, HSDP x TP 2 and TP 2 x DP 2.
+"""
+
+
+def _on_four(rank: int) -> dict[str, Any]:
+    return {
+        "state": [across(rank, *pair) for pair in PAIRS],
+        "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in Fp8],
+        "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3, tp=2)),
+        "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.delayed, Fp8.block)],
+    }
+
+
+@pytest.fixture(scope="module")
+def portions() -> list[dict[str, Any]]:
+    """One visit of four ranks; what each has to tell."""
+    return run_ranks(_on_four, 4)
+
+
+def test_state_is_exact_in_layouts_with_other_portions(portions: list[dict[str, Any]]) -> None:
+    assert [found["state"] for found in portions] == [[[]] * len(PAIRS)] * 4
+
+
+def test_models_cut_without_memory_are_quantized_as_whole_ones(portions: list[dict[str, Any]]) -> None:
+    assert [found["meta"] for found in portions] == [[[], []]] * 4
+
+
+def test_a_gather_of_portions_moves_a_byte_each_and_one_more_collective_makes_scales(
+    portions: list[dict[str, Any]],
+) -> None:
+    weights, columns, width = 4, 3, 4
+    for found in portions:
+        for recipe, (rows, moved) in zip(Fp8, found["traffic"], strict=True):
+            label = "blocks.0/bfloat16/fp8" + "x2" * (recipe.payloads - 1)
+            gathers = [rows.get(("all_gather", name), (0, 0)) for name in (label, label + BACKWARD_COPY)]
+            count, sent = (sum(each) for each in zip(*gathers, strict=True))
+            assert (count, sent) == (2, 2 * moved[label] // 2), "a byte a parameter of which this rank has a half"
+        current, delayed, *tiled = (rows["all_reduce", PURPOSE] for rows, _ in found["traffic"])
+        assert current == (2, 2 * weights * width), "data-parallel ranks, then tensor-parallel ones"
+        assert delayed == (2, 2 * (weights + weights * columns) * width)
+        assert [count for count, _ in tiled] == [1, 1, 1], "tensor-parallel ranks have no tile in common"
+
+
+def test_fsdp2_gathers_twice_the_bytes_of_portions(portions: list[dict[str, Any]]) -> None:
+    for found in portions:
+        halves_the_bytes(*found["beside"])

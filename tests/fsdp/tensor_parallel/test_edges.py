@@ -1,17 +1,26 @@
-"""Cut parameters at their edges: compiled blocks, ranks that a plan leaves no element, copies that see other things."""
+"""Cut parameters at their edges: compiled blocks, ranks without an element, copies that part, torch's state helpers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard
 from harness.fsdp.guards.replicas import CopiedGradients
@@ -20,6 +29,7 @@ from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel import models
 from tests.fsdp.tensor_parallel.models import Shape, loss_of
+from tests.fsdp.tensor_parallel.test_state import differing, stepped
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
 from tests.support.mutants import each
 
@@ -121,7 +131,74 @@ class NotNamed(ParallelStyle):
         return module
 
 
-CHECKS = {"compiled": compiled, "nothing here": nothing_here, "copies part": copies_part}
+FULL = StateDictOptions(full_state_dict=True)
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+WAYS = {
+    "sharded": (StateDictOptions(), StateDictOptions()),
+    "full": (FULL, FULL),
+    "full, of rank 0": (ON_RANK_0, FROM_RANK_0),
+}
+"""Options to get and to set with."""
+
+
+def once_more(case: Case, model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Weights after a further step."""
+    mesh = mesh_of(case)
+    loss_of(model, rows_of(case, 5, 0, mesh.get_local_rank("inner"))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return dict(model.full_weights())
+
+
+def helped(rank: int, strategy: str) -> list[str]:
+    """torch's own state-dict helpers: a model that gets another one's state makes the same further step."""
+    case, saved, found = Case(2, 2, strategy=strategy, shape=Shape(layers=1)), {}, list[str]()
+    model, optimizer = stepped(case)
+    for way, (options, _) in WAYS.items():
+        state = (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        )
+        saved[way] = tree_map_only(Tensor, torch.clone, state)
+    wanted = once_more(case, model, optimizer)
+    model.close()
+    for way, (_, options) in WAYS.items():
+        model, optimizer = sharded(case, mesh_of(case))
+        set_model_state_dict(model, saved[way][0], options=options)
+        set_optimizer_state_dict(model, optimizer, saved[way][1], options=options)
+        found += [f"{way}: {name}" for name in differing(once_more(case, model, optimizer), wanted)]
+        model.close()
+    return found
+
+
+def kept(rank: int, strategy: str) -> list[str]:
+    """Gradients, and views of them, that a program keeps stay as others come."""
+    case = Case(2, 2, strategy=strategy, shape=Shape(layers=1))
+    mesh = mesh_of(case)
+    model, optimizer = stepped(case)
+    found = []
+    for views in (False, True):
+        loss_of(model, rows_of(case, 3, 0, mesh.get_local_rank("inner"))).backward()
+        named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+        grads = {name: grad.detach() if views else grad for name, grad in named}
+        del named
+        before = {name: whole_of(grad).clone() for name, grad in grads.items()}
+        optimizer.zero_grad()
+        loss_of(model, rows_of(case, 4, 0, mesh.get_local_rank("inner"))).backward()
+        found += [name for name, grad in grads.items() if not torch.equal(whole_of(grad), before[name])]
+        optimizer.zero_grad()
+    model.close()
+    return found
+
+
+CHECKS = {
+    "compiled": compiled,
+    "nothing here": nothing_here,
+    "copies part": copies_part,
+    "torch's helpers": helped,
+    "gradients kept": kept,
+}
 MUTANTS = {
     "begins elsewhere": Mutant(
         "A DTensor says that it begins elsewhere than the tensor inside it, which torch.compile takes for a storage of"

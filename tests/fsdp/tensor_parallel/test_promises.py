@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,7 +31,7 @@ from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage import gradients
 from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, gradient_here
-from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.checked import Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, alone, mesh_of, rows_of, sharded, train
@@ -49,17 +48,6 @@ def asked(strategy: str, shape: Shape = SEQUENCE, **more: Any) -> Case:
 
 def rows(case: Case, mesh: DeviceMesh, step: int = 0) -> Tensor:
     return rows_of(case, step, 0, mesh.get_local_rank("inner"))
-
-
-def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:
-    """What is wrong with the error of an action."""
-    try:
-        action()
-    except Exception as error:
-        if not isinstance(error, kind):
-            return [f"{type(error).__name__} instead of {kind.__name__}: {error}"]
-        return [f"{part!r} is not in: {error}" for part in parts if not re.search(part, str(error))]
-    return [f"nothing was said of {parts}"]
 
 
 def differs(found: dict[str, Tensor], wanted: dict[str, Tensor], close: float = 0.0) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,25 +261,3 @@ def test_the_tensor_parallel_axis_sends_what_the_plan_says() -> None:
             "all_gather": (sums + 1, sums * activations // 2 + logits),
             "all_reduce": (vectors, vectors * shape.dim * 4),
         }
-
-
-def test_a_cut_bucket_is_smaller_than_a_whole_one() -> None:
-    """All but norms, biases of rows and the scale is halved over two ranks."""
-    whole, half = (run_ranks(elements, 4, tp)[0] for tp in (1, 2))
-    assert half < 0.6 * whole
-
-
-def elements(rank: int, tp: int) -> int:
-    asked = replace(Case(4 // tp, tp), dtype=torch.float32)
-    model, _ = sharded(asked, mesh_of(asked))
-    found = sum(bucket.layout.param_numel for bucket in model.buckets)
-    model.close()
-    return found
-
-
-def test_trains_alone_on_a_tensor_parallel_axis() -> None:
-    """One data-parallel rank: nothing is sharded, and everything still holds."""
-    asked = Case(1, 2, steps=2)
-    wanted = alone(asked)
-    for record in run_ranks(train, 2, asked):
-        assert furthest(record.weights, wanted.weights)[0] < CLOSE["adamw"]
