@@ -13,15 +13,18 @@ from torch import Tensor, optim
 from torch.nn.utils import clip_grad_norm_
 
 from tests.fsdp.flat_step import more_programs
-from tests.fsdp.flat_step.programs import RULES, adamw
+from tests.fsdp.flat_step.programs import RULES, adamw, over
 from tests.fsdp.flat_step.world import Program, World, data, full
 
+OWN: dict[str, Program] = {}
+stepped = over(lambda model: adamw(model.parameters()), among=OWN)
+unbound = over(lambda model: adamw(model.parameters()), among=OWN, binds=False)
+"""Nobody hands the optimizer over."""
 
-def plain_loop(world: World) -> None:
-    """Nobody hands the optimizer over."""
-    world.binds = False
-    model = world.net()
-    world.loop(model, world.bind(adamw(model.parameters())))
+
+@unbound
+def plain_loop(world: World, model: Any, optimizer: Any) -> None:
+    world.loop(model, optimizer)
 
 
 def rules_that_nobody_hands_over(world: World) -> None:
@@ -41,9 +44,8 @@ def rules_that_nobody_hands_over(world: World) -> None:
         lbfgs.step(closure)  # type: ignore[arg-type] # torch declares a float
 
 
-def clipped(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def clipped(world: World, model: Any, optimizer: Any) -> None:
     for norm_type, foreach in itertools.product((2.0, 1.0, 3.0, float("inf")), (None, True, False)):
         world.backward(model)
         world.extras.append(clip_grad_norm_(model.parameters(), 0.3, norm_type, foreach=foreach).detach())
@@ -51,9 +53,8 @@ def clipped(world: World) -> None:
         optimizer.zero_grad()
 
 
-def gradients_read_and_edited(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def gradients_read_and_edited(world: World, model: Any, optimizer: Any) -> None:
     named = dict(model.named_parameters())
     for use in ("all", "block", "all"):
         world.backward(model, use=use)
@@ -66,10 +67,9 @@ def gradients_read_and_edited(world: World) -> None:
         optimizer.zero_grad()
 
 
-def gradients_kept(world: World) -> None:
+@stepped
+def gradients_kept(world: World, model: Any, optimizer: Any) -> None:
     """Of one loss while those of another one come, and after the step; forgotten in every way there is."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     ways = (optimizer.zero_grad, model.zero_grad, lambda: [setattr(p, "grad", None) for p in model.parameters()])
     for place, (forget, views) in enumerate(itertools.product(ways, (False, True))):
         world.backward(model)
@@ -87,30 +87,15 @@ def gradients_kept(world: World) -> None:
         world.extras += [full(each).clone() for each in kept]
 
 
-def further_backward(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
-    for _ in range(3):
-        world.backward(model)
-        world.backward(model)  # adds to what .grad holds
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-
-def accumulated(world: World) -> None:
-    world.binds = False
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@unbound
+def accumulated(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(3):
         world.backward(model, sync=False)
-        world.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        world.step(model, optimizer)
 
 
-def raised_and_went_on(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def raised_and_went_on(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 1)
     broken = world.loss(model)
     broken.register_hook(_fail)
@@ -125,10 +110,9 @@ def _fail(_: Tensor) -> None:
     raise ArithmeticError
 
 
-def averaged(world: World) -> None:
+@stepped
+def averaged(world: World, model: Any, optimizer: Any) -> None:
     """An average swapped in, looked at, and swapped out; torch's, and a copy of the parameters that stays as it was."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     params = [*model.parameters()]
     ema = [p.detach().clone() for p in params]
     for _ in range(3):
@@ -145,10 +129,8 @@ def averaged(world: World) -> None:
     world.extras += ema
 
 
-def clamped(world: World) -> None:
-    world.binds = False
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@unbound
+def clamped(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(3):
         world.loop(model, optimizer, 1)
         for param in model.parameters():
@@ -156,10 +138,9 @@ def clamped(world: World) -> None:
     world.extras = [p.detach().norm() for p in model.parameters()]
 
 
-def saved_and_loaded(world: World) -> None:
+@stepped
+def saved_and_loaded(world: World, model: Any, optimizer: Any) -> None:
     """Whole weights and the optimizer's state, taken up where they were saved."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     module = model if world.rank is None else model.module
     world.loop(model, optimizer, 2)
     weights = {name: full(value).clone() for name, value in module.state_dict().items()}
@@ -170,22 +151,19 @@ def saved_and_loaded(world: World) -> None:
     world.loop(model, optimizer, 1)
 
 
-def hooked(world: World) -> None:
+@unbound
+def hooked(world: World, model: Any, optimizer: Any) -> None:
     """Hooks hung on parameters that are sharded see a rank's own gradient, and change what is summed."""
-    world.binds = False
-    model = world.net()
     seen: list[float] = []
     model.get_parameter("exit.weight").register_hook(lambda grad: (seen.append(grad.shape.numel()), grad * 3)[1])
     model.get_parameter("exit.bias").register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    world.loop(model, world.bind(adamw(model.parameters())))
+    world.loop(model, optimizer)
     world.extras = [torch.tensor(seen)]
 
 
-def edited_whole(world: World) -> None:
+@unbound
+def edited_whole(world: World, model: Any, optimizer: Any) -> None:
     """Whole weights in a context, between steps."""
-    world.binds = False
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     for _ in range(3):
         world.loop(model, optimizer, 1)
         with nullcontext() if world.rank is None else model.unsharded(), torch.no_grad():
@@ -194,10 +172,9 @@ def edited_whole(world: World) -> None:
                 weight.div_(weight.norm())
 
 
-def penalties(world: World) -> None:
+@over(lambda model: optim.SGD(model.parameters(), lr=0.01), among=OWN)
+def penalties(world: World, model: Any, optimizer: Any) -> None:
     """Of all weights, added to a rank's loss, multiplied with it, and mixed with it otherwise."""
-    model = world.net()
-    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.01))
     head = model.get_parameter("exit.weight")
     forms: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda loss, total: loss + 0.01 * total,
@@ -218,13 +195,9 @@ def penalties(world: World) -> None:
         optimizer.zero_grad()
 
 
-PROGRAMS: dict[str, Program] = {
-    each.__name__.replace("_", " "): each
-    for each in (
-        plain_loop, rules_that_nobody_hands_over, clipped, gradients_read_and_edited, gradients_kept, further_backward,
-        accumulated, raised_and_went_on, averaged, clamped, saved_and_loaded, hooked, edited_whole, penalties,
-    )
-} | {
+PROGRAMS = {name.replace("_", " "): program for name, program in OWN.items()} | {
+    "rules that nobody hands over": rules_that_nobody_hands_over,
+    "further backward": more_programs.PROGRAMS["zeros_and_two_microbatches"],
     "bound loop": more_programs.PROGRAMS["AdamW"],
     "frozen for a while": more_programs.PROGRAMS["frozen_in_turn"],
-}  # fmt: skip
+}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.fsdp.flat_step.programs import PROGRAMS, Make, adamw, program, two
+from tests.fsdp.flat_step.programs import PROGRAMS, Make, adamw, grouped, program, stepped
 from tests.fsdp.flat_step.world import Program, World, full
 
 # -- groups and optimizers ---------------------------------------------------------------------------------------------
@@ -35,36 +35,33 @@ def group_added(world: World) -> None:
             optimizer.add_param_group({"params": params[1::2], "lr": 0.02})
 
 
-@program
-def moved_to_another_group(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(two(model)))
+@grouped
+def moved_to_another_group(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     moved = optimizer.param_groups[0]["params"].pop(1)
     optimizer.param_groups[1]["params"].append(moved)
     world.loop(model, optimizer, 2)
 
 
-@program
-def two_in_one_bucket(world: World) -> None:
+def halves(world: World) -> tuple[Any, Any, Any]:
+    """A model and two optimizers of every other parameter."""
     model = world.net()
     params = [*model.parameters()]
-    one = world.bind(adamw(params[::2]))
-    other = world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    sgd = optim.SGD(params[1::2], lr=0.05, momentum=0.9)
+    return model, world.bind(adamw(params[::2])), world.bind(sgd)
+
+
+@program
+def two_in_one_bucket(world: World) -> None:
+    model, one, other = halves(world)
     for _ in range(4):
-        world.backward(model)
-        one.step()
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
+        world.step(model, one, other)
 
 
 @program
 def own_gradients_alone(world: World) -> None:
     """`zero_grad` of one leaves those of the other, to which the next backward adds."""
-    model = world.net()
-    params = [*model.parameters()]
-    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    model, one, other = halves(world)
     for step in range(5):
         world.backward(model)
         one.step()
@@ -77,9 +74,7 @@ def own_gradients_alone(world: World) -> None:
 @program
 def forgotten_inside_no_sync(world: World) -> None:
     """A backward inside no_sync that one forgets; what the other had before it stays."""
-    model = world.net()
-    params = [*model.parameters()]
-    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    model, one, other = halves(world)
     for _ in range(3):
         world.backward(model)
         one.step()
@@ -88,19 +83,13 @@ def forgotten_inside_no_sync(world: World) -> None:
         else:
             world.backward(model, sync=False)
         one.zero_grad()
-        world.backward(model)
-        one.step()
-        other.step()
-        one.zero_grad()
-        other.zero_grad()
+        world.step(model, one, other)
 
 
 @program
 def in_turn(world: World) -> None:
     """Each phase begins with its optimizer's zero_grad; its loss reaches the other one's parameters too."""
-    model = world.net()
-    params = [*model.parameters()]
-    one, other = world.bind(adamw(params[::2])), world.bind(optim.SGD(params[1::2], lr=0.05, momentum=0.9))
+    model, one, other = halves(world)
     for step in range(4):
         for optimizer, sign in ((one, 1.0), (other, -1.0)) if step % 2 else ((one, 1.0),):
             optimizer.zero_grad()
@@ -164,10 +153,8 @@ def built_before_sharding(world: World) -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@program
-def state_there_and_back(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def state_there_and_back(world: World, model: Any, optimizer: Any) -> None:
     blank = optimizer.state_dict()["state"]  # torch has none
     assert not any(float(held["step"]) or held["exp_avg"].norm() for held in blank.values())
     world.loop(model, optimizer, 2)
@@ -180,10 +167,8 @@ def state_there_and_back(world: World) -> None:
     world.loop(model, other, 2)
 
 
-@program
-def state_of_one_process(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def state_of_one_process(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"] = {
@@ -212,10 +197,8 @@ def helpers_of_torch(world: World) -> None:
     world.loop(model, third, 2)
 
 
-@program
-def state_edited(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def state_edited(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     params = optimizer.param_groups[0]["params"]
     del optimizer.state[params[3]]
@@ -232,19 +215,15 @@ def state_edited(world: World) -> None:
     world.loop(model, optimizer, 2)
 
 
-@program
-def counter_edited(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def counter_edited(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     optimizer.state[optimizer.param_groups[0]["params"][5]]["step"].zero_()
     world.loop(model, optimizer, 2)
 
 
-@program
-def state_cleared(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def state_cleared(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 3)
     optimizer.state.clear()
     world.loop(model, optimizer, 2)
@@ -252,11 +231,9 @@ def state_cleared(world: World) -> None:
     world.loop(model, optimizer, 2)
 
 
-@program
-def counters_replaced(world: World) -> None:
+@stepped
+def counters_replaced(world: World, model: Any, optimizer: Any) -> None:
     """A new counter may take the place, in memory, of the one that it replaces."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     world.loop(model, optimizer, 2)
     for held in optimizer.state.values():
         held.pop("step")
@@ -267,10 +244,8 @@ def counters_replaced(world: World) -> None:
     world.loop(model, optimizer, 2)
 
 
-@program
-def deep_copy(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def deep_copy(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     world.backward(model)
     copied = copy.deepcopy(optimizer)
@@ -284,10 +259,8 @@ def deep_copy(world: World) -> None:
     world.loop(model, optimizer, 1)
 
 
-@program
-def pickled(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def pickled(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     loaded = pickle.loads(pickle.dumps(optimizer))
     world.extras = [loaded.state[param]["exp_avg"] for param in loaded.param_groups[0]["params"]]
@@ -340,10 +313,8 @@ def clipped_by_a_hook(world: World) -> None:
     world.extras = [torch.tensor(seen)]
 
 
-@program
-def groups_clipped_apart(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(two(model)))
+@grouped
+def groups_clipped_apart(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(3):
         world.backward(model)
         nn.utils.clip_grad_norm_(optimizer.param_groups[1]["params"], 0.05)
@@ -351,10 +322,8 @@ def groups_clipped_apart(world: World) -> None:
         optimizer.zero_grad()
 
 
-@program
-def goes_on_after_an_exception(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def goes_on_after_an_exception(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
     group = optimizer.param_groups[0]
     betas, group["betas"] = group["betas"], None

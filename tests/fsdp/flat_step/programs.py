@@ -25,6 +25,33 @@ def adamw(params: Any, **more: Any) -> optim.AdamW:
     return optim.AdamW(params, **{"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3, **more})
 
 
+def over(make: Make, *, binds: bool = True, among: dict[str, Program] = PROGRAMS) -> Callable[[Any], Any]:
+    """Register a program that gets a model and what `make` makes of that, handed over where it `binds`."""
+
+    def register(function: Callable[[World, Any, Any], None]) -> Callable[[World, Any, Any], None]:
+        def trains(world: World) -> None:
+            world.binds = binds
+            model = world.net()
+            function(world, model, world.bind(make(model)))
+
+        among[function.__name__] = trains
+        return function
+
+    return register
+
+
+def two(model: Any) -> list[dict[str, Any]]:
+    """Groups of matrices, and of the rest."""
+    params = [*model.parameters()]
+    rest = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
+    return [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, rest]
+
+
+stepped = over(lambda model: adamw(model.parameters()))
+grouped = over(lambda model: adamw(two(model)))
+with_momentum = over(lambda model: optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
 def _rule(make: Make, **more: Any) -> Program:
     def trains(world: World) -> None:
         model = world.net()
@@ -94,20 +121,11 @@ PROGRAMS.update({name: _rule(make) for name, make in RULES.items()})
 PROGRAMS["clipped"] = _rule(adamw, clip=0.3)
 
 
-def two(model: Any) -> list[dict[str, Any]]:
-    """Groups of matrices, and of the rest."""
-    params = [*model.parameters()]
-    rest = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02}
-    return [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}, rest]
-
-
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
 
-@program
-def scheduler_after(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(two(model)))
+@grouped
+def scheduler_after(world: World, model: Any, optimizer: Any) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*optimizer.step.*")
         world.loop(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1 / (1 + n)))
@@ -123,20 +141,16 @@ def scheduler_before(world: World) -> None:
         world.loop(model, world.bind(optimizer), scheduler=scheduler)
 
 
-@program
-def betas_cycle(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(two(model)))
+@grouped
+def betas_cycle(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 6, scheduler=OneCycleLR(optimizer, max_lr=0.1, total_steps=8))
 
 
 # -- closures ----------------------------------------------------------------------------------------------------------
 
 
-@program
-def closure(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def closure(world: World, model: Any, optimizer: Any) -> None:
 
     def again() -> Tensor:
         optimizer.zero_grad()
@@ -147,10 +161,8 @@ def closure(world: World) -> None:
         assert isinstance(optimizer.step(again), Tensor)
 
 
-@program
-def closure_by_keyword(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+@with_momentum
+def closure_by_keyword(world: World, model: Any, optimizer: Any) -> None:
 
     def again() -> Tensor:
         optimizer.zero_grad(set_to_none=False)
@@ -204,17 +216,13 @@ def _sam(assign: bool) -> Program:
 PROGRAMS["SAM, copied back"], PROGRAMS["SAM, assigned back"] = _sam(assign=False), _sam(assign=True)
 
 
-@program
-def lookahead_and_average(world: World) -> None:
+@grouped
+def lookahead_and_average(world: World, model: Any, optimizer: Any) -> None:
     """Slow weights live in the optimizer's state; an average in place over the groups."""
-    model = world.net()
-    optimizer = world.bind(adamw(two(model)))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     average = [param.detach().clone() for param in params]
     for step in range(6):
-        world.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        world.step(model, optimizer)
         with torch.no_grad():
             for param in params:
                 held = optimizer.state[param]
@@ -244,10 +252,8 @@ def edits_between_forwards(world: World) -> None:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@program
-def zeros_and_two_microbatches(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def zeros_and_two_microbatches(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(4):
         world.backward(model)
         world.backward(model)
@@ -255,11 +261,9 @@ def zeros_and_two_microbatches(world: World) -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-@program
-def zeros_of_the_model(world: World) -> None:
+@stepped
+def zeros_of_the_model(world: World, model: Any, optimizer: Any) -> None:
     """Zeros decay weights and momentum, of parameters without a gradient in the next backward, too."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     for step in range(4):
         world.backward(model, use=("all", "block")[step % 2])
         optimizer.step()
@@ -267,25 +271,17 @@ def zeros_of_the_model(world: World) -> None:
         optimizer.step()
 
 
-@program
-def unused_in_turn(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def unused_in_turn(world: World, model: Any, optimizer: Any) -> None:
     for step in range(9):
-        world.backward(model, use=("all", "block", "half")[step % 3])
-        optimizer.step()
-        optimizer.zero_grad()
+        world.step(model, optimizer, use=("all", "block", "half")[step % 3])
 
 
-@program
-def late_momentum(world: World) -> None:
+@with_momentum
+def late_momentum(world: World, model: Any, optimizer: Any) -> None:
     """Parameters get their first gradient, and state, at different steps."""
-    model = world.net()
-    optimizer = world.bind(optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     for use in ("half", "block", "all", "half", "all"):
-        world.backward(model, use=use)
-        optimizer.step()
-        optimizer.zero_grad()
+        world.step(model, optimizer, use=use)
 
 
 @program
@@ -301,23 +297,17 @@ def some_set_to_none(world: World) -> None:
     world.loop(model, optimizer, 2)
 
 
-@program
-def frozen_in_turn(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def frozen_in_turn(world: World, model: Any, optimizer: Any) -> None:
     names = dict(model.named_parameters())
     for step in range(6):
         for name in ("blocks.1.up.weight", "entry.bias"):
             names[name].requires_grad_(step not in (0, 1, 4))
-        world.backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        world.step(model, optimizer)
 
 
-@program
-def replaced(world: World) -> None:
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
+@stepped
+def replaced(world: World, model: Any, optimizer: Any) -> None:
     for _ in range(4):
         world.backward(model)
         for param in model.parameters():
@@ -326,11 +316,9 @@ def replaced(world: World) -> None:
         optimizer.zero_grad()
 
 
-@program
-def given_without_a_backward(world: World) -> None:
+@stepped
+def given_without_a_backward(world: World, model: Any, optimizer: Any) -> None:
     """Gradients that the program makes: of this parameter's cut, and whole on every rank."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     for step in range(3):
         for param in model.parameters():
             param.grad = torch.full_like(param, 0.1 * (step + 1)).requires_grad_(False)
@@ -348,11 +336,9 @@ def given_without_a_backward(world: World) -> None:
     world.loop(model, optimizer, 1)
 
 
-@program
-def whole_gradients(world: World) -> None:
+@stepped
+def whole_gradients(world: World, model: Any, optimizer: Any) -> None:
     """A gradient that is replicated, as arithmetic over whole tensors gives it."""
-    model = world.net()
-    optimizer = world.bind(adamw(model.parameters()))
     for _ in range(3):
         world.backward(model)
         for param in (each for each in model.parameters() if each.dim() == 2):

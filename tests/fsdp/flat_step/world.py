@@ -107,13 +107,19 @@ class World:
             (loss if scale is None else scale(loss)).backward()
         return loss.detach()
 
-    def loop(self, model: Any, optimizer: Any, steps: int = 4, clip: float = 0.0, scheduler: Any = None) -> None:
+    def step(self, model: Any, *optimizers: Any, clip: float = 0.0, **how: Any) -> None:
+        """One update by each optimizer; `how` is of `backward`."""
+        self.backward(model, **how)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for each in optimizers:
+            each.step()
+        for each in optimizers:
+            each.zero_grad()
+
+    def loop(self, model: Any, optimizer: Any, steps: int = 4, scheduler: Any = None, **how: Any) -> None:
         for _ in range(steps):
-            self.backward(model)
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            self.step(model, optimizer, **how)
             if scheduler is not None:
                 scheduler.step()
 

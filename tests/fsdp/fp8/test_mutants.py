@@ -126,7 +126,7 @@ OF_PORTIONS: dict[str, tuple[str, Case, Any]] = {
     "own-portions-first": (
         "Until the first update scales are of the portions that each rank has",
         Case(Fp8.current, ZERO_3, tp=2),
-        patched(WeightInstaller, "agree_on_scales", lambda self: None),
+        patched(Weights, "agree_on_scales", lambda self: None),
     ),
     "tiles-of-neighbours": (
         "Tensor-parallel ranks share scales of tiles that each has for itself",
