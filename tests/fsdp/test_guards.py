@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -67,33 +70,23 @@ class Poison(torch.autograd.Function):
         return gradient, None
 
 
-class Watched(nn.Module):
-    """Three units; the weight of the middle one gets a poisoned gradient when asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.poison: dict[tuple[int, ...], float] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        middle = self.blocks[1]
-        x = middle(x, self.poison)
-        return self.blocks[2](x)
-
-
 class Poisonable(Block):
     def forward(self, x: Tensor, poison: dict[tuple[int, ...], float] | None = None) -> Tensor:
         weight = Poison.apply(self.linear.weight, poison or {})
         return x + torch.tanh(torch.nn.functional.linear(x, weight, self.linear.bias))
 
 
-def watched() -> Watched:
-    model = Watched()
-    torch.manual_seed(0)
-    model.blocks = nn.ModuleList(Poisonable() for _ in range(3))
-    return model
+class Watched(nn.Module):
+    """Three units; the weight of the middle one gets a poisoned gradient when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Poisonable() for _ in range(3))
+        self.poison: dict[tuple[int, ...], float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[2](self.blocks[1](self.blocks[0](x), self.poison))
 
 
 @dataclass(frozen=True)
@@ -119,12 +112,12 @@ POISONINGS = [
 
 
 def poisoned_steps(rank: int, cases: list[Poisoning]) -> list[tuple[str, bool, bool]]:
-    """Of each case: the message, whether weights stayed, and whether the next step went well."""
-    return [_poisoned_step(rank, case) for case in cases]
+    return [poisoned_step(rank, case) for case in cases]
 
 
-def _poisoned_step(rank: int, case: Poisoning) -> tuple[str, bool, bool]:
-    model = watched().to(case.dtype)
+def poisoned_step(rank: int, case: Poisoning) -> tuple[str, bool, bool]:
+    """The message, whether weights stayed, and whether the next step went well."""
+    model = Watched().to(case.dtype)
     wrapped, optimizer = fully_shard(
         model, sgd(model), fsdp_unit_modules=[Poisonable], zero_dp_strategy=case.strategy, report_nan_in_param_grad=True
     )
@@ -171,7 +164,7 @@ def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
 @pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "1 Inf of 36")])
 def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
     """1e6 is a number in fp32 and infinite in fp16."""
-    model = watched()
+    model = Watched()
     wrapped = fully_shard_model(
         model,
         fsdp_unit_modules=[Poisonable],
@@ -188,7 +181,7 @@ def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
 
 @every_strategy
 def test_a_sum_that_overflows_by_itself_is_no_finding(strategy: str) -> None:
-    model = watched()
+    model = Watched()
     wrapped = fully_shard_model(
         model, fsdp_unit_modules=[Poisonable], zero_dp_strategy=strategy, report_nan_in_param_grad=True
     )
@@ -198,27 +191,26 @@ def test_a_sum_that_overflows_by_itself_is_no_finding(strategy: str) -> None:
 
 
 def test_the_guard_sends_one_small_all_reduce_a_step_and_without_it_nothing() -> None:
-    for found in on_ranks(traffic_with_and_without, 2):
-        for without, with_guard in found.values():
+    for found in on_ranks(traffic, 2):
+        for without, with_guard in found:
             assert set(with_guard) - set(without) == {("all_reduce", "non-finite gradients", 1)}
             assert set(without) < set(with_guard)
 
 
-def traffic_with_and_without(rank: int) -> dict[str, list[list[tuple[str, str, int]]]]:
-    return {s: [_traffic(s, report) for report in (False, True)] for s in STRATEGIES}
-
-
-def _traffic(strategy: str, report: bool) -> list[tuple[str, str, int]]:
-    model = make()
-    wrapped, optimizer = fully_shard(
-        model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, report_nan_in_param_grad=report
-    )
-    meter = CollectiveMeter()
-    wrapped(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    found = [(row.kind, row.bucket, row.count) for row in meter.take()]
-    meter.close()
-    wrapped.close()
+def traffic(rank: int) -> list[list[list[tuple[str, str, int]]]]:
+    """Kind, bucket and count of a step's collectives without the guard and with it, by strategy."""
+    found: list[list[list[tuple[str, str, int]]]] = [[] for _ in STRATEGIES]
+    for place, report in product(range(len(STRATEGIES)), (False, True)):
+        model = make()
+        wrapped, optimizer = fully_shard(
+            model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=place, report_nan_in_param_grad=report
+        )
+        meter = CollectiveMeter()
+        wrapped(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        found[place].append([(row.kind, row.bucket, row.count) for row in meter.take()])
+        meter.close()
+        wrapped.close()
     return found
 
 
@@ -284,21 +276,15 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
     model, plain = make(), make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     resting = wrapped._parts.memory.live_bytes
-    folds = {name: each.inner.fold for name, each in wrapped._parts.reduce.reductions.items()}
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        raise ArithmeticError("broken fold")
-
-    for reduction in (each.inner for each in wrapped._parts.reduce.reductions.values()):
-        reduction.fold = broken  # type: ignore[method-assign]
-
-    loss = wrapped(torch.ones(2, 6)).sum()
-    with pytest.raises(ArithmeticError, match="broken fold"):
-        loss.backward()
-    with pytest.raises(RuntimeError, match="gradients are incomplete"):
-        optimizer.step()
-    for name, reduction in ((name, each.inner) for name, each in wrapped._parts.reduce.reductions.items()):
-        reduction.fold = folds[name]  # type: ignore[method-assign]
+    broken = ArithmeticError("broken fold")
+    with ExitStack() as stack:
+        for each in wrapped._parts.reduce.reductions.values():
+            stack.enter_context(mock.patch.object(each.inner, "fold", side_effect=broken))
+        loss = wrapped(torch.ones(2, 6)).sum()
+        with pytest.raises(ArithmeticError, match="broken fold"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="gradients are incomplete"):
+            optimizer.step()
     optimizer.zero_grad()
     assert wrapped._parts.memory.live_bytes == resting
     wrapped(torch.ones(2, 6)).sum().backward()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from harness.fsdp import Strategy, fully_shard_model
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Readiness
+from tests.fsdp.ordinary.pieces import CARRIES
 from tests.support.covering import Cover, once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -27,45 +28,15 @@ RANKS, DIM, LAYERS = 2, 8, 4
 
 
 class Parcel:
-    """An object that pytree does not know, with its tensor out of sight."""
+    """An object with its tensor out of sight."""
 
-    __slots__ = ("_inside",)
+    __slots__ = ("inside",)
 
     def __init__(self, inside: Tensor) -> None:
-        self._inside = lambda: inside
-
-    @property
-    def inside(self) -> Tensor:
-        return self._inside()
+        self.inside = lambda: inside
 
 
-@dataclass
-class Box:
-    inside: Tensor
-
-
-class Shelf(nn.Module):
-    """Where a module leaves a tensor for the next one."""
-
-    held: Tensor
-
-
-PACK: dict[str, Callable[[Tensor], Any]] = {
-    "tensor": lambda x: x,
-    "tuple": lambda x: (x, 0),
-    "list": lambda x: [x],
-    "dict": lambda x: {"h": x},
-    "dataclass": Box,
-    "object": Parcel,
-}
-UNPACK: dict[str, Callable[[Any], Tensor]] = {
-    "tensor": lambda x: x,
-    "tuple": lambda x: x[0],
-    "list": lambda x: x[0],
-    "dict": lambda x: x["h"],
-    "dataclass": lambda x: x.inside,
-    "object": lambda x: x.inside,
-}
+CARRIED = CARRIES | {"object": (Parcel, lambda parcel: parcel.inside())}
 
 
 class Block(nn.Module):
@@ -74,13 +45,13 @@ class Block(nn.Module):
     def __init__(self, way: str, frozen: str) -> None:
         super().__init__()
         self.way = way
-        self.first: nn.Module = nn.LayerNorm(DIM) if frozen == "norm" else nn.Linear(DIM, DIM)
-        self.first.requires_grad_(frozen == "nothing")
+        self.first = nn.Linear(DIM, DIM).requires_grad_(frozen == "nothing")
         self.last = nn.Linear(DIM, DIM)
 
     def forward(self, x: Any) -> Any:
-        h = UNPACK[self.way](x)
-        return PACK[self.way](h + torch.tanh(self.last(torch.tanh(self.first(h)))))
+        put, take = CARRIED[self.way]
+        h = take(x)
+        return put(h + torch.tanh(self.last(torch.tanh(self.first(h)))))
 
 
 class AuxiliaryBlock(Block):
@@ -124,10 +95,11 @@ class Chain(nn.Module):
             for block in self.blocks:
                 block()
             return self.head(self.shelf.pop()) + sum(block.loss for block in self.blocks)
-        packed = PACK.get(self.way, PACK["tensor"])(h)
+        put, take = CARRIED.get(self.way, CARRIED["tensor"])
+        packed = put(h)
         for block in self.blocks:
             packed = block(packed)
-        out = self.head(UNPACK.get(self.way, UNPACK["tensor"])(packed))
+        out = self.head(take(packed))
         return out + sum(block.loss for block in self.blocks) if self.way == "aux" else out
 
 
@@ -166,7 +138,7 @@ def _looks_between(model: Callable[[Tensor], Tensor], rank: int) -> None:
 
 
 HABITS = {"once": _once, "two forwards first": _two_forwards_first, "looks between": _looks_between}
-WAYS, FROZEN = (*PACK, "attribute", "aux"), ("norm", "linear", "nothing")
+WAYS, FROZEN = (*CARRIED, "attribute", "aux"), ("linear", "nothing")
 CASES = Cover(
     (Case(*point) for point in product(WAYS, FROZEN, STRATEGIES, HABITS, (False, True))),
     values=lambda case: (

@@ -11,46 +11,30 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.fsdp import ShardedModel, Strategy, fully_shard, fully_shard_optimizer
+from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
 from harness.fsdp.runtime import usage
+from tests.fsdp import pairs
+from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
-STRATEGIES = [strategy.name for strategy in Strategy]
 LIMIT_S = 1.0
 GENEROUS_S = 30.0
 STEPS = 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+class Net(pairs.Model):
+    """Blocks that are called in an order of choice."""
+
+    order = (0, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    """Blocks that are called in an order of choice, under a head that belongs to the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 1)
-        self.order = [0, 1, 2]
-
-    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
         for index in self.order:
             x = self.blocks[index](x)
-        return self.head(x)
-
-
-def data(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+        return self.exit(x)
 
 
 @dataclass
@@ -62,7 +46,7 @@ class Loop:
     model: ShardedModel
 
     def loss(self, step: int) -> Tensor:
-        return self.model(data(self.rank, step)).square().mean()
+        return self.model(pairs.data(step, self.rank)).square().mean()
 
 
 def one_more_backward(loop: Loop, step: int) -> None:
@@ -97,8 +81,8 @@ def train(rank: int, habit: str, strategy: str) -> str:
     act, steps = HABITS[habit]
     group = dist.new_group([0, 1])
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = fully_shard(net, group=group, unit_modules=[Block], strategy=strategy, watchdog_timeout_s=LIMIT_S)
+    optimizer = pairs.adamw(net)
+    model = fully_shard(net, group=group, unit_modules=[pairs.Block], strategy=strategy, watchdog_timeout_s=LIMIT_S)
     loop, sharded = Loop(rank, net, model), fully_shard_optimizer(model, optimizer)
     try:
         for step in range(steps if rank == 1 else STEPS):
@@ -122,13 +106,13 @@ def train(rank: int, habit: str, strategy: str) -> str:
 def alone(habit: str) -> dict[str, Tensor]:
     """Weights of one process in plain torch that has both ranks' data."""
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = pairs.adamw(net)
     orders = [[0, 1, 2], [0, 1, 2]]
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
             net.order = orders[rank]
-            (net(data(rank, step)).square().mean() / 2).backward()
+            (net(pairs.data(step, rank)).square().mean() / 2).backward()
         if habit == "another order":
             orders[1] = [1, 0, 2]
         optimizer.step()

@@ -1,8 +1,7 @@
-"""State of portions: saved from every layout and loaded by every other, FSDP2's among them, to the bit."""
+"""State of portions: read by a layout without them, and by FSDP2, to the bit."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
-from harness.fsdp import Portion, create_state
+from harness.fsdp import Portion
 from harness.fsdp.ragged import RaggedTensor
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
@@ -24,17 +23,7 @@ from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
 SHAPE = Shape(layers=1)
-LAYOUTS = {
-    "DP 2 x TP 2": Case(2, 2, shape=SHAPE),
-    "DP 2 x TP 2, whole": Case(2, 2, strategy="no_shard", shape=SHAPE),
-    "HFSDP 2 x 1 x TP 2": Case(1, 2, outer=2, outer_strategy="optim", shape=SHAPE),
-    "TP 4": Case(1, 4, shape=SHAPE),
-    "DP 4": Case(4, 1, shape=SHAPE),
-}
-
-
-def wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: whole_of(value).clone() for key, value in tensors.items()}
+TP2, DP4 = Case(2, 2, shape=SHAPE), Case(4, 1, shape=SHAPE)
 
 
 def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
@@ -52,46 +41,11 @@ def stepped(case: Case) -> tuple[Any, Any]:
     return model, optimizer
 
 
-PAIRS = list(itertools.permutations(LAYOUTS, 2))
-FEW = [(a, b) for a, b in PAIRS if ([*LAYOUTS].index(b) - [*LAYOUTS].index(a)) % len(LAYOUTS) in (1, 3)]
-"""Every layout is written and read twice, each time with another."""
-
-
-def exchange(rank: int, folder: Path, pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """Of each of these pairs, what was loaded wrong; of each layout, what is put together wrong."""
-    found, saved = {}, {}
-    for name, case in LAYOUTS.items():
-        model, optimizer = stepped(case)
-        held = model.sharded_state()
-        dcp.save({"state": held.tensors}, checkpoint_id=str(folder / name))
-        saved[name] = wholes(held.tensors)
-        weights = {f"weights/{key}": value for key, value in model.full_weights()}
-        by_number = optimizer.state_dict()
-        found[name] = differing(saved[name], weights)
-        optimizer.load_state_dict(by_number)
-        model.close()
-    for source, target in pairs:
-        model, optimizer = sharded(LAYOUTS[target], mesh_of(LAYOUTS[target]))
-        create_state(optimizer)
-        held = model.sharded_state()
-        dcp.load({"state": held.tensors}, checkpoint_id=str(folder / source))
-        model.adopt_state(held)
-        found[f"{source} to {target}"] = differing(wholes(model.sharded_state().tensors), saved[source])
-        model.close()
-    return found
-
-
-@pytest.mark.parametrize("pairs", [FEW, pytest.param(PAIRS, marks=pytest.mark.full)], ids=["few", "all"])
-def test_a_layout_loads_what_another_saved(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
-    for of_rank in run_ranks(exchange, 4, tmp_path, pairs):
-        assert {pair: wrong for pair, wrong in of_rank.items() if wrong} == {}
-
-
 EVEN = Case(2, 2, shape=Shape(vocab=36, layers=1))
 
 
-def in_another_order(rank: int, folder: Path) -> list[str]:
-    """Saved as if the first tensor-parallel rank had the last rows, and loaded without tensor parallelism."""
+def without_portions(rank: int, folder: Path, swaps: bool) -> list[str]:
+    """Saved under tensor parallelism, where one `swaps` as if the first rank had the last rows, and loaded without."""
     model, _ = stepped(EVEN)
     wanted = dict(model.full_weights())
     own = RaggedTensor._chunk
@@ -105,19 +59,23 @@ def in_another_order(rank: int, folder: Path) -> list[str]:
         offsets[dims[0]] = (offsets[dims[0]] + self.shape[dims[0]] // 2) % self.shape[dims[0]]
         return ChunkStorageMetadata(torch.Size(offsets), chunk.sizes)
 
-    with mock.patch.object(RaggedTensor, "_chunk", swapped):
+    with mock.patch.object(RaggedTensor, "_chunk", swapped if swaps else own):
         dcp.save(model.state_dict(), checkpoint_id=str(folder))
     model.close()
-    model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(LAYOUTS["DP 4"]))
+    model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(DP4))
     held = model.state_dict()
     dcp.load(held, checkpoint_id=str(folder))
     model.load_state_dict(held)
     return differing(dict(model.full_weights()), wanted)
 
 
+def test_portions_are_read_without_tensor_parallelism(tmp_path: Path) -> None:
+    assert run_ranks(without_portions, 4, tmp_path, False) == [[]] * 4
+
+
 @kills("The engine, by tensor parallelism", "portions change places", "Shards of the axis are saved in another order")
 def test_a_mutant_is_found_where_portions_change_places(tmp_path: Path) -> None:
-    assert all(run_ranks(in_another_order, 4, tmp_path))
+    assert all(run_ranks(without_portions, 4, tmp_path, True))
 
 
 # -- with FSDP2 --------------------------------------------------------------------------------------------------------
@@ -139,7 +97,7 @@ def without_scale(state: dict[str, Any]) -> dict[str, Any]:
 
 def both_ways(rank: int, folder: Path) -> list[str]:
     """FSDP2's weights into ours, through files and without; then ours, trained on, into FSDP2's."""
-    case = LAYOUTS["DP 2 x TP 2"]
+    case = TP2
     model, _ = stepped(case)
     peer = peer_of(mesh_of(case))
     theirs = {name: whole_of(value) for name, value in without_scale(peer.state_dict()).items()}
