@@ -68,7 +68,7 @@ class Capabilities:
 
 _GROUP = declared_in(EngineOptions)
 
-SAME_BITS = tuple(f"engine.{name}" for name, option in _GROUP.items() if option.facts.same_bits)
+SAME_BITS = tuple(f"engine.{name}" for name, option in _GROUP.items() if option.same_bits)
 
 _ALL_PAIRS = tuple((inner, outer) for inner in Strategy for outer in OuterStrategy)
 _HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)

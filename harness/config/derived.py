@@ -86,7 +86,7 @@ def against_forks(cfg: Config) -> list[str]:
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:
-    found = {name: _chosen(cfg, each.facts.setting) for name, each in options.OPTIONS.items() if each.facts.setting}
+    found = {name: _chosen(cfg, each.setting) for name, each in options.OPTIONS.items() if each.setting}
     if found["watchdog_timeout_s"] is None:  # sooner than the watch that ends a run without a step
         found["watchdog_timeout_s"] = 0.8 * cfg.launch.hang_timeout_s
     return found

@@ -126,15 +126,15 @@ def sentences_of_options() -> dict[str, str]:
     declared = sentences_of(inspect.getsource(options))
     sentences = declared["EngineOptions"] | declared["Options"]
     return {
-        option.facts.setting: re.sub(r"\bNone\b", "null", sentences[name])
+        option.setting: re.sub(r"\bNone\b", "null", sentences[name])
         for name, option in options.OPTIONS.items()
-        if option.facts.setting
+        if option.setting
     }
 
 
 @functools.cache
 def _ranges_of_options() -> dict[str, Range | None]:
-    return {each.facts.setting: each.facts.range for each in options.OPTIONS.values() if each.facts.setting}
+    return {each.setting: each.range for each in options.OPTIONS.values() if each.setting}
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:

@@ -21,7 +21,7 @@ from harness.fsdp.binding import bind, engine_for
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import OF_OTHERS, FSDPModule, Of
 from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
-from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
+from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import engine_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.sharding import shard
@@ -86,8 +86,7 @@ class ShardKeywords(OtherKeywords, total=False):
 
 def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:
     """The options among the arguments. NotImplementedError: another one of megatron-fsdp's asks for something.
-    TypeError: nobody knows one, with the nearest names; or another name took its place."""
-    refuse_renamed(arguments, "fully_shard")
+    TypeError: nobody knows one, with the nearest names."""
     refuse_unknown(arguments, "fully_shard", ("module", *ShardKeywords.__annotations__))
     for name, value in arguments.items():
         if name in UNBUILT and value != UNBUILT[name]:

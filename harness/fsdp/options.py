@@ -16,7 +16,7 @@ import numbers
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, TypeVar, cast
 
 from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy, Transport
@@ -55,42 +55,35 @@ class Range:
         return f"{ends} {self.unit}".rstrip()
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Properties of an option beyond its type, default and sentence."""
-
-    range: Range | None = None
-    """Numbers it takes."""
-    setting: str = ""
-    """Path in a cell's configuration; "not group.key" where that is its opposite; "" where there is none."""
-    same_bits: bool = False
-    """True if every value of it leads to the same bits."""
-
-
 def option(default: T, *, range: Range | None = None, setting: str = "", same_bits: bool = False) -> T:
-    """A dataclass field with its default and its `Facts`; typed as its default, as `dataclasses.field` is."""
-    made: Any = field(default=default, metadata={"facts": Facts(range, setting, same_bits)})
+    """A dataclass field, with fields of `Option`; typed as its default, as `dataclasses.field` is."""
+    made: Any = field(default=default, metadata={"range": range, "setting": setting, "same_bits": same_bits})
     return cast("T", made)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option with all that is known of it."""
+    """One option with all that is known of it but its sentence.
+
+    kind: bool, int, float, or a `Choice`. range: numbers it takes. setting: path in a cell's configuration; "not
+    group.key" where that is its opposite; "" where there is none. same_bits: every value of it leads to the same bits.
+    """
 
     name: str
     kind: type
-    """bool, int, float, or a `Choice`."""
     optional: bool
     default: Any
-    facts: Facts
+    range: Range | None
+    setting: str
+    same_bits: bool
 
     @property
     def takes(self) -> str:
         """The values it takes, in words."""
         if issubclass(self.kind, Choice):
             words = ", ".join(self.kind.__members__)
-        elif self.facts.range is not None:
-            words = str(self.facts.range)
+        elif self.range is not None:
+            words = str(self.range)
         else:
             words = "True, False" if self.kind is bool else self.kind.__name__
         return f"{words}, or None" if self.optional else words
@@ -101,17 +94,14 @@ class Option:
             return self.kind.parse(value, self.name)
         if value is None and self.optional:
             return None
-        if not self._is_kind(value):
+        if not isinstance(value, _ACCEPTS[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
             raise ValueError(f"{self.name}={value!r} is of another type; valid are {self.takes}")
-        if self.facts.range is not None and not self.facts.range.holds(value):
+        if self.range is not None and not self.range.holds(value):
             raise ValueError(f"{self.name}={value!r} is out of range; valid are {self.takes}")
         return value
 
-    def _is_kind(self, value: Any) -> bool:
-        return isinstance(value, _ACCEPTS[self.kind]) and (self.kind is bool or not isinstance(value, bool))
 
-
-_ACCEPTS: dict[type, type] = {bool: bool, int: numbers.Integral, float: numbers.Real}
+_ACCEPTS: dict[type, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real}
 
 
 def declared_in(declaring: type, group: str = "") -> dict[str, Option]:
@@ -124,10 +114,8 @@ def declared_in(declaring: type, group: str = "") -> dict[str, Option]:
     for each in fields(declaring):
         kinds = typing.get_args(hints[each.name]) if isinstance(hints[each.name], types.UnionType) else ()
         bare = next((kind for kind in kinds if kind is not type(None)), hints[each.name])
-        facts: Facts = each.metadata["facts"]
-        if group:
-            facts = replace(facts, setting=f"{group}.{each.name}")
-        found[each.name] = Option(each.name, bare, bool(kinds), each.default, facts)
+        more = {**each.metadata, "setting": f"{group}.{each.name}"} if group else each.metadata
+        found[each.name] = Option(each.name, bare, bool(kinds), each.default, **more)
     return found
 
 
@@ -203,12 +191,6 @@ class Options(EngineOptions):
         """Raise ValueError where a choice has no meaning under a strategy, which `reduces_each` microbatch or not."""
         _refuse(conflicts(vars(self), reduces_each=reduces_each), vars(self))
 
-    @classmethod
-    def of(cls, chosen: Mapping[str, Any], owner: str, known: Iterable[str] = ()) -> Options:
-        """From keyword arguments; raises as the class and `refuse_unknown`."""
-        refuse_unknown(chosen, owner, known)
-        return cls(**chosen)
-
 
 class OptionKeywords(TypedDict, total=False):
     """The options as keywords of `ShardedModel` and `fully_shard`; a choice is taken by its name too."""
@@ -240,8 +222,6 @@ OPTIONS = {
     **declared_in(EngineOptions, group="engine"),
 }
 """Every option by name."""
-GONE = {"eager_limit_bytes": "transport='backend' sends all data over gloo, as eager_limit_bytes=None did"}
-"""Successors of options that were deleted."""
 
 
 @dataclass(frozen=True)
@@ -302,8 +282,6 @@ def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) 
     """Raise TypeError, with the nearest names, where a keyword of `owner` is neither an option nor `known`."""
     names = list(dict.fromkeys((*OPTIONS, *known)))
     for name in given:
-        if name in GONE:
-            raise TypeError(f"{owner} has no argument {name!r} any more; {GONE[name]}")
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3) or names
             raise TypeError(f"{owner} got an unexpected argument {name!r}; nearest are {', '.join(near)}")

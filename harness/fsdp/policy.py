@@ -6,9 +6,7 @@ refuses what the engine does not honour instead of ignoring it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import InitVar, dataclass, fields, replace
-from typing import Any, Self
 
 import torch
 
@@ -18,21 +16,6 @@ FORMATS: tuple[torch.dtype, ...] = tuple(getattr(torch, dtype.torch_name) for dt
 """Dtypes every role of a policy takes."""
 BUCKET_ALIGN_BYTES = 256
 """Every parameter in a gathered bucket starts on a multiple of this: kernels see one alignment in every layout."""
-
-RENAMED = {
-    "preserve_fp32_weights": "main_params_dtype=torch.float32 keeps fp32 main weights (None: the compute weights are"
-    " stepped themselves)",
-    "grad_reduce_in_fp32": "grad_comm_dtype says what a reduction sends, main_grads_dtype what is stored and"
-    " accumulated; torch.float32 in both is what grad_reduce_in_fp32=True meant",
-}
-"""Names that older FSDP engines gave to dtypes, and which fields of `MixedPrecisionPolicy` say it now."""
-
-
-def refuse_renamed(names: Iterable[str], owner: str) -> None:
-    """Raise TypeError if one of `names` is an old name, saying which field took its place."""
-    for name in names:
-        if name in RENAMED:
-            raise TypeError(f"{owner} has no argument {name!r} any more; in MixedPrecisionPolicy, {RENAMED[name]}")
 
 
 def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -68,15 +51,6 @@ class MixedPrecisionPolicy:
             if self.grad_comm_dtype not in (None, reduce_dtype):
                 raise ValueError(f"reduce_dtype={reduce_dtype} is grad_comm_dtype={self.grad_comm_dtype}: give one")
             object.__setattr__(self, "grad_comm_dtype", reduce_dtype)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse old names with the new one, before the dataclass refuses them without.
-
-        Raises:
-            TypeError: a name of `RENAMED`.
-        """
-        refuse_renamed(kwargs, cls.__name__)
-        return super().__new__(cls)
 
     def resolve(self, compute: torch.dtype) -> Dtypes:
         """Fill every None for trained parameters whose compute dtype is `compute`.

@@ -21,7 +21,7 @@ from harness.fsdp.build import BuildContext, Engine
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards import sharded_twice
-from harness.fsdp.options import OptionKeywords, Options
+from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of
 from harness.fsdp.storage.at_rest import ShardedParameters
@@ -58,7 +58,8 @@ def shard(
 ) -> Any:
     """Shard a module in place, mix `kind` into its class, and return it; `harness.fsdp.api.fully_shard` describes the
     arguments. *Collective.*"""
-    chosen = Options.of(options, "fully_shard", shard.__kwdefaults__ or ())
+    refuse_unknown(options, "fully_shard", shard.__kwdefaults__ or ())
+    chosen = Options(**dict[str, Any](options))
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         raise TypeError(
             f"the policy is a {type(mp_policy).__module__} one; harness.fsdp.MixedPrecisionPolicy takes its names"

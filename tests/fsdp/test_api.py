@@ -109,14 +109,6 @@ def test_low_precision_gradients_must_be_asked_for() -> None:
         fully_shard_model(make(), mixed_precision_policy=policy)
 
 
-@pytest.mark.parametrize("name", ["preserve_fp32_weights", "grad_reduce_in_fp32"])
-def test_an_old_name_of_a_dtype_is_refused_with_the_new_one(name: str) -> None:
-    model = make()
-    for call in (lambda: fully_shard(model, sgd(model), **{name: True}), lambda: fully_shard_model(model, **{name: 1})):
-        with pytest.raises(TypeError, match=f"{name}.* in MixedPrecisionPolicy, .*_dtype"):
-            call()
-
-
 def test_what_is_frozen_needs_no_policy() -> None:
     """Frozen weights have no main weights and no gradients, so a policy that could not hold them does not matter."""
     model = make()

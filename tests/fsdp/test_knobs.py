@@ -63,7 +63,7 @@ def test_every_option_has_its_row() -> None:
     for row in CHOICES:
         option = OPTIONS[row.direct]
         default = str(getattr(option.default, "name", option.default))
-        assert (row.takes, row.default, row.setting) == (option.takes, default, option.facts.setting), row.direct
+        assert (row.takes, row.default, row.setting) == (option.takes, default, option.setting), row.direct
 
 
 def test_every_argument_of_both_entries_has_a_row_and_every_row_an_argument() -> None:

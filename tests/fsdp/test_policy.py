@@ -14,7 +14,7 @@ from harness.config.rules.engine import gradients_keep_their_precision, main_wei
 from harness.config.rules.request import Request
 from harness.config.schema import Config, Dtype
 from harness.fsdp import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.policy import FORMATS, RENAMED, holds
+from harness.fsdp.policy import FORMATS, holds
 
 TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp64: torch.float64}
 
@@ -114,13 +114,6 @@ def test_other_dtypes_are_refused_in_every_role(dtype: torch.dtype) -> None:
     for role in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "grad_accum_dtype"):
         with pytest.raises(ValueError, match=r"use torch\.float32, torch\.bfloat16, torch\.float16, torch\.float64"):
             MixedPrecisionPolicy(**{role: dtype}, allow_low_precision_grads=True).resolve(torch.float32)
-
-
-@pytest.mark.parametrize("name", sorted(RENAMED))
-def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
-    field = "main_params_dtype" if "weights" in name else "grad_comm_dtype"
-    with pytest.raises(TypeError, match=f"{name}.*{field}"):
-        MixedPrecisionPolicy(**{name: True})
 
 
 def test_names_of_fsdp2_are_understood() -> None:

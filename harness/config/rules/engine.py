@@ -288,7 +288,7 @@ def options_go_together(request: Request) -> Iterator[Violation]:
     reduces_each = not Placements.of(config.sharding.strategy, None).accumulates_locally
     for each in conflicts(engine_options(config), reduces_each=reduces_each):
         yield Violation(
-            request.show(OPTIONS[each.option].facts.setting),
+            request.show(OPTIONS[each.option].setting),
             each.why,
             each.valid.lower(),
             ", or ".join(" ".join(_as_override(*choice) for choice in way.items()) for way in each.ways_out),
@@ -296,7 +296,7 @@ def options_go_together(request: Request) -> Iterator[Violation]:
 
 
 def _as_override(name: str, value: Any) -> str:
-    path = OPTIONS[name].facts.setting if name in OPTIONS else f"sharding.{name}"
+    path = OPTIONS[name].setting if name in OPTIONS else f"sharding.{name}"
     group, _, field = path.partition(".")
     return f"{group if field in ('mode', 'strategy') else path}={as_typed(value)}"
 
