@@ -25,25 +25,24 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 ShardedModel = FSDPModule
 
 
-class Keywords(OptionKeywords, total=False):
-    """Arguments of `fully_shard`; `harness.fsdp.sharding.shard` has the defaults."""
-
-    mesh: DeviceMesh | None
-    group: dist.ProcessGroup | None
-    groups: Groups | None
-    expert_groups: Groups | None
-    unit_modules: Sequence[type[nn.Module] | str] | None
-    strategy: Strategy | str | int
-    outer_strategy: OuterStrategy | str | int
-    mp_policy: MixedPrecisionPolicy | None
-    device: torch.device | None
-    grad_divisor: float | None
-    initial_value: InitialValue | None
-    init_on_meta: bool
-
-
 @overload
-def fully_shard(module: nn.Module, **arguments: Unpack[Keywords]) -> FSDPModule:
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    groups: Groups | None = None,
+    expert_groups: Groups | None = None,
+    unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    strategy: Strategy | str | int = Strategy.optim_grads_params,
+    outer_strategy: OuterStrategy | str | int = OuterStrategy.no_shard,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    device: torch.device | None = None,
+    grad_divisor: float | None = None,
+    initial_value: InitialValue | None = None,
+    init_on_meta: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> FSDPModule:
     """The module, sharded."""
 
 
@@ -90,16 +89,17 @@ def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> A
 
 
 def _signature() -> inspect.Signature:
-    """The signature of `shard`, with an optimizer and every option by name."""
-    found = inspect.signature(shard)
+    """The signature of `shard`, with an optimizer in place of the mix-in, and every option by name."""
+    module, _, *others, _ = inspect.signature(shard).parameters.values()
     kinds = get_type_hints(OptionKeywords)
-    given = [each.replace(default=None) if name == "kind" else each for name, each in found.parameters.items()]
-    given = [each.replace(name="optimizer", annotation=Any) if each.name == "kind" else each for each in given[:-1]]
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=kinds[name])
         for name, option in OPTIONS.items()
     ]
-    return found.replace(parameters=[*given, *options])
+    return inspect.Signature(
+        [module, module.replace(name="optimizer", default=None, annotation=Any), *others, *options],
+        return_annotation=Any,
+    )
 
 
 fully_shard.__signature__ = _signature()  # type: ignore[attr-defined] # read by inspect

@@ -20,8 +20,9 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
         ValueError: it is no list; or one is no importable path, or no module class.
     """
     if isinstance(modules, str | type | nn.Module) or not isinstance(modules, Iterable):
+        kind = modules.__name__ if isinstance(modules, type) else f"a {type(modules).__name__}"
         raise ValueError(
-            f"fsdp_unit_modules={_shown(modules)} is no list: give one of classes or dotted paths, as"
+            f"fsdp_unit_modules is no list but {kind}: give one of classes or dotted paths, as"
             " fsdp_unit_modules=[nn.TransformerEncoderLayer]"
         )
     classes = []
@@ -33,18 +34,9 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
             except (ImportError, AttributeError, ValueError) as error:
                 raise ValueError(f"fsdp_unit_modules: {each!r} is no importable class path ({error})") from error
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ValueError(
-                f"fsdp_unit_modules: {_shown(each)} is no nn.Module class; give classes, or dotted paths of them"
-            )
+            raise ValueError(f"fsdp_unit_modules: {each} is no nn.Module class; give classes, or dotted paths of them")
         classes.append(each)
     return classes
-
-
-def _shown(given: object) -> str:
-    """A value in a message: of modules, which are long, their class."""
-    if isinstance(given, nn.Module):
-        return f"a module of class {type(given).__name__}"
-    return given.__name__ if isinstance(given, type) else repr(given)
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> Groups:
@@ -64,45 +56,32 @@ def groups_of(
     mesh: DeviceMesh | None,
     inner: str | None,
     outer: str | None,
+    tensor: str | None = None,
     everyone: dist.ProcessGroup | None = None,
     gather: dist.ProcessGroup | None = None,
 ) -> Groups:
     """The process groups of one or two dimensions of a mesh; the default group without a mesh.
 
     Args:
-        inner, outer: names of dimensions, flattened ones among them. everyone: of all ranks of both; made where it is
-            None (*collective*).
+        inner, outer, tensor: names of dimensions, flattened ones among them. everyone: of all ranks of inner and outer;
+            made where it is None (*collective*).
 
     Raises:
         ValueError: the mesh has no such dimension, or there is no mesh; or `everyone` is missing beside flattened ones.
     """
+    if everyone is not None and (mesh is None or outer is None):
+        raise ValueError("hybrid_fsdp_group was given without device_mesh or dp_outer_dim; give all, or none")
     if mesh is None:
-        for argument, name in (("dp_shard_dim", inner), ("dp_outer_dim", outer)):
+        for argument, name in (("dp_shard_dim", inner), ("dp_outer_dim", outer), ("tp_dim", tensor)):
             if name is not None:
                 raise ValueError(f"{argument}={name!r} names a mesh dimension, but device_mesh is None")
-        if everyone is not None:
-            raise ValueError("hybrid_fsdp_group needs device_mesh and dp_outer_dim beside it")
         return Groups(gather=gather)
     shard = mesh.get_group() if inner is None and mesh.ndim == 1 else _group(mesh, "dp_shard_dim", inner)
+    tensors = None if tensor is None else _group(mesh, "tp_dim", tensor)
     if outer is None:
-        if everyone is not None:
-            raise ValueError("hybrid_fsdp_group was given without dp_outer_dim; give both, or neither")
-        return Groups(shard, gather=gather)
+        return Groups(shard, gather=gather, tensor=tensors)
     replicas = _group(mesh, "dp_outer_dim", outer)
-    return Groups(shard, replicas, everyone or _flattened(mesh, outer, inner), gather)
-
-
-def tensor_axis(mesh: DeviceMesh | None, name: str | None) -> dist.ProcessGroup | None:
-    """The ranks of the tensor-parallel axis; None where none is named.
-
-    Raises:
-        ValueError: the mesh has no such dimension, or there is no mesh.
-    """
-    if name is None:
-        return None
-    if mesh is None:
-        raise ValueError(f"tp_dim={name!r} names a mesh dimension, but device_mesh is None")
-    return _group(mesh, "tp_dim", name)
+    return Groups(shard, replicas, everyone or _flattened(mesh, outer, inner), gather, tensors)
 
 
 def _group(mesh: DeviceMesh, argument: str, name: str | None) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_type_hints, overload
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.arguments import groups_of, tensor_axis
+from harness.fsdp.arguments import groups_of
 from harness.fsdp.binding import bind, engine_for
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import OF_OTHERS, FSDPModule, Of
@@ -30,8 +30,6 @@ from harness.fsdp.update import norms
 from harness.fsdp.vocabulary import OuterStrategy, Registration, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-WIRE = "grad_comm_dtype"
-"""The field of a policy that may change after a model was sharded: no buffer that stays has this dtype."""
 
 
 class UnbuiltKeywords(TypedDict, total=False):
@@ -154,22 +152,19 @@ def fully_shard_model(
         ValueError: a value is wrong.
     """
     options = without_unbuilt(others)
-    double_buffer = fsdp_double_buffer or maxpool_double_buffer  # it goes by three names
-    options["double_buffer"] = double_buffer or options.get("double_buffer", False)
+    if fsdp_double_buffer or maxpool_double_buffer:  # other names of the option
+        options["double_buffer"] = True
     if calculate_per_token_loss:
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
         grad_divisor = 1.0
-    groups = replace(
-        groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag),
-        tensor=tensor_axis(device_mesh, tp_dim),
-    )
-    of_experts = expt_device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_expt_group, expt_fsdp_group_ag
+    dims = dp_shard_dim, dp_outer_dim
+    experts = expt_device_mesh, *dims, None, hybrid_fsdp_expt_group, expt_fsdp_group_ag
     model: MegatronModel = shard(
         module,
         MegatronModel,
-        groups=groups,
-        expert_groups=None if expt_device_mesh is None else groups_of(*of_experts),
+        groups=groups_of(device_mesh, *dims, tp_dim, hybrid_fsdp_group, fsdp_group_ag),
+        expert_groups=None if expt_device_mesh is None else groups_of(*experts),
         unit_modules=fsdp_unit_modules,
         strategy=Strategy.parse(zero_dp_strategy, "zero_dp_strategy"),
         outer_strategy=OuterStrategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
@@ -210,7 +205,13 @@ def fully_shard_optimizer(
     """An optimizer over the parameters of a sharded model, as megatron-fsdp is given it."""
 
 
-def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any) -> Any:
+def fully_shard_optimizer(  # type: ignore[misc] # megatron-fsdp's has the optimizer first
+    model: Any = None,
+    optimizer: Any = None,
+    preproc_state_dict_for_dcp_ckpt: Any = True,
+    *,
+    steps_unused: bool = False,
+) -> Any:
     """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
     Returns the same object.
 
@@ -232,20 +233,14 @@ def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any)
         TypeError, ValueError: see `harness.fsdp.update.rules.check_optimizer`.
         ValueError: no model is given, and the parameters belong to no sharded model or to several.
     """
-    if "model" not in named and not (given and isinstance(given[0], nn.Module)):
-        given = (None, *given)
-    model, optimizer = _model_and_optimizer(*given, **named)
-    bind(engine_for(optimizer) if model is None else engine_of(model), optimizer, steps_unused=steps_unused)
-    return optimizer
-
-
-def _model_and_optimizer(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
-) -> tuple[nn.Module | None, torch.optim.Optimizer]:
+    if isinstance(model, torch.optim.Optimizer):  # megatron-fsdp's order: the optimizer, then its flag
+        flag = preproc_state_dict_for_dcp_ckpt if optimizer is None else optimizer
+        model, optimizer, preproc_state_dict_for_dcp_ckpt = None, model, flag
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"fully_shard_optimizer takes an optimizer, or a model and an optimizer, not {optimizer!r}")
-    without_unbuilt({"preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt})  # type: ignore[typeddict-item] # refused if it is not True
-    return model, optimizer
+    without_unbuilt({"preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt})
+    bind(engine_for(optimizer) if model is None else engine_of(model), optimizer, steps_unused=steps_unused)
+    return optimizer
 
 
 _PARAMS = "parameters stay the module's own, before and after a step: drop the call, or read model.named_parameters()"
@@ -399,17 +394,12 @@ class MegatronModel(FSDPModule):
 
 
 def _with_wire_of(given: MixedPrecisionPolicy, held: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy of a sharded model with another wire.
-
-    Raises:
-        NotImplementedError: another field is neither the model's nor left at its default.
-    """
-    usual = MixedPrecisionPolicy()
-    for name in (field.name for field in fields(given) if field.name != WIRE):
-        value = getattr(given, name)
+    """`held` with the `grad_comm_dtype` of `given`, whose other fields must be those of `held` or defaults."""
+    usual = MixedPrecisionPolicy(grad_comm_dtype=given.grad_comm_dtype)
+    for name, value in vars(given).items():
         if value not in (getattr(usual, name), getattr(held, name)):
             raise NotImplementedError(
                 f"{name}={value} cannot take the place of {getattr(held, name)} in a sharded model, whose buffers have"
-                f" it: only {WIRE} may change. Give {name} to fully_shard_model"
+                f" it: only grad_comm_dtype may change. Give {name} to fully_shard_model"
             )
     return replace(held, grad_comm_dtype=given.grad_comm_dtype)

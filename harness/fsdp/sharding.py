@@ -66,12 +66,22 @@ def shard(
         )
     classes = resolve_classes(unit_modules or ())
     check_request(module, classes, grad_divisor)
-    inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
+    inner = Strategy.parse(strategy, "strategy")
     chosen.check_against(reduces_each=not Placements.of(inner, None).accumulates_locally)
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
-    device = device or usual_device(next(module.parameters()).device, groups.inner)
-    choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
-    context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
+    context = BuildContext(
+        groups=groups,
+        expert_groups=expert_groups,
+        unit_classes=classes,
+        strategy=inner,
+        outer_strategy=OuterStrategy.parse(outer_strategy, "outer_strategy"),
+        policy=mp_policy or MixedPrecisionPolicy(),
+        options=chosen,
+        device=device or usual_device(next(module.parameters()).device, groups.inner),
+        grad_divisor=grad_divisor,
+        initial_value=initial_value,
+        init_on_meta=init_on_meta,
+    )
     return _mix_in(module, kind, context, [name for name in FORWARD_METHODS if hasattr(type(module), name)])
 
 
