@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.arguments import groups_of_mesh, resolve_classes
 from harness.fsdp.build import BuildContext, Engine
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of
+from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of, groups_of_mesh, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.placement import Placements
@@ -66,22 +65,12 @@ def shard(
         )
     classes = resolve_classes(unit_modules or ())
     check_request(module, classes, grad_divisor)
-    inner = Strategy.parse(strategy, "strategy")
+    inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
     chosen.check_against(reduces_each=not Placements.of(inner, None).accumulates_locally)
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
-    context = BuildContext(
-        groups=groups,
-        expert_groups=expert_groups,
-        unit_classes=classes,
-        strategy=inner,
-        outer_strategy=OuterStrategy.parse(outer_strategy, "outer_strategy"),
-        policy=mp_policy or MixedPrecisionPolicy(),
-        options=chosen,
-        device=device or usual_device(next(module.parameters()).device, groups.inner),
-        grad_divisor=grad_divisor,
-        initial_value=initial_value,
-        init_on_meta=init_on_meta,
-    )
+    device = device or usual_device(next(module.parameters()).device, groups.inner)
+    choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
+    context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
     return _mix_in(module, kind, context, [name for name in FORWARD_METHODS if hasattr(type(module), name)])
 
 

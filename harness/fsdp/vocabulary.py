@@ -5,22 +5,28 @@ Nothing here imports torch, so that a command line, a rule or a page can use the
 
 from __future__ import annotations
 
+import inspect
 from enum import Enum
 from typing import Any, Self
 
 
-class Choice(Enum):
-    """One of a closed list. A member is written by its name, which is also its value, and says what it means."""
+class Word(Enum):
+    """A member is written by its name, which is its value too. What else it is made of are its annotated attributes."""
 
     _value_: str
-    sentence: str
-    """The meaning of choosing it."""
 
-    def __new__(cls, name: str, sentence: str) -> Self:
+    def __new__(cls, name: str, *facts: Any) -> Self:
         member = object.__new__(cls)
         member._value_ = name
-        member.sentence = sentence
+        annotated = [fact for base in cls.__mro__[::-1] for fact in inspect.get_annotations(base) if fact != "_value_"]
+        vars(member).update(zip(annotated, facts, strict=True))
         return member
+
+
+class Choice(Word):
+    """One of a closed list. sentence: the meaning of choosing it."""
+
+    sentence: str
 
     @classmethod
     def parse(cls, value: Any, argument: str) -> Self:
@@ -51,10 +57,9 @@ class Numbered(Choice):
             raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}") from None
 
 
-class Dtype(Enum):
+class Dtype(Word):
     """A floating-point format, by the short name that settings, records and pages use."""
 
-    _value_: str
     torch_name: str
     """Attribute of `torch` that is this format."""
     bytes: int
@@ -66,11 +71,6 @@ class Dtype(Enum):
     bf16 = "bf16", "bfloat16", 2, 8
     fp16 = "fp16", "float16", 2, 11
     fp64 = "fp64", "float64", 8, 53
-
-    def __new__(cls, name: str, torch_name: str, width: int, precision: int) -> Self:
-        member = object.__new__(cls)
-        member._value_, member.torch_name, member.bytes, member.precision = name, torch_name, width, precision
-        return member
 
 
 class Fp8(Choice):
@@ -102,12 +102,6 @@ class Fp8(Choice):
         1,
     )
 
-    def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, payloads: int) -> Self:
-        member = object.__new__(cls)
-        member._value_, member.sentence = name, sentence
-        member.multiple, member.gradient_precision, member.payloads = multiple, gradient_precision, payloads
-        return member
-
 
 class Strategy(Numbered):
     """ZeRO stage by name: what is split over the ranks of the inner data-parallel axis."""
@@ -129,15 +123,6 @@ class OuterStrategy(Numbered):
 
     no_shard = "no_shard", "Nothing; the sharded model is replicated (HSDP).", "hsdp"
     optim = "optim", "Main weights and optimizer state (HFSDP).", "hfsdp"
-
-    def __new__(cls, name: str, sentence: str, hybrid: str) -> Self:
-        member = object.__new__(cls)
-        member._value_, member.sentence, member.hybrid = name, sentence, hybrid
-        return member
-
-
-HYBRIDS = {outer: outer.hybrid for outer in OuterStrategy}
-"""Name of ZeRO-3 inside, by the outer strategy."""
 
 
 class GradBuffer(Choice):

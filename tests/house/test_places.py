@@ -58,8 +58,8 @@ ADDED: dict[str, list[Place]] = {
     "sharding": [
         (
             VOCABULARY,
-            '    tea = "tea", "As optim, by another name.", "hftea"\n\n',
-            "    def __new__(cls, name: str, sentence: str, hybrid: str)",
+            '    tea = "tea", "As optim, by another name.", "hftea"\n',
+            "\n\nclass GradBuffer(Choice):",
         ),
         (
             PLACEMENT,

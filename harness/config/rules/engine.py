@@ -29,7 +29,6 @@ from harness.config.schema import (
 )
 from harness.fsdp import Placements
 from harness.fsdp.options import OPTIONS, conflicts
-from harness.fsdp.vocabulary import HYBRIDS
 from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
@@ -91,7 +90,9 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
             f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}",
         )
     named = request.named.get("sharding", "")
-    if outer == 1 and (request.config.sharding.outer is not OuterStrategy.no_shard or named in HYBRIDS.values()):
+    if outer == 1 and (
+        request.config.sharding.outer is not OuterStrategy.no_shard or named in [each.hybrid for each in OuterStrategy]
+    ):
         yield Violation(
             f"sharding={named}" if named else request.show("sharding.outer"),
             "has no outer axis to act on: mesh.dp_outer=1",

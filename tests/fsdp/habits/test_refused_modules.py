@@ -115,7 +115,7 @@ UNITS: dict[str, tuple[Any, str]] = {
     "a class": (nn.Linear, r"fsdp_unit_modules is no list but Linear"),
     "a path": ("torch.nn.Linear", r"fsdp_unit_modules is no list but a str"),
     "a module": (nn.Linear(1, 1), r"fsdp_unit_modules is no list but a Linear"),
-    "a list of modules": ([nn.Linear(1, 1)], r"a module of class Linear is no nn.Module class; give classes"),
+    "a list of modules": ([nn.Linear(1, 1)], r"Linear\(.*\) is no nn.Module class; give classes"),
     "no match": ([nn.Conv2d], r"\['Conv2d'\] matches no module of Net.*it has Block, Linear, Net"),
 }
 
