@@ -55,7 +55,7 @@ from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.declared import declare, mesh_of
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Registration, Strategy
+from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
 OWNER = "_fsdp_engine"
@@ -215,7 +215,8 @@ class Engine:
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
         parts = hooks, weights, self.reduce, self.gradients, guard
-        self.trainability = Trainability(units, meshes, self.policy, reductions_of, *parts, _never_moved(options))
+        fixed = "under double_buffer or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
+        self.trainability = Trainability(units, meshes, self.policy, reductions_of, *parts, fixed)
         self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
 
     def _step_shape(self) -> StepShape:
@@ -365,10 +366,10 @@ def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Param
     """
     mesh = bucket.mesh
     dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
-    inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)
-    if mesh.outer is None or not mesh.has_outer:
-        return Reductions(inner)
-    return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
+    legs = [make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)]
+    if mesh.outer is not None and mesh.has_outer:
+        legs.append(make_reduction(mesh.outer, dtypes, numerics, integers))
+    return Reductions(*legs)
 
 
 def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -378,12 +379,10 @@ def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None:
     """The data-parallel ranks that keep other parts of main weights than this one; None where each keeps all."""
-    inner, outer = (axis is SHARD for axis in (placements.main_weights.inner, placements.main_weights.outer))
-    if inner and outer:
-        return groups.everyone
-    if outer:
-        return groups.outer
-    return (groups.inner or dist.group.WORLD) if inner else None
+    main = placements.main_weights
+    if main.outer is SHARD:
+        return groups.everyone if main.inner is SHARD else groups.outer
+    return (groups.inner or dist.group.WORLD) if main.inner is SHARD else None
 
 
 def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
@@ -417,15 +416,6 @@ def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> An
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _never_moved(options: Options) -> str:
-    """Why no bucket can get further storage once the model is built; "" where it can."""
-    if options.double_buffer:
-        return "under double_buffer=True, whose buffers are laid out once"
-    if options.nccl_ub is not Registration.none:
-        return f"under nccl_ub={options.nccl_ub.name}, whose buffers are registered once"
-    return ""
 
 
 def _where(hooks: Hooks) -> Callable[[], str]:

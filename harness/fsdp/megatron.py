@@ -26,7 +26,7 @@ from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.sharding import shard
 from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
-from harness.fsdp.vocabulary import OuterStrategy, Registration, Strategy
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -378,7 +378,7 @@ class MegatronModel(FSDPModule):
             ValueError: the dtypes do not go together.
         """
         engine = engine_of(self)
-        if engine.options.double_buffer or engine.options.nccl_ub is not Registration.none:
+        if engine.options.double_buffer:  # which nccl_ub turns on
             raise NotImplementedError(
                 "a change of grad_comm_dtype with double_buffer or nccl_ub, whose buffers were made for one: leave both"
                 " off, or give grad_comm_dtype to fully_shard_model"
