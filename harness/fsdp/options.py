@@ -10,7 +10,6 @@ imported.
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import numbers
 import types
@@ -285,20 +284,3 @@ def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) 
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3) or names
             raise TypeError(f"{owner} got an unexpected argument {name!r}; nearest are {', '.join(near)}")
-
-
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
-)
-"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
-
-
-def steps_elementwise(kind: type) -> bool:
-    """True if an optimizer class is known, or declares (`elementwise`), to update each element independently."""
-    return steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
-
-
-def steps_as_torch_does(kind: Any) -> bool:
-    """True if a class is one of `ELEMENTWISE`, or inherits its `step`, which torch wraps on the class that is built."""
-    step = inspect.unwrap(kind.step)
-    return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE

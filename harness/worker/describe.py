@@ -25,7 +25,6 @@ from harness.engines.describe import Unusable, imported, nearest, sources, where
 from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Microbatch
 from harness.fsdp import create_state
-from harness.fsdp.options import steps_elementwise
 from harness.train.callbacks import Callback
 
 MOST_TRIED = 20_000_000
@@ -37,6 +36,12 @@ ZEROS = "its entries set to zeros of the weight's shape, as a checkpoint has the
 
 WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
 """Methods of a model's class; `harness.engines.protocol.Workload` defines them."""
+
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
+)
+"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
 
 
 def main() -> int:
@@ -231,7 +236,14 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
             f"keeps {held or 'nothing'} of a weight, and declares {', '.join(sorted(declared)) or 'nothing'}",
             fix=f"entries = ({held}{',' if held else ''}) in the class; each begins as zeros, so that it can be saved",
         )
-    return {"elementwise": steps_elementwise(kind)}
+    return {"elementwise": _steps_elementwise(kind)}
+
+
+def _steps_elementwise(kind: Any) -> bool:
+    """True if an optimizer class declares it, or inherits `step`, which torch wraps, of one of `ELEMENTWISE`."""
+    step = inspect.unwrap(kind.step)
+    known = step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE
+    return known or bool(getattr(kind, "elementwise", False))
 
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:

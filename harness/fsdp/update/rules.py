@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.options import ELEMENTWISE
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.vocabulary import Numerics
@@ -140,7 +139,7 @@ def check_optimizer(
     if name and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
         raise TypeError(
             f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
-            f" optimizer ({', '.join(sorted(ELEMENTWISE))}), or zero_dp_strategy=0, under which parameters are whole"
+            " optimizer, as AdamW, or zero_dp_strategy=0, under which parameters are whole"
         )
     if decoupled and type(optimizer).__module__.startswith("torch.optim"):
         raise ValueError(
