@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from harness.fsdp.build import Engine
 from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.guards.sharded_twice import is_registered
 from harness.private_torch import flatten_mesh, parameters_of
 
 ENGINE = "_fsdp"
 """Key of a sharded module's `__dict__`: its engine."""
-PART = "_part_of_sharded"
-"""Key of the `__dict__` of every part of a sharded module: a weak reference to the engine."""
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
 SCRIPTED = (torch.jit.ScriptModule,)
@@ -39,17 +36,6 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a sharded module."""
     found: Engine = model.__dict__[ENGINE]
     return found
-
-
-def own_class(module: nn.Module) -> Any:
-    """The module's class, without the engine's mix-in."""
-    return getattr(type(module), "_own_class", type(module))
-
-
-def live(reference: weakref.ref[Engine]) -> Engine | None:
-    """An engine; None where it is gone or closed."""
-    engine = reference()
-    return None if engine is None or engine.is_closed else engine
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -161,8 +147,6 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
     """
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
-    if ENGINE in vars(module):
-        raise ValueError(f"{own_class(module).__name__} is sharded already; shard a module once")
     for path, part in module.named_modules():
         _check_part(path or "the module", part)
     params = list(module.named_parameters())
@@ -177,16 +161,16 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
 
 
 def _check_part(path: str, part: nn.Module) -> None:
-    kind = own_class(part).__name__
-    if ENGINE in vars(part) or (PART in vars(part) and live(vars(part)[PART]) is not None):
-        raise ValueError(
-            f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
-            " once, and name what is gathered together in fsdp_unit_modules"
-        )
+    kind = getattr(type(part), "_own_class", type(part)).__name__
     if hasattr(part, MANAGED) or any(base.__module__.startswith(OTHER_ENGINES) for base in type(part).__mro__):
         raise ValueError(
             f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
             " plain module"
+        )
+    if is_registered(part):
+        raise ValueError(
+            f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
+            " once, and name what is gathered together in fsdp_unit_modules"
         )
     if isinstance(part, SCRIPTED):
         raise ValueError(

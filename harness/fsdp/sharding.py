@@ -22,7 +22,7 @@ from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import ENGINE, PART, check_request, engine_of, groups_of_mesh, resolve_classes
+from harness.fsdp.preconditions import ENGINE, check_request, engine_of, groups_of_mesh, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.placement import Placements
@@ -77,12 +77,9 @@ def shard(
 def _mix_in(module: nn.Module, kind: Any, context: BuildContext, methods: Sequence[str]) -> Any:
     """Build an engine, which the module keeps. Its parts then refuse to be copied or pickled, as the engine's hooks on
     them would be too, and are registered as sharded."""
-    engine = Engine(module, context)
-    module.__dict__[ENGINE] = engine
-    reference = weakref.ref(engine)
+    module.__dict__[ENGINE] = Engine(module, context)
     for part in module.modules():
         part.__dict__["__reduce_ex__"] = refuse_copy
-        part.__dict__[PART] = reference
     sharded_twice.register(module)
     plain: Any = type(module)
     object.__setattr__(module, "__class__", _mixed(kind, plain, *_hidden(kind, module)))
@@ -185,7 +182,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
 
 
 def _set_by_engine(part: nn.Module) -> dict[str, Any]:
-    names = (ENGINE, PART, "__reduce_ex__")
+    names = (ENGINE, "__reduce_ex__")
     return {n: v for n, v in vars(part).items() if n in names or getattr(v, _RUNS, False)}
 
 

@@ -15,12 +15,19 @@ from harness.private_torch import active_ddp, mark_composed
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DistributedDataParallel reads of the module it is given."""
+_PART = "_part_of_sharded"
+"""Key of the `__dict__` of every part of a sharded model."""
 _APIS = ("fully_shard", "replicate")
 
 
 def register(module: nn.Module) -> None:
     for part in module.modules():
+        vars(part)[_PART] = True
         mark_composed(part, _APIS)
+
+
+def is_registered(part: nn.Module) -> bool:
+    return _PART in vars(part)
 
 
 def refuse_ddp_around(module: nn.Module) -> None:
