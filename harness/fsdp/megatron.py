@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.binding import bind, engine_for
 from harness.fsdp.guards.replicas import held_by_several
-from harness.fsdp.module import OF_OTHERS, FSDPModule, Of
+from harness.fsdp.module import NAMES_OF_OTHERS, FromEngine, FSDPModule
 from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import engine_of, groups_of
@@ -267,7 +267,9 @@ class MegatronModel(FSDPModule):
     All ranks call these methods, in the same order.
     """
 
-    _elsewhere = OF_OTHERS | {name: f"megatron-fsdp's own, and not here: {hint}" for name, hint in ELSEWHERE.items()}
+    _elsewhere = NAMES_OF_OTHERS | {
+        name: f"megatron-fsdp's own, and not here: {hint}" for name, hint in ELSEWHERE.items()
+    }
 
     @property
     def is_last_microbatch(self) -> bool:
@@ -317,7 +319,7 @@ class MegatronModel(FSDPModule):
             engine.gradients.finish()
             norms.scale_gradients(engine.buckets, float(scaling_factor))
 
-    zero_grad_buffer = Of(lambda engine: engine.gradients.forget)
+    zero_grad_buffer = FromEngine(lambda engine: engine.gradients.forget)
     """Forget gradients; see `zero_grad`."""
 
     install_optimized_model_weights = FSDPModule.install_weights
@@ -333,7 +335,7 @@ class MegatronModel(FSDPModule):
             )
         engine_of(self).weights.start()
 
-    synchronize_param_gather = Of(lambda engine: engine.weights.settle)
+    synchronize_param_gather = FromEngine(lambda engine: engine.weights.settle)
     """Wait until no gather of weights is in flight on this rank and on the ranks that read from it. Units that were
     gathered ahead are dropped. RuntimeError: inside the model's forward or backward."""
 

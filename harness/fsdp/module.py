@@ -31,7 +31,7 @@ _NOT_JOINABLE = (
 )
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
 _GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
-OF_OTHERS = {
+NAMES_OF_OTHERS = {
     **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
     **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
     **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
@@ -42,7 +42,7 @@ OF_OTHERS = {
 """Attributes that torch's engines have on their models, and what to use here."""
 
 
-class Of(Generic[T]):
+class FromEngine(Generic[T]):
     """An attribute or method of the engine, which one of the module's own under the same name hides."""
 
     def __init__(self, read: Callable[[Engine], T]) -> None:
@@ -69,19 +69,19 @@ def _syncing(engine: Engine, *, value: bool) -> Iterator[None]:
 class FSDPModule(nn.Module):
     """A module whose weights, gradients and optimizer state are split over ranks; see [Note: Mix-in]."""
 
-    _elsewhere: ClassVar[Mapping[str, str]] = OF_OTHERS
+    _elsewhere: ClassVar[Mapping[str, str]] = NAMES_OF_OTHERS
     _own_class: ClassVar[type[nn.Module]]
-    _parts = Of(lambda engine: engine)
-    buckets = Of(lambda engine: engine.buckets)
-    options = Of(lambda engine: engine.options)
-    strategy = Of(lambda engine: engine.context.strategy)
-    outer_strategy = Of(lambda engine: engine.context.outer_strategy)
-    numerics = Of(lambda engine: engine.options.numerics)
-    policy = Of(lambda engine: engine.policy)
-    grad_divisor = Of(lambda engine: engine.divisor)
-    has_gradients = Of(lambda engine: engine.step.has_gradients)
+    _parts = FromEngine(lambda engine: engine)
+    buckets = FromEngine(lambda engine: engine.buckets)
+    options = FromEngine(lambda engine: engine.options)
+    strategy = FromEngine(lambda engine: engine.context.strategy)
+    outer_strategy = FromEngine(lambda engine: engine.context.outer_strategy)
+    numerics = FromEngine(lambda engine: engine.options.numerics)
+    policy = FromEngine(lambda engine: engine.policy)
+    grad_divisor = FromEngine(lambda engine: engine.divisor)
+    has_gradients = FromEngine(lambda engine: engine.step.has_gradients)
     """True after a backward since `zero_grad`; without one, a step changes nothing."""
-    module = Of(lambda engine: engine.module)
+    module = FromEngine(lambda engine: engine.module)
     """The model itself; for one version."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -145,13 +145,13 @@ class FSDPModule(nn.Module):
 
     # -- microbatches ----------------------------------------------------------------------------------------------
 
-    no_sync = Of(lambda engine: partial(_syncing, engine, value=False))
+    no_sync = FromEngine(lambda engine: partial(_syncing, engine, value=False))
     """Context: backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
 
     `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
     microbatch over the inner axis, unless `accumulate_unsharded` is on; over the outer axis once per step."""
 
-    sync = Of(lambda engine: partial(_syncing, engine, value=True))
+    sync = FromEngine(lambda engine: partial(_syncing, engine, value=True))
     """Context: a backward inside it ends the step's accumulation, whatever `set_model_auto_sync` was set to."""
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
@@ -160,7 +160,7 @@ class FSDPModule(nn.Module):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    finish_grad_sync = Of(lambda engine: engine.gradients.finish)
+    finish_grad_sync = FromEngine(lambda engine: engine.gradients.finish)
     """Wait for the step's reductions and scale the gradients. A second call does nothing. *Collective.*
 
     StepError: the step's last backward ran inside no_sync(), so gradients were never reduced; or it raised, so they are
@@ -202,7 +202,7 @@ class FSDPModule(nn.Module):
         norms.clip_gradients(engine_of(self).buckets, norm, float(max_norm))
         return norm
 
-    install_weights = Of(lambda engine: partial(engine.weights.install, step_ended=True))
+    install_weights = FromEngine(lambda engine: partial(engine.weights.install, step_ended=True))
     """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.* A backward of an
     earlier forward is refused then. RuntimeError: compute weights were edited, which would be overwritten."""
 
@@ -227,7 +227,7 @@ class FSDPModule(nn.Module):
         for name in names:
             register_forward_method(self, name)
 
-    unsharded = Of(lambda engine: engine.weights.unsharded)
+    unsharded = FromEngine(lambda engine: engine.weights.unsharded)
     """`unsharded(wanted=None)`: context with gathered weights, in their compute dtype, to be read or edited in place.
     wanted: a module, a parameter, the name of either, or several; None is the whole model. *Collective.*
 
@@ -238,13 +238,13 @@ class FSDPModule(nn.Module):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    full_weights = Of(lambda engine: engine.named_state.full_weights)
+    full_weights = FromEngine(lambda engine: engine.named_state.full_weights)
     """Name and whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
 
-    full_gradients = Of(lambda engine: engine.named_state.full_gradients)
+    full_gradients = FromEngine(lambda engine: engine.named_state.full_gradients)
     """Name and whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all ranks."""
 
-    local_gradients = Of(lambda engine: engine.named_state.local_gradients)
+    local_gradients = FromEngine(lambda engine: engine.named_state.local_gradients)
     """This rank's rows of every main gradient, by parameter name, sharing the engine's memory: the rows that
     `sharded_state()` has of the weights, without frozen parameters. Finishes the step's reductions; RuntimeError where
     that fails."""
@@ -292,39 +292,39 @@ class FSDPModule(nn.Module):
         finally:
             engine.is_loading = False
 
-    sharded_state = Of(lambda engine: partial(engine.named_state.sharded_state, engine.stepped()))
+    sharded_state = FromEngine(lambda engine: partial(engine.named_state.sharded_state, engine.stepped()))
     """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any layout.
 
     Values written into it take effect with `adopt_state`. An optimizer that has not taken a step has no state yet;
     `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different experts under one name."""
 
-    adopt_state = Of(lambda engine: engine.named_state.adopt_state)
+    adopt_state = FromEngine(lambda engine: engine.named_state.adopt_state)
     """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
     ValueError: counters differ between parameters that are updated together."""
-    local_state = Of(lambda engine: partial(engine.named_state.local_state, engine.stepped()))
+    local_state = FromEngine(lambda engine: partial(engine.named_state.local_state, engine.stepped()))
     """This rank's flat weights and optimizer state, for resuming on the same layout. RuntimeError: no optimizer is
     attached."""
 
-    load_local_state = Of(lambda engine: partial(engine.named_state.load_local_state, stepped=engine.stepped()))
+    load_local_state = FromEngine(lambda engine: partial(engine.named_state.load_local_state, stepped=engine.stepped()))
     """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
     ValueError: it does not fit; nothing was loaded. RuntimeError: no optimizer is attached."""
 
     # -- costs -----------------------------------------------------------------------------------------------------
 
-    persistent_bytes = Of(lambda engine: engine.persistent_bytes)
+    persistent_bytes = FromEngine(lambda engine: engine.persistent_bytes)
 
-    transport = Of(lambda engine: engine.transport)
+    transport = FromEngine(lambda engine: engine.transport)
 
-    optimizer_kernels = Of(lambda engine: engine.optimizer_kernels)
+    optimizer_kernels = FromEngine(lambda engine: engine.optimizer_kernels)
 
-    user_buffers = Of(lambda engine: engine.user_buffers.facts)
+    user_buffers = FromEngine(lambda engine: engine.user_buffers.facts)
     """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""
 
-    counters = Of(lambda engine: engine.counters)
+    counters = FromEngine(lambda engine: engine.counters)
 
-    reset_counters = Of(lambda engine: engine.reset_counters)
+    reset_counters = FromEngine(lambda engine: engine.reset_counters)
 
-    close = Of(lambda engine: engine.close)
+    close = FromEngine(lambda engine: engine.close)
 
 
 def _gradient_norm(engine: Engine, norm_type: float) -> Tensor:
