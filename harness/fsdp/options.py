@@ -25,12 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers an option takes, both ends included but where `above` or `below` says that one is not."""
+    """Numbers an option takes, both ends included but where `above` or `below` says that one is not.
+
+    unit: as a plural; "" for a ratio or a seed.
+    """
 
     low: float
     high: float
     unit: str = ""
-    """The unit, as a plural; "" for a ratio or a seed."""
     above: bool = False
     below: bool = False
 
@@ -225,16 +227,16 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Conflict:
-    """A value that another choice rules out."""
+    """A value of an option that another choice rules out.
+
+    why: the words that follow `option=value`. valid: values it could have. ways_out: choices by name, each of which
+    would do.
+    """
 
     option: str
-    """Whose value."""
     why: str
-    """The reason, as the words that follow `option=value`."""
     valid: str
-    """Values it could have."""
     ways_out: tuple[Mapping[str, Any], ...]
-    """Choices by name, each of which would do."""
 
 
 def fixed_buffers(chosen: Mapping[str, Any]) -> bool:

@@ -100,10 +100,8 @@ class Dtypes:
                 f"main_params_dtype={self.main} cannot hold the module's {self.compute}: updates lose bits that the"
                 f" forward uses. Valid are {valid}, and None for {self.compute} itself; or cast the module"
             )
-        if not allow_low_precision_grads:
-            self._refuse_low_precision()
-
-    def _refuse_low_precision(self) -> None:
+        if allow_low_precision_grads:
+            return
         consent = "or allow_low_precision_grads=True to accept it"
         if self.grads.itemsize < 4:
             raise ValueError(

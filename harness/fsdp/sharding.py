@@ -108,8 +108,7 @@ def _hidden(kind: type[nn.Module], module: nn.Module) -> list[str]:
     engines = {n for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for n in vars(base)} - {*dir(nn.Module)}
     slots = (module.named_children(), module.named_parameters(recurse=False), module.named_buffers(recurse=False))
     held = (vars(module), dir(own), *(dict(each) for each in slots))
-    found = sorted(engines & {name for each in held for name in each})
-    found = [name for name in found if not name.startswith("__")]
+    found = sorted(n for n in engines & {name for each in held for name in each} if not n.startswith("__"))
     if found:
         warnings.warn(
             f"{own.__name__} and the sharded model both have {', '.join(found)}: model.{found[0]} is"

@@ -58,14 +58,15 @@ class Numbered(Choice):
 
 
 class Dtype(Word):
-    """A floating-point format, by the short name that settings, records and pages use."""
+    """A floating-point format, by the short name that settings, records and pages use.
+
+    torch_name: attribute of `torch`. bytes: of one number. precision: significant bits, the hidden one included;
+    rounding to nearest errs by at most 2**-precision of the number.
+    """
 
     torch_name: str
-    """Attribute of `torch` that is this format."""
     bytes: int
-    """Bytes that one number of this format takes."""
     precision: int
-    """Significant bits, the hidden one included: rounding to nearest errs by at most 2**-precision of the number."""
 
     fp32 = "fp32", "float32", 4, 24
     bf16 = "bf16", "bfloat16", 2, 8
@@ -74,14 +75,16 @@ class Dtype(Word):
 
 
 class Fp8(Choice):
-    """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen."""
+    """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen.
+
+    multiple: divides both sizes of a weight. gradient_precision: significant bits of quantized gradients, the hidden
+    one included: 3 of e5m2, 4 of e4m3, which all else has. payloads: copies of a weight in 8 bits: one, or one for each
+    direction.
+    """
 
     multiple: int
-    """Divides both sizes of a weight."""
     gradient_precision: int
-    """Significant bits of quantized gradients, the hidden one included: 3 of e5m2, 4 of e4m3, which all else has."""
     payloads: int
-    """In how many ways a weight is held in 8 bits: once, or once for each direction."""
 
     current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, 1
     delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, 1
@@ -116,10 +119,9 @@ class Strategy(Numbered):
 
 
 class OuterStrategy(Numbered):
-    """Splits of the outer data-parallel axis."""
+    """Splits of the outer data-parallel axis. hybrid: the name of ZeRO-3 inside with this outside."""
 
     hybrid: str
-    """The name of ZeRO-3 inside with this outside."""
 
     no_shard = "no_shard", "Nothing; the sharded model is replicated (HSDP).", "hsdp"
     optim = "optim", "Main weights and optimizer state (HFSDP).", "hfsdp"
