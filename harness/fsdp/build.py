@@ -58,13 +58,15 @@ from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
+ENGINE = "_fsdp"
+"""Key of a sharded module's `__dict__`: its engine."""
 OWNER = "_fsdp_engine"
 """Attribute of a sharded parameter: a weak reference to its engine, by which an optimizer over it finds that."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Arguments of a sharding, each valid by itself; `harness.fsdp.module.shard` describes them."""
+    """Arguments of a sharding, each valid by itself; `harness.fsdp.api.fully_shard` describes them."""
 
     groups: Groups
     expert_groups: Groups | None
@@ -356,6 +358,12 @@ class Engine:
             self.watches.close()
             self.hooks.remove()
             self.user_buffers.close()
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded module."""
+    found: Engine = model.__dict__[ENGINE]
+    return found
 
 
 def make_reductions(numerics: Numerics, integers: Integers | None, bucket: ParamGroup) -> Reductions:

@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.binding import bind, engine_for
+from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import NAMES_OF_OTHERS, FromEngine, FSDPModule
 from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import engine_of, groups_of
+from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.sharding import shard
 from harness.fsdp.storage.param_group import InitialValue

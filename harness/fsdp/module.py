@@ -17,9 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.build import Engine
+from harness.fsdp.build import Engine, engine_of
 from harness.fsdp.guards.sharded_twice import IGNORED_BY_DDP, refuse_ddp
-from harness.fsdp.preconditions import engine_of
 from harness.fsdp.sharding import copied, register_forward_method
 from harness.fsdp.update import norms
 

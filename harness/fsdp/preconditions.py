@@ -14,13 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from harness.fsdp.build import Engine
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards.sharded_twice import is_registered
 from harness.private_torch import flatten_mesh, parameters_of
 
-ENGINE = "_fsdp"
-"""Key of a sharded module's `__dict__`: its engine."""
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
 SCRIPTED = (torch.jit.ScriptModule,)
@@ -30,12 +27,6 @@ OTHER_ENGINES = (
 )
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of all that torch's FSDP1 and FSDP2 manage."""
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine of a sharded module."""
-    found: Engine = model.__dict__[ENGINE]
-    return found
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

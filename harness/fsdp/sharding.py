@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.build import BuildContext, Engine
+from harness.fsdp.build import ENGINE, BuildContext, Engine, engine_of
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.preconditions import ENGINE, check_request, engine_of, groups_of_mesh, resolve_classes
+from harness.fsdp.preconditions import check_request, groups_of_mesh, resolve_classes
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.placement import Placements
