@@ -149,7 +149,7 @@ MUTANTS = {
     "weights of nobody": Mutant("A copy has no weights", lambda: mock.patch.object(sharding, "adopt_weights"), "apart"),
     "hooks of the other": Mutant(
         "Hooks of the original are on the copy, too",
-        lambda: mock.patch.object(sharding, "_HOOKS", ()),
+        lambda: mock.patch.object(sharding, "OrderedDict", ()),
         "apart",
     ),
 }
