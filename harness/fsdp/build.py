@@ -30,16 +30,15 @@ from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.materialize import Members, build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.hooks import Hooks, abandon
+from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.two_encodings import pipeline_of
-from harness.fsdp.runtime.units import Unit, UnitPlan, buckets_of, is_expert, plan_units
+from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
@@ -117,7 +116,7 @@ class Engine:
         self.user_buffers.model_built()
         self._shard_parameters(module)
         self.runtime.keep_pages()
-        parts = self.reduce, self.gather, self.weights, self.watches
+        parts = self.reduce, self.gather, self.weights.wait, self.watches.close
         weakref.finalize(self, abandon, self.runtime, *parts).atexit = False
 
     # -- ranks, memory, units --------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ class Engine:
         if self.policy.param_dtype is not None:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             modules = [part for unit in units for part in unit.modules]
-            hooks.of_forward.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
+            hooks.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
         self.watches = self._watch()
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
@@ -216,9 +215,8 @@ class Engine:
         usage = Usage.of(meshes, trainable)
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
-        parts = hooks, weights, self.reduce, self.gradients, guard
         fixed = "under double_buffer or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
-        self.trainability = Trainability(units, meshes, self.policy, reductions_of, *parts, fixed)
+        self.trainability = Trainability(meshes, self.policy, reductions_of, hooks, weights, self.gradients, fixed)
         self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
 
     def _step_shape(self) -> StepShape:
@@ -257,7 +255,7 @@ class Engine:
             for param in bucket.views.at_rest:
                 setattr(param, OWNER, weakref.ref(self))
         self.gradients.show(found)
-        self.hooks.of_forward.before_forward = WeakHook(self.weights.bring_up_to_date)
+        self.hooks.before_forward = WeakHook(self.weights.bring_up_to_date)
 
     # -- a built engine --------------------------------------------------------------------------------------------
 
@@ -269,7 +267,7 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         """True if hooks were removed, so that the module is the program's alone."""
-        return not self.hooks.is_installed
+        return not self.hooks.handles
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Send gradients from now on as a policy says. No reduction may be in flight. *Collective.*

@@ -96,7 +96,7 @@ class FSDPModule(nn.Module):
         except Exception:
             raise
         except BaseException:
-            engine_of(self).hooks.of_forward.break_off()
+            engine_of(self).hooks.break_off()
             raise
 
     def __getattr__(self, name: str) -> Any:

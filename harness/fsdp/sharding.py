@@ -138,7 +138,7 @@ def adopt_weights(mine: Engine, other: Engine) -> None:
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for param, flag in zip(bucket.views.at_rest, theirs.views.flags(), strict=True):
             param.requires_grad_(flag)
-    mine.hooks.of_forward.before_gradients()
+    mine.hooks.before_gradients()
     for bucket, theirs in zip(mine.buckets, other.buckets, strict=True):
         for shard, values in zip(bucket.main_shards, theirs.main_shards, strict=True):
             shard.detach().copy_(values.detach())
@@ -175,7 +175,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
         for part, held in parts:
             part.__dict__.update(held)
     for hooks in (held for part in found.modules() for held in vars(part).values() if isinstance(held, OrderedDict)):
-        for handle in engine.hooks.of_forward.handles:
+        for handle in engine.hooks.handles:
             hooks.pop(handle.id, None)
     return found
 
@@ -221,7 +221,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
         raise ValueError(f"{type(owner).__name__} has no method {last!r} to run as a forward")
     engine = engine_of(model)
     engine.forward_methods.append(name)
-    run = weakref.WeakMethod(engine.hooks.of_forward.run_as_forward)
+    run = weakref.WeakMethod(engine.hooks.run_as_forward)
     owner.__dict__[last] = _as_forward(weakref.ref(owner), method, run)
 
 

@@ -89,8 +89,8 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 def _waiting_there() -> Iterator[None]:
     """Where a model is collected it waits, for as long as the group allows."""
 
-    def waiting(runtime: Any, reduce: Any, gather: Any, weights: Any, watches: Any) -> None:
-        watches.close()
+    def waiting(runtime: Any, reduce: Any, gather: Any, wait: Any, close: Any) -> None:
+        close()
         with suppress(Exception):
             reduce.discard()
             gather.reshard_all()

@@ -58,7 +58,7 @@ def no_collector() -> Iterator[None]:
 def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
     tensors = [t for bucket in model.buckets for t in (bucket.compute, *bucket.main_shards, *bucket.grad_shards)]
     hooks = model._parts.hooks
-    return [weakref.ref(each) for each in (model, hooks.of_forward, hooks.of_backward, *tensors)]
+    return [weakref.ref(each) for each in (model, hooks, *tensors)]
 
 
 def alive(seen: list[weakref.ref[Any]]) -> int:

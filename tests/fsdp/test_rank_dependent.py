@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
-from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import Cover, once
@@ -340,7 +340,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
     "one number for all forwards": (
         "A rank waits for gradients of units that only a forward with a backward of its own called",
         "two forwards, then two backwards",
-        lambda: mock.patch.object(Forward, "number", property(lambda self: 1)),
+        lambda: mock.patch.object(Step, "forward_number", property(lambda self: 1)),
         "did not come about within 3 s",
     ),
     "last unit kept": (

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.fsdp import ShardedModel, fully_shard_model, preconditions
 from harness.fsdp import module as mix_in
 from harness.fsdp.guards import sharded_twice
-from harness.fsdp.runtime import forward_hooks
+from harness.fsdp.runtime import hooks
 from tests.fsdp.checked import Mutant, holds, is_found, patched, said
 from tests.fsdp.pairs import STRATEGIES, Block, Model, close, data, loss_of, plain_gradients
 from tests.support.mutants import each
@@ -149,7 +149,7 @@ MUTANTS = {
     ),
     "nothing is said in the forward": Mutant(
         "A module is wrapped by DistributedDataParallel and sharded then, and trains wrong",
-        patched(forward_hooks, "refuse_ddp_around", lambda _: None),
+        patched(hooks, "refuse_ddp_around", lambda _: None),
         "late",
         "no_shard",
     ),

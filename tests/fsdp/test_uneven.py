@@ -159,9 +159,9 @@ def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
 
 
 UNCOUNTED = Slip(
-    usage,
-    "_check_step",
-    "num_updates * group.comm.size for each",
+    usage.Usage,
+    "_count",
+    "num_updates * comm.size for each",
     "each // _UPDATE for each",
     "Two steps are summed",
 )

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,20 +31,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.graph import ABOVE_ALL, BackwardEnd, could_reach, number_of
-from harness.fsdp.runtime.readiness import Call, begin_backward
+from harness.fsdp.runtime.readiness import ABOVE_ALL, Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.refusals import (
-    refuse_added,
-    refuse_backward,
-    refuse_late_gradient,
-    refuse_layout,
-    refuse_sharded,
-    refuse_unfrozen,
-    unfrozen_too_late,
-)
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -69,36 +59,38 @@ class BackwardHooks:
         gather: GatherPipeline,
         reduce: ReducePipeline,
         step: Step,
-        forward: Forward,
-        guard: GradientGuard | None,
+        guard: GradientGuard | None = None,
     ) -> None:
         self.units = units
         self.gather = gather
         self.reduce = reduce
         self.step = step
-        self.forward = forward
         self.guard = guard
-        self.reached = units[0].name
+        self.before_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[], None] = lambda: None
+        self.handles: list[RemovableHandle] = []
+        self._reached = units[0].name
         self._task: int | None = None
-        self._end: Callable[[], BackwardEnd | None] = lambda: None
+        self._end: Callable[[], Any] = lambda: None
         self._entered: set[Unit] = set()
         """Units whose end only the order of nodes tells; see [Note: Sequence numbers]."""
         self._rested: set[Unit] = set()
         self._number = ABOVE_ALL
         self._coming: list[tuple[int, Unit]] = []
-        self._params: set[int] = set()
-        self.before_backward: Callable[[], None] = lambda: None
-        self.after_backward: Callable[[], None] = lambda: None
-        self.handles: list[RemovableHandle] = []
-        for unit in units:
+        self.take_in([bucket for bucket in buckets_of(units) if bucket.trainable])
+
+    @by_engine
+    def take_in(self, buckets: Sequence[ParamGroup]) -> None:
+        """Hook the gradients of these buckets' parameters."""
+        for unit in self.units:
             for bucket in unit.trainable:
-                self._watch_gradients(unit, bucket)
+                if bucket in buckets:
+                    self._watch_gradients(unit, bucket)
 
     def _watch_gradients(self, unit: Unit, bucket: ParamGroup) -> None:
         gradients = bucket.gradients
         assert gradients is not None
         for index, (name, param) in enumerate(bucket.params):
-            self._params.add(id(param))
             frozen = not param.requires_grad
             param.requires_grad_()  # torch hangs hooks on no other
             hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
@@ -106,44 +98,42 @@ class BackwardHooks:
             setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
             param.requires_grad_(not frozen)
 
-    @by_engine
-    def take_in(self, buckets: Sequence[ParamGroup]) -> None:
-        taken = {id(bucket) for bucket in buckets}
-        for unit in self.units:
-            for bucket in unit.trainable:
-                if id(bucket) in taken:
-                    self._watch_gradients(unit, bucket)
-
     def recover(self) -> None:
         """Reset after a backward that raised: autograd then calls no end callback."""
         runs = running_backward() != -1 and self._end() is not None
         if runs or not self.step.in_backward:
             return
-        self._entered.clear()
-        self._rested.clear()
         self.gather.reshard_all()
         self.reduce.post_backward(reduce=False)
         self.reduce.discard()
+        for gradients in (each for unit in self.units for each in unit.gradients):
+            gradients.discard()
+        self._reset()
+        self.step.fail()
+
+    def _reset(self) -> None:
+        self._entered.clear()
+        self._rested.clear()
         for unit in self.units:
-            for gradients in unit.gradients:
-                gradients.discard()
             unit.readiness.post_backward()
         rest(self.units)
-        self.step.fail()
 
     def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None, forward: int = 0) -> None:
         """Hook the first gradient of a call's outputs, or of the model's forward of this number.
 
         A leaf (an input or parameter handed on) is left out: it would keep the hook for ever.
         """
-        leaves = [each for each in leaves if each.grad_fn is not None]
-        if leaves:
-            newest = max(number_of(each) for each in leaves)
-            hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
-            if len(leaves) == 1:  # as almost always, and a third of the host's time
-                leaves[0].register_hook(hook)
-            else:
-                torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
+        made = [(each, each.grad_fn) for each in leaves if each.grad_fn is not None]
+        if not made:
+            return
+        newest = max(number_of_node(node) for _, node in made)
+        hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
+        if len(made) == 1:  # as almost always, and a third of the host's time
+            made[0][0].register_hook(hook)
+        else:
+            torch.autograd.graph.register_multi_grad_hook([each for each, _ in made], hook, mode="any")
+
+    # -- the whole backward ----------------------------------------------------------------------------------------
 
     def _root_pre_backward(self, forward: int = 0) -> None:
         if running_backward() == self._task:
@@ -153,16 +143,16 @@ class BackwardHooks:
             return
         self._show_own()
         self._refuse_unsupported()
-        self._number = ABOVE_ALL
         begin_backward([unit.readiness for unit in self.units], forward)
-        coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
+        self._number = ABOVE_ALL
+        coming = [(call.begin, unit) for unit in self.units for call in unit.readiness.due]
         self._coming = sorted(coming, key=lambda each: each[0])
         of_inputs = self._is_of_inputs
         if not of_inputs:
             self.before_backward()
         self.step.pre_backward(of_inputs=of_inputs)
         self._task = running_backward()
-        end = BackwardEnd(self._root_post_backward)
+        end = partial(self._root_post_backward)  # autograd alone keeps it, as long as the backward runs
         self._end = weakref.ref(end)
         at_end_of_backward(end)
         if self.guard is not None:
@@ -176,6 +166,16 @@ class BackwardHooks:
             if unit.readiness.is_unused:
                 self._post_backward(unit)
         self._unshard_next()
+
+    def _root_post_backward(self) -> None:
+        self._task = None
+        for unit in self.units:
+            self.gather.reshard(unit)
+        self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
+        self.gather.post_backward()
+        self._reset()
+        self.step.post_backward()
+        self.after_backward()
 
     def _show_own(self) -> None:
         for bucket in buckets_of(self.units):
@@ -191,12 +191,11 @@ class BackwardHooks:
 
         Calls hidden by reentrant checkpointing do not count: `autograd.grad` cannot reach through them.
         """
-        if any(unit.readiness.is_due for unit in self.units):
+        asked = [unit.readiness for unit in self.units]
+        if any(each.is_due for each in asked):
             return False
-        params = self._params
-        if any(unit.readiness.has_hidden_calls for unit in self.units):
-            trained = [unit.readiness.trained for unit in self.units]
-            params = {id(param) for each in trained for param in each}
+        hides = any(each.hidden_calls for each in asked)
+        params = {id(param) for each in asked for param in (each.trained if hides else each.params)}
         return could_reach(params) or self._is_all_frozen
 
     @property
@@ -207,13 +206,28 @@ class BackwardHooks:
     def _refuse_unsupported(self) -> None:
         """Raise for a backward inside a forward, with create_graph, or through an unfrozen parameter without
         storage."""
-        late = unfrozen_too_late(buckets_of(self.units))
+        running, late = self.step.running, unfrozen_too_late(self.units)
+        if late is None and not running and not torch.is_grad_enabled():
+            return
+        self.step.fail()
         if late is not None:
-            self.step.fail()
-            refuse_unfrozen(late)
-        if self.forward.running or torch.is_grad_enabled():
-            self.step.fail()
-            refuse_backward(self.forward.running, self.units[0].name)
+            raise RuntimeError(
+                f"parameter {late} was frozen when it was sharded, and requires_grad became True inside the model's"
+                " forward (or a part of the model ran by itself): it has nowhere to put its gradient. Unfreeze before"
+                " the model's forward; or shard with requires_grad=True and freeze afterwards"
+            )
+        if running:
+            where = "the model" if self.units[0].name in running else ", ".join(sorted(running))
+            raise RuntimeError(
+                f"a backward (autograd.grad or backward) reached sharded units inside the forward of {where}; weights"
+                " that the rest of the forward needs would be released. Differentiate after the model's forward"
+            )
+        raise NotImplementedError(
+            "create_graph=True (differentiating a backward) is not built: weights are released when a unit's backward"
+            " ends, and its gradient leaves for the reduction; only create_graph=False is accepted"
+        )
+
+    # -- one unit --------------------------------------------------------------------------------------------------
 
     def _pre_backward(
         self, unit: Unit, call: Call | None, forward: int, newest: int, num_updates: int, gradient: Tensor
@@ -223,7 +237,7 @@ class BackwardHooks:
         self.step.check_forward(num_updates, is_stale=self._is_stale)
         self._root_pre_backward(forward)
         self._pass_to(newest)
-        self.reached = unit.name
+        self._reached = unit.name
         if call is not None:
             unit.readiness.enter(call)
             if unit.readiness.is_entered:
@@ -261,20 +275,25 @@ class BackwardHooks:
         """Unshard the next unit of the backward; see [Note: What the hooks cannot see]."""
         if not self.gather.order:
             return
-        while self._coming and self._coming[-1][0] > self._number:
+        while self._coming and self._coming[-1][0] >= self._number:
             self._coming.pop()
         self.gather.unshard_next(self._coming[-1][1] if self._coming else None)
 
-    def _is_sharded(self, unit: Unit) -> bool:
-        return not (self.gather.is_whole(unit) or unit.is_root or self.reduce.is_done_with(unit))
-
-    def inputs_passed(self, unit: Unit, node: Any) -> None:
+    def _inputs_passed(self, unit: Unit, call: Call) -> None:
         self._root_pre_backward()
-        if self._is_sharded(unit):
-            refuse_sharded("a gradient of its inputs", unit.name)
-        unit.readiness.note_passed(node)
-        self._pass_to(number_of_node(node))
+        self._refuse_sharded(unit, "its inputs")
+        unit.readiness.note_passed(call)
+        self._pass_to(call.begin)
         self._call_passed(unit)
+
+    def _refuse_sharded(self, unit: Unit, of: str) -> None:
+        if not (self.gather.is_whole(unit) or unit.is_root or self.reduce.is_done_with(unit)):
+            raise RuntimeError(
+                f"a gradient of {of} came from unit {unit.name} while its weights were sharded, so it is wrong: a"
+                " backward reached the unit through a tensor that no hook could see (in an attribute, a closure, an"
+                " object of another kind). Return such tensors from the unit's forward: in tuples, lists, dicts,"
+                " dataclasses, or what pytree knows"
+            )
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
         if running_backward() == self._task:
@@ -284,9 +303,13 @@ class BackwardHooks:
         if not param.requires_grad:  # frozen since the forward: torch calls, and has brought nothing
             return
         if self.reduce.is_done_with(unit):
-            refuse_late_gradient(name, unit.name)
-        if self.gather.order and self._is_sharded(unit) and not (unit in self._rested and unit.readiness.is_passed):
-            refuse_sharded(f"a gradient of {name}", unit.name)
+            raise RuntimeError(
+                f"a gradient of {name} arrived after unit {unit.name} was reduced: it came from a backward inside the"
+                " backward that nothing announced; let the parameters that reentrant activation checkpointing hides"
+                " belong to the root (leave the class out of the unit list), or use_reentrant=False"
+            )
+        if self.gather.order and not (unit in self._rested and unit.readiness.is_passed):
+            self._refuse_sharded(unit, name)
         with without_torch_function():  # as `by_engine`, for one parameter after the other
             refuse_layout(name, grad_of(param))
             if not gradients.is_prepared:  # the first of this backward
@@ -301,7 +324,11 @@ class BackwardHooks:
         early = grad_of(param)
         if early is not None and early is finished_grad(param):
             self.step.fail()
-            refuse_added(name)
+            raise RuntimeError(
+                f"a gradient of {name} was added to the finished one of an earlier backward, by a backward that no hook"
+                " could see (its outputs are in attributes, closures, objects of other kinds): call zero_grad() before"
+                " it, or return tensors from the model's forward in tuples, lists, dicts or dataclasses"
+            )
         put_grad(param, None)
         self._root_pre_backward()
         param.grad_dtype = None  # it is in that of the weight
@@ -333,16 +360,17 @@ class BackwardHooks:
         elif unit.trainable and not self.reduce.is_done_with(unit):
             self.reduce.mark_ready(unit)
 
-    def _root_post_backward(self) -> None:
-        self._task = None
-        self._entered.clear()
-        self._rested.clear()
-        for unit in self.units:
-            self.gather.reshard(unit)
-        self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
-        self.gather.post_backward()
-        for unit in self.units:
-            unit.readiness.post_backward()
-        rest(self.units)
-        self.step.post_backward()
-        self.after_backward()
+
+@by_engine
+def unfrozen_too_late(units: Sequence[Unit]) -> str | None:
+    """A parameter without gradient storage that the running backward would reach."""
+    params = (each for bucket in buckets_of(units) if not bucket.trainable for each in bucket.params)
+    return next((name for name, param in params if param.requires_grad and due_among([param])), None)
+
+
+def refuse_layout(name: str, gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {name} is {gradient.layout}, and flat buffers hold dense ones alone: call embedding() and"
+            " embedding_bag() with sparse=False"
+        )

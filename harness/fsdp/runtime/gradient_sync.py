@@ -11,12 +11,11 @@ from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.program_hooks import watch
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
-from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.runtime.weak_hooks import WeakHook, watch
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.gradients import Gradients
@@ -71,8 +70,8 @@ class GradientSync:
         self.sharded = sharded
         for each in sharded:
             each.sync = weakref.ref(self)
-        self.hooks.of_backward.before_backward = WeakHook(self._begin_backward)
-        self.hooks.of_backward.after_backward = WeakHook(self._end_backward)
+        self.hooks.before_backward = WeakHook(self._begin_backward)
+        self.hooks.after_backward = WeakHook(self._end_backward)
 
     def forget_one(self, bucket: ParamGroup, index: int) -> None:
         """`param.grad = None`. *Collective* before the gradients are finished."""
@@ -122,7 +121,7 @@ class GradientSync:
     @by_engine
     def _end_backward(self) -> None:
         self._has_begun = False
-        if self.step.plan.ends_by is not Call.post_backward:
+        if self.step.plan.of_inputs:
             return
         if self.step.plan.last:
             self.finish()

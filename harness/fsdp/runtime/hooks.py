@@ -1,20 +1,59 @@
-"""All hooks of one model: what is known of where the program is, and how they are taken off."""
+"""All hooks of a sharded model: those of a forward here, those of a backward in the base class.
+
+[Note: Methods as forwards] A method such as `generate` runs modules without, or many times over, the model's forward.
+`run_as_forward` makes it one forward of the model, through which the root stays whole. Forwards of the model inside it
+are sweeps of their own, so that each token's units are fetched ahead; their end releases units and not the root.
+
+[Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
+storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then
+go through the edit. Where autograd would have to follow the edit into other tensors (a view's base, an input that was
+passed twice), it cannot, and the edit is refused.
+
+[Note: Handed on] What a module returns may be a weight, or a view of one. Where weights are released after a forward,
+its storage would be gone before the caller uses it. A copy takes its place, through which its gradient comes as before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from types import GeneratorType
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
-from harness.fsdp.runtime.forward import Forward
-from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.readiness import Call
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, buckets_of, rest
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage import edits
+from harness.fsdp.storage.codec import FORWARD
+from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
+from harness.private_torch import (
+    in_forward_mode,
+    in_transform,
+    is_tracing,
+    is_view,
+    keeping_version,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 
-class Hooks:
+class Hooks(BackwardHooks):
+    """Hooks on the modules, parameters, inputs and outputs of all units."""
+
     def __init__(
         self,
         units: Sequence[Unit],
@@ -23,33 +62,401 @@ class Hooks:
         step: Step,
         guard: GradientGuard | None = None,
     ) -> None:
-        self.step = step
-        self.forward = Forward(units[0].name)
-        self.of_backward = BackwardHooks(units, gather, reduce, step, self.forward, guard)
-        self.of_forward = ForwardHooks(units, gather, step, self.forward, self.of_backward)
+        super().__init__(units, gather, reduce, step, guard)
+        self.root = units[0]
+        self.before_gradients: Callable[[], None] = lambda: None
+        self.before_forward: Callable[[], None] = lambda: None
+        self.whereabouts = Whereabouts(self.root.modules[0])
+        self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
+        params = (param for bucket in buckets_of(units) for _, param in bucket.params)
+        self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
+        self._depth = 0
+        """Forwards of the model that run inside its own, or inside a method."""
+        self._num_updates = 0
+        for unit in units:
+            self._watch_calls(unit)
 
-    @property
-    def is_installed(self) -> bool:
-        return bool(self.of_forward.handles)
+    def _watch_calls(self, unit: Unit) -> None:
+        before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
+        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
+        left = WeakHook(self._forward_left, unit)
+        for module in unit.modules:
+            self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after))
+            self.handles.append(module.register_forward_hook(left, always_call=True))
 
     def remove(self) -> None:
-        for handles in (self.of_forward.handles, self.of_backward.handles):
-            for handle in handles:
-                handle.remove()
-            handles.clear()
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
-    def recover(self) -> None:
-        self.of_backward.recover()
+    @property
+    def in_model(self) -> bool:
+        """True inside the model's forward, and inside a method run by `run_as_forward`."""
+        return self.root.name in self.step.running
 
     @property
     def is_inside(self) -> bool:
         """True inside the model's forward or backward."""
-        return self.forward.in_model or self.step.in_backward
+        return self.in_model or self.step.in_backward
 
     def where(self) -> str:
         if self.step.in_backward:
-            return f"in the backward of {self.of_backward.reached}"
-        running, root = tuple(self.forward.running), self.forward.root
+            return f"in the backward of {self._reached}"
+        running, root = tuple(self.step.running), self.root.name
         if running:
             return f"in the forward of {', '.join(name for name in running if name != root) or root}"
         return "outside the model's forward and backward"
+
+    # -- the model's forward ---------------------------------------------------------------------------------------
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recover()
+        if self.step.in_backward:
+            return
+        if not self._takes_dtensors:
+            refuse_dtensors(args, kwargs)
+        with_gradients = torch.is_grad_enabled()
+        if self.in_model:  # see [Note: Methods as forwards]
+            self._depth += 1
+            self.step.with_gradients = with_gradients
+        else:
+            self._begin_forward(with_gradients=with_gradients)
+        self.gather.pre_forward()
+        if self.lost_edits.looks:
+            self.lost_edits.note(self.root.buckets)
+
+    def _begin_forward(self, *, with_gradients: bool) -> None:
+        step = self.step
+        step.check_installed()
+        if step.in_forward or step.forward_raised:
+            self.gather.reshard_all()
+        rest(self.units[:1])  # unsharded since a forward that no backward followed
+        if with_gradients or self.gather.order:
+            refuse_transforms()
+        if with_gradients:
+            refuse_ddp_around(self.root.modules[0])
+            self.before_gradients()
+        if step.num_updates != self._num_updates:
+            self._num_updates = step.num_updates
+            for unit in self.units:
+                unit.readiness.forget_unseen()
+        self.check_module()
+        self.before_forward()
+        for bucket in self.root.buckets:
+            bucket.receive()
+        self._use_weights()
+        may_look = with_gradients and not self.gather.holds
+        self.lost_edits.begin(buckets_of(self.units), step.num_updates, may_look=may_look)
+        self._depth = 0
+        step.pre_forward(self.root.name, with_gradients=with_gradients)  # last: what raises above begins no forward
+
+    @by_engine
+    def _use_weights(self) -> None:
+        for bucket in buckets_of(self.units):
+            bucket.views.check_untouched()
+            if not self.gather.holds:  # which takes edits itself, from all ranks at once
+                edits.refuse_lost(bucket)
+            bucket.use()
+
+    def check_module(self) -> None:
+        """Raise RuntimeError for a parameter that was added, replaced, moved or cast."""
+        for bucket in buckets_of(self.units):
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.check()
+        self.whereabouts.check()
+
+    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        if self.step.in_backward:
+            return output
+        output = self._own(self.root, output)
+        leaves, number = tensors_with_grad(output), self.step.forward_number
+        inside = self._depth > 0
+        if self.lost_edits.looks and not inside:
+            self.lost_edits.end()
+        self.gather.post_forward(backward_follows=bool(leaves) or self.step.made_nodes, inside=inside)
+        if not inside:
+            for bucket in buckets_of(self.units):
+                bucket.receive()
+            self.step.in_forward = False
+        self.watch_outputs(self.root, leaves, forward=number)
+        return output
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that runs parts of the module; see [Note: Methods as forwards]. *Collective.*"""
+        self.recover()
+        if self.is_inside:
+            return method(*args, **kwargs)
+        if torch.is_grad_enabled():
+            refuse_transforms()
+            self.before_gradients()
+        self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
+        try:
+            self.gather.pre_forward()
+            output = self._root_post_forward(None, args, method(*args, **kwargs))
+        finally:
+            self._forward_left(self.root, None, args, None)
+        return output
+
+    # -- a unit's forward ------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.gather.unshard(unit, FORWARD)
+        with_gradients = torch.is_grad_enabled()
+        if self.step.in_backward:
+            if with_gradients:
+                unit.readiness.note_recomputation()
+            return None
+        self.step.running.add(unit.name)
+        if self.lost_edits.looks:
+            self.lost_edits.note(unit.buckets)
+        hidden = self.step.hides(with_gradients=with_gradients)
+        call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
+        return self._watch_inputs(unit, call, args, kwargs) if with_gradients else None
+
+    def _watch_inputs(self, unit: Unit, call: Call, args: Any, kwargs: Any) -> Any:
+        """Arguments behind a node that tells when a backward has passed the call; None where they are no tensors.
+
+        Of tensors with gradients among arguments and in tuples of them: lists, dicts and objects keep their identity.
+        """
+        inputs: list[Tensor] = []
+        given = (args, tuple(kwargs.values()))
+        _map_tensors(given, inputs.append)
+        if not inputs:
+            return None
+        refuse_transforms()
+        passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
+        unit.readiness.watch(call, passed[0].grad_fn)
+        call.inputs = list(zip(inputs, passed, strict=True))
+        following = iter(passed)
+        args, values = _map_tensors(given, lambda _: next(following))
+        return args, dict(zip(kwargs, values, strict=True))
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.step.in_backward:
+            return output
+        output, calls = self._own(unit, output), unit.readiness.running
+        leaves = tensors_with_grad(output)
+        if calls[-1].inputs:
+            leaves += self._take_edits(unit, calls[-1])
+        self.watch_outputs(unit, leaves, calls[-1])
+        if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
+            self._keep_unseen(unit)
+        if module is unit.modules[-1] and len(calls) == 1:  # it may be called in its own forward
+            if self.lost_edits.looks:
+                self.lost_edits.check(unit.buckets)
+            if unit is not self.gather.last or not leaves:
+                self.gather.reshard_after_forward(unit)
+        return output
+
+    def _own(self, unit: Unit, output: Any) -> Any:
+        """Output with copies of weights that are about to be released.
+
+        Raises:
+            RuntimeError: the call has assigned `data` of a parameter, which is lost then; or returns a generator.
+        """
+        if isinstance(output, GeneratorType) and any(bucket.views.is_sharded for bucket in unit.buckets):
+            raise RuntimeError(
+                f"unit {unit.name} returns a generator (its forward has a yield), whose code runs when the unit's"
+                " weights are released again: return a list of what it yields"
+            )
+        released = [bucket for bucket in unit.buckets if not bucket.is_resident]
+        for bucket in released:
+            bucket.views.check_untouched()
+        return without_weights(output, [bucket.compute for bucket in released]) if released else output
+
+    def _take_edits(self, unit: Unit, call: Call) -> list[Tensor]:
+        """Give inputs that were edited in place the history of their aliases, and return them."""
+        node = call.identity()
+        edited = [(own, alias) for own, alias in call.inputs if alias.grad_fn is not node]
+        places = [own.data_ptr() for own, _ in call.inputs] if edited else []
+        for own, alias in edited:
+            if own.is_leaf or is_view(own) or places.count(own.data_ptr()) > 1:
+                raise RuntimeError(
+                    f"unit {unit.name} edited an input in place that is a leaf, a view of another tensor, or was passed"
+                    " to it twice: autograd could not follow that through the unit. Edit a copy, x = x.clone(), or use"
+                    " the operation that makes a new tensor (relu for relu_, x + y for x.add_(y))"
+                )
+            with keeping_version(own):
+                EditedInput.apply(own, alias)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        return [own for own, _ in edited]
+
+    def _keep_unseen(self, unit: Unit) -> None:
+        """Keep a unit unsharded whose inputs and outputs no hook can see."""
+        unit.readiness.note_unseen()
+        if unit.shares_buffers and not self.gather.is_resident(unit):
+            raise RuntimeError(
+                f"unit {unit.name} takes and gives its tensors where no hook could see them (attributes, closures,"
+                " objects of other kinds): its weights must stay until the backward, and double_buffer=True has no room"
+                " for that. Pass tensors as arguments and results (in tuples, lists, dicts, dataclasses), or use"
+                " double_buffer=False; what needs no gradient belongs under torch.no_grad()"
+            )
+        self.gather.keep(unit)
+
+    def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
+        """A forward has ended or raised."""
+        if self.step.in_backward:
+            return
+        calls = unit.readiness.running
+        if calls:
+            calls.pop().inputs = []
+        if calls:
+            return
+        if not unit.is_root:
+            self.step.running.discard(unit.name)
+        elif self._depth:
+            self._depth -= 1
+        else:
+            self._model_left(raised=sys.exc_info()[1] is not None)
+
+    def _model_left(self, *, raised: bool) -> None:
+        step = self.step
+        step.running.discard(self.root.name)
+        step.forward_raised |= step.in_forward
+        step.in_forward = False
+        stays = step.with_gradients and not raised
+        rest(self.units[1:] if stays else self.units)
+        for bucket in self.root.buckets if stays else ():
+            if (sharded := bucket.views.sharded()) is not None:
+                sharded.count_edits()
+
+    def break_off(self) -> None:
+        """Reset after a forward that was interrupted without its hooks."""
+        if self.step.in_backward:
+            return
+        for unit in self.units:
+            while unit.readiness.running:
+                self._forward_left(unit, None, (), None)
+        self._depth = 0
+        self._forward_left(self.root, None, (), None)
+
+
+def abandon(
+    runtime: DeviceRuntime,
+    reduce: ReducePipeline,
+    gather: GatherPipeline,
+    wait_for_weights: Callable[[], None],
+    close_watches: Callable[[], None],
+) -> None:
+    """End collectives of a model that was garbage-collected, without waiting for other ranks.
+
+    Ranks collect a model at different moments. One that waited there, for one whose model is not collected yet and that
+    waits for this rank in its program, would wait for ever. On CUDA streams wait, and not the host. On a CPU nobody
+    waits for a rank that has cancelled its part.
+    """
+    close_watches()
+    with suppress(Exception):
+        if runtime.has_streams:
+            reduce.discard()
+            gather.reshard_all()
+            wait_for_weights()
+        else:
+            reduce.cancel()
+            gather.cancel()
+
+
+class PassedInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.notify = notify
+        ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
+        return tuple([each.detach() for each in inputs])  # what is returned as it came cannot be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.notify()
+        return (None, *gradients)
+
+
+class EditedInput(torch.autograd.Function):
+    """Gives the caller's tensor the history of its alias; see [Note: Edited inputs]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
+        ctx.mark_dirty(own)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def _map_tensors(values: tuple[Any, ...], function: Callable[[Tensor], Any]) -> tuple[Any, ...]:
+    return tuple(
+        [
+            function(value)
+            if isinstance(value, Tensor) and value.requires_grad
+            else _map_tensors(value, function)
+            if type(value) is tuple
+            else value
+            for value in values
+        ]
+    )
+
+
+def tensors_with_grad(output: Any) -> list[Tensor]:
+    """Tensors with gradients in nested containers and dataclasses."""
+    if isinstance(output, Tensor):  # as almost always
+        return [output] if output.requires_grad else []
+    found = []
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor):
+            found += [value] if value.requires_grad else []
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += tensors_with_grad([getattr(value, each.name) for each in fields(value)])
+    return found
+
+
+@by_engine
+def without_weights(output: Any, weights: Sequence[Tensor]) -> Any:
+    """Output with copies of tensors that lie in the storage of `weights`; dataclasses are changed in place."""
+    places = {weight.untyped_storage().data_ptr() for weight in weights if weight.numel()}
+    if isinstance(output, Tensor):  # as almost always
+        return output.clone() if _lies_in(output, places) else output
+    leaves, shape = tree_flatten(output)
+    copied = False
+    for place, leaf in enumerate(leaves):
+        if _lies_in(leaf, places):
+            leaves[place], copied = leaf.clone(), True
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for each in fields(leaf):
+                held = getattr(leaf, each.name, None)
+                if (made := without_weights(held, weights)) is not held:
+                    object.__setattr__(leaf, each.name, made)  # a frozen one, too
+    return tree_unflatten(leaves, shape) if copied else output
+
+
+def _lies_in(value: Any, places: set[int]) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or not value.numel():
+        return False
+    try:
+        return value.untyped_storage().data_ptr() in places
+    except (NotImplementedError, RuntimeError):  # DTensors and their like, which have none of their own
+        return False
+
+
+def refuse_dtensors(args: Any, kwargs: Any) -> None:
+    """Raise TypeError where an input of the model is a DTensor."""
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, DTensor):
+            raise TypeError(
+                f"an input of the sharded model is a DTensor (shape {tuple(value.shape)}, {value.placements}), and its"
+                " weights are plain tensors while it runs: give each rank its own rows, as x.to_local()"
+            )
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError under `torch.jit.trace`, inside transforms of `torch.func` and in forward-mode
+    differentiation."""
+    if is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace (and torch.onnx.export by TorchScript) cannot record a sharded model, whose weights are"
+            " gathered in place: trace a plain copy of the module that has loaded full_weights()"
+        )
+    if in_transform() or in_forward_mode():
+        raise RuntimeError(
+            "torch.func transforms (grad, vjp, jvp, jacrev, vmap) and forward-mode differentiation cannot go through"
+            " units of a sharded model, whose weights are gathered in place and whose gradients leave by hooks of"
+            " autograd: use loss.backward() or torch.autograd.grad(loss, inputs), or transform a plain copy of the"
+            " module made of full_weights()"
+        )

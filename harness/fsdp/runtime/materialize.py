@@ -13,35 +13,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.comm.mesh import Everyone, Meshes
-from harness.fsdp.runtime.units import Unit, UnitPlan, is_expert
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.runtime.units import is_expert
 from harness.fsdp.storage.layout import Slot
-from harness.fsdp.storage.memory import BucketMemory, placeholder
-from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
+from harness.fsdp.storage.memory import placeholder
+from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import weak_references
 from harness.fsdp.tensor_parallel.declared import declares
-from harness.fsdp.tensor_parallel.parameters import Portion, real, values_here
+from harness.fsdp.tensor_parallel.parameters import real, values_here
 from harness.private_torch import parameters_of
-
-Members = list[tuple[str, nn.Parameter]]
-
-
-def build_units(
-    plans: Sequence[UnitPlan],
-    make_group: Callable[[str, GroupKey, Members], ParamGroup],
-    memory: BucketMemory,
-) -> list[Unit]:
-    """Give every planned unit its buckets."""
-    units = []
-    for plan in plans:
-        with memory.unit(shares=not plan.is_root):
-            buckets = [make_group(f"{plan.name}/{key.label}", key, members) for key, members in plan.buckets.items()]
-        units.append(Unit(plan.name, plan.modules, buckets))
-    return units
 
 
 def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
@@ -123,12 +108,12 @@ def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
     if id(part) in seen:
         return
     seen.add(id(part))
+    inner = (turn for child in part.children() for turn in _turns(child, seen))
     if _has_own(part) and not hasattr(part, "reset_parameters") and hasattr(part, "_reset_parameters"):
-        yield [*(each for child in part.children() for turn in _turns(child, seen) for each in turn), part]
-        return
-    yield [part]
-    for child in part.children():
-        yield from _turns(child, seen)
+        yield [*(each for turn in inner for each in turn), part]
+    else:
+        yield [part]
+        yield from inner
 
 
 def _has_own(part: nn.Module) -> bool:
@@ -137,14 +122,13 @@ def _has_own(part: nn.Module) -> bool:
 
 
 def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if hasattr(part, method):
-            found: Callable[[], None] = getattr(part, method)
-            return found
-    raise ValueError(
-        f"{name} ({type(part).__name__}) has parameters or buffers of its own and neither reset_parameters() nor"
-        " _reset_parameters(); write one, or give `initial_value`"
-    )
+    found: Callable[[], None] | None = getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+    if found is None:
+        raise ValueError(
+            f"{name} ({type(part).__name__}) has parameters or buffers of its own and neither reset_parameters() nor"
+            " _reset_parameters(); write one, or give `initial_value`"
+        )
+    return found
 
 
 def _reset(
@@ -156,24 +140,20 @@ def _reset(
     device: torch.device,
 ) -> None:
     own = {id(p): p for part in parts for p in parameters_of(part).values() if p is not None}
-    kept = {key: homes[key][0].key.dtype for key in own}
-    with _whole(parts, own, kept, device) as whole:
+    with _whole(parts, own, {key: homes[key][0].key.dtype for key in own}, device) as whole:
         for reset in resets:
             reset()
     for key, value in whole.items():
         bucket, slot = homes[key]
         if key not in done:
             done.add(key)
-            alike = _alike(bucket.portion_of(slot), value, meshes)
+            portion = bucket.portion_of(slot)
+            is_cut = not portion.is_whole and tuple(value.shape) == portion.here
+            alike = meshes.dense.everyone if is_cut else meshes.everyone
             bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
     for bucket, _ in (homes[each] for each in own):
         bucket.point_at_weights()
         bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
-
-
-def _alike(portion: Portion, value: Tensor, meshes: Meshes) -> Everyone:
-    is_portion = not portion.is_whole and tuple(value.shape) == portion.here
-    return meshes.dense.everyone if is_portion else meshes.everyone
 
 
 @contextmanager
@@ -192,17 +172,14 @@ def _whole(
         values = torch.empty(shape, dtype=dtypes[key], device=device)
         stand_ins[key] = real(param, values) if key in cut_themselves else nn.Parameter(values, param.requires_grad)
     found: dict[int, Tensor] = {}
-    stood_for = [
-        (part, name, param) for part in parts for name, param in parameters_of(part).items() if param is not None
-    ]
-    for part, name, param in stood_for:
-        parameters_of(part)[name] = stand_ins[id(param)]
+    params_of: list[dict[str, Any]] = [parameters_of(part) for part in parts]
+    held = [(params, name, param) for params in params_of for name, param in params.items() if param is not None]
+    for params, name, param in held:
+        params[name] = stand_ins[id(param)]
     try:
         yield found
-        for part, name, param in stood_for:
-            held = parameters_of(part)[name]
-            assert held is not None
-            found.setdefault(id(param), values_here(held).data)
+        for params, name, param in held:
+            found.setdefault(id(param), values_here(params[name]).data)
     finally:
-        for part, name, param in stood_for:
-            parameters_of(part)[name] = param
+        for params, name, param in held:
+            params[name] = param

@@ -26,29 +26,27 @@ taken whose output the backward came to first; or, where a call without gradient
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.storage.parameter_access import HOME, by_engine
-from harness.private_torch import next_number, will_run
+from harness.private_torch import next_number, running_node, will_run
+
+ABOVE_ALL = 2**64 - 1  # no node has this sequence number
 
 
-@dataclass(frozen=True)
 class Call:
-    """One call of a unit.
+    """One call of a unit. forward: number of the model's forward, 0 outside."""
 
-    begin: sequence number of its first node. identity: returns the node on its inputs while the graph lives.
-    forward: number of the model's forward, 0 outside.
-    """
-
-    begin: int
-    identity: Callable[[], Any]
-    forward: int = 0
+    def __init__(self, forward: int) -> None:
+        self.forward = forward
+        self.begin = next_number()
+        self.inputs: list[tuple[Tensor, Tensor]] = []  # and their aliases, while its forward runs
+        self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
     @property
     def is_unseen(self) -> bool:
@@ -56,141 +54,116 @@ class Call:
         return self.identity() is None and next_number() > self.begin
 
 
-def _nothing() -> None: ...
-
-
 class Readiness:
+    """One unit's calls since the last backward, and what is still to come to it in the one that runs."""
+
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
-        self.trained = params
-        # identities on the inputs, as long as their graphs live, and their calls
-        self._calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
-        self._due_params: set[int] = set()
-        self._due_calls: set[Any] = set()
-        self._running: list[Call] = []
-        self._unseen: set[int] = set()  # numbers at which calls without any hook began
-        self._inside: set[Any] = set()  # identities of calls that the backward has entered and not passed
-        self._entered: set[int] = set()  # numbers at which calls without a due identity began
-        self._arrived: set[int] = set()
-        self._hidden_calls = 0
-        self._called_in: set[int] = set()
-        """Numbers of the forwards, since the last backward, in which the unit was called; 0: in none."""
-        self._is_reached = False
-        self.is_called = False
-        """True if a forward of this backward called the unit, as far as is known."""
-        self.is_due_once = True
-        """True if this backward comes to at most one call of the unit."""
+        self.running: list[Call] = []  # whose forward runs, the innermost last
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # with an identity, which alone keeps them
+        self._unseen: set[Call] = set()  # without any hook
+        self.post_backward()
 
-    def note_call(self, *, hidden: bool, forward: int) -> None:
-        """The unit's forward runs. hidden: under no_grad inside a forward with gradients."""
+    def post_backward(self) -> None:
+        self.trained = self.params
+        self.due: set[Call] = set()
+        self._due_params: set[int] = set()
+        self._inside: set[Call] = set()  # entered, and not passed
+        self._arrived: set[int] = set()
+        self.hidden_calls = 0  # under no_grad inside a forward with gradients
+        self._called_in: set[int] = set()  # numbers of forwards; 0: in none
+        self._is_reached = False
+        self.is_called = False  # by a forward of this backward, as far as is known
+        self.is_due_once = True  # this backward comes to at most one call
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def begin_call(self, *, hidden: bool, forward: int) -> Call:
         self._called_in.add(forward)
-        self._hidden_calls += hidden
+        self.hidden_calls += hidden
+        call = Call(forward)
+        self.running.append(call)
+        return call
+
+    def watch(self, call: Call, node: Any) -> None:
+        """A call has an identity on its inputs."""
+        call.identity = weakref.ref(node)
+        self._calls.add(call)
 
     def note_recomputation(self) -> None:
-        if self._hidden_calls:
-            self._hidden_calls -= 1
+        if self.hidden_calls:
+            self.hidden_calls -= 1
             self._arrived.clear()
-
-    def begin_call(self, identity: Any = None, forward: int = 0) -> None:
-        self._running.append(Call(next_number(), _nothing if identity is None else ref(identity), forward))
-        if identity is not None:
-            self._calls[identity] = self.call
-
-    def end_call(self) -> None:
-        if self._running:
-            self._running.pop()
 
     def note_unseen(self) -> None:
         """The running call has hooks neither on inputs nor on outputs."""
-        self._unseen.add(self.call.begin)
+        self._unseen.add(self.running[-1])
 
     def forget_unseen(self) -> None:
         """After an update no backward may reach calls without hooks."""
         self._unseen.clear()
 
-    @property
-    def call(self) -> Call:
-        return self._running[-1]
+    # -- the backward that runs ------------------------------------------------------------------------------------
 
     def pre_backward(self, trained: Sequence[nn.Parameter], due: Set[int]) -> None:
         """A backward begins. trained: parameters that are not frozen. due: ids of those that get a gradient."""
-        self._due_calls = {node for node in self._calls if _will_run(node)}
+        nodes = [(call, call.identity()) for call in self._calls]
+        self.due = {call for call, node in nodes if node is not None and will_run(node)}
         self.trained = trained
         self._due_params = {id(param) for param in trained} & due
-        self._is_reached = bool(self._due_calls or self._due_params)
-        self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
+        self._is_reached = bool(self.due or self._due_params)
+        self.is_due_once = len(self.due) + len(self._unseen) <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
         """Forwards that this backward goes through; empty: unknown. See [Note: Forwards of a backward]."""
-        self.is_called = bool(self._called_in & numbers or 0 in self._called_in) if numbers else bool(self._called_in)
-
-    def post_backward(self) -> None:
-        self._entered.clear()
-        self._inside.clear()
-        self._due_calls, self._due_params = set(), set()
-        self._arrived.clear()
-        self._hidden_calls = 0
-        self._called_in.clear()
-        self._is_reached = self.is_called = False
+        self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
 
     def enter(self, call: Call) -> None:
-        identity = call.identity()
-        if identity in self._due_calls:
-            self._inside.add(identity)
-        else:
-            self._entered.add(call.begin)
-
-    @property
-    def is_entered(self) -> bool:
-        """True inside a call whose end only the order of nodes tells."""
-        return bool(self._entered)
-
-    @property
-    def is_resting(self) -> bool:
-        """True if the backward is inside no call of the unit."""
-        return not self._entered and not self._inside
-
-    @property
-    def is_passed(self) -> bool:
-        return not self._due_calls and not self._entered and not self._unseen
+        self._inside.add(call)
 
     def pass_to(self, number: int) -> None:
-        self._entered = {begin for begin in self._entered if begin <= number}
+        """A node of this number runs."""
+        self._inside = {call for call in self._inside if call in self.due or call.begin <= number}
 
-    def note_passed(self, node: Any) -> None:
-        self._due_calls.discard(node)
-        self._inside.discard(node)
+    def note_passed(self, call: Call) -> None:
+        self.due.discard(call)
+        self._inside.discard(call)
 
     def note_gradient(self, param: nn.Parameter, number: int) -> bool:
         """A gradient has come. Without hooks it may be of any call not yet passed. Returns `is_entered`."""
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
         if self._unseen:
-            self._entered |= {begin for begin in self._unseen if begin <= number}
-        return bool(self._entered)
+            self._inside |= {call for call in self._unseen if call.begin <= number}
+        return not self._inside <= self.due
 
     def note_written(self, param: nn.Parameter) -> None:
         """A kernel adds the gradient itself, before the backward has passed the call.
 
         Without a node on the inputs the unit ends with the whole backward.
         """
-        if self._due_calls:
+        if self.due:
             self._due_params.discard(id(param))
             self._arrived.add(id(param))
 
     @property
-    def due_numbers(self) -> list[int]:
-        return [self._calls[identity].begin for identity in self._due_calls]
+    def is_entered(self) -> bool:
+        """True inside a call whose end only the order of nodes tells."""
+        return not self._inside <= self.due
+
+    @property
+    def is_resting(self) -> bool:
+        """True if the backward is inside no call of the unit."""
+        return not self._inside
+
+    @property
+    def is_passed(self) -> bool:
+        return not (self.due or self._inside or self._unseen)
 
     @property
     def is_due(self) -> bool:
         """True if autograd will bring a gradient to a parameter of the unit."""
         return bool(self._due_params)
-
-    @property
-    def has_hidden_calls(self) -> bool:
-        """True if the unit was called under no_grad inside a forward with gradients."""
-        return self._hidden_calls > 0
 
     @property
     def is_unused(self) -> bool:
@@ -200,11 +173,9 @@ class Readiness:
     @property
     def is_over(self) -> bool:
         """True if all that was due has come."""
-        if self._hidden_calls or self._entered:
+        if self.hidden_calls or self.due or self._inside or self._due_params:
             return False
-        if self._is_reached:
-            return not self._due_params and not self._due_calls
-        return len(self._arrived) == len(self.trained)
+        return self._is_reached or len(self._arrived) == len(self.trained)
 
 
 @by_engine
@@ -220,8 +191,8 @@ def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
-    forwards = {unit._calls[identity].forward for unit in units for identity in unit._due_calls}
-    if not forwards and forward and not any(unit.has_hidden_calls for unit in units):
+    forwards = {call.forward for unit in units for call in unit.due}
+    if not forwards and forward and not any(unit.hidden_calls for unit in units):
         forwards = {forward}  # in which this rank uses no unit, most likely
     for unit in units:
         unit.note_forwards(forwards)
@@ -259,5 +230,16 @@ def _will_come(param: nn.Parameter, node: Any) -> bool:
         ) from error
 
 
-def _will_run(node: Any) -> bool:
-    return bool(will_run(node))
+def could_reach(params: Set[int]) -> bool:
+    """True if the graph below the running node holds one of these parameters."""
+    todo: list[Any] = [running_node()]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in params:
+            return True
+        todo += [each for each, _ in node.next_functions]
+    return False

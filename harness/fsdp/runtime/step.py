@@ -2,7 +2,7 @@
 
 [Note: Step state] A step is every backward from one `zero_grad()` to the next, with the update between them. Its state
 says what has become of the gradients; `TRANSITIONS` says which call leads where, `REFUSALS` what a call that leads
-nowhere is told: why, and which call is missing. `StateMachine.move` is the one way from state to state.
+nowhere is told: why, and which call is missing. `Step.move` is the one way from state to state.
 
                  pre_backward             post_backward
     IDLE ─────────────────────> BACKWARD ───────────────> ACCUMULATED   waits for a backward that ends the step
@@ -14,9 +14,8 @@ nowhere is told: why, and which call is missing. `StateMachine.move` is the one 
 A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, is no part of the step: it has
 calls of its own, and leads back to where it began.
 
-Two more states are not of gradients: whether updated weights are installed, of which a forward asks (`InstallState`),
-and where the model's forward is (`forward.ForwardState`). A forward changes no gradient: it may run in every state of
-the step.
+Flags say if updated weights are installed, which a forward needs, and where the model's forward is. A forward changes
+no gradient: it may run in every state of the step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.fsdp.runtime.state_machine import StateMachine
+from harness.private_torch import next_number
 
 
 class StepState(Enum):
@@ -38,15 +37,12 @@ class StepState(Enum):
 
 
 class Call(Enum):
-    pre_forward = "a forward, or model.unsharded()"
-    post_forward = "the end of a forward"
     pre_backward = "backward()"
     post_backward = "the end of a backward"
     pre_backward_of_inputs = "torch.autograd.grad() of inputs"
     post_backward_of_inputs = "the end of torch.autograd.grad() of inputs"
     finish_grad_sync = "finish_grad_sync()"
     update = "optimizer.step()"
-    install_weights = "install_weights()"
     zero_grad = "zero_grad()"
     fail = "an exception"
 
@@ -117,17 +113,13 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
 }
 
 
-class StepError(RuntimeError):
-    """A call is not allowed in the current state of the step. The message says why and which call is missing."""
-
-
 @dataclass(frozen=True)
 class BackwardPlan:
     reduce_units: bool
     last: bool
     adds: bool
     leads_to: StepState
-    ends_by: Call = Call.post_backward
+    of_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,58 +153,29 @@ class StepShape:
             )
 
 
-class InstallState(Enum):
-    INSTALLED = "compute weights follow from the main weights"
-    UPDATED = "step(install_optimized_model_weights=False) left main weights that are not installed"
+class StepError(RuntimeError):
+    """A call is not allowed in the current state of the step. The message says why and which call is missing."""
 
 
-INSTALL_TRANSITIONS: dict[InstallState, dict[Call, tuple[InstallState, ...]]] = {
-    InstallState.INSTALLED: {
-        Call.pre_forward: (InstallState.INSTALLED,),
-        Call.update: (InstallState.INSTALLED, InstallState.UPDATED),
-        Call.install_weights: (InstallState.INSTALLED,),
-    },
-    InstallState.UPDATED: {
-        Call.update: (InstallState.UPDATED,),
-        Call.install_weights: (InstallState.INSTALLED,),
-    },
-}
-INSTALL_REFUSALS = {
-    (InstallState.UPDATED, Call.pre_forward): (
-        "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
-        " model.install_optimized_model_weights() before they are used"
-    )
-}
-
-
-class Installed(StateMachine[InstallState, Call]):
-    state = InstallState.INSTALLED
-    transitions = INSTALL_TRANSITIONS
-    refusals = INSTALL_REFUSALS
-    error = StepError
-
-
-class Step(StateMachine[StepState, Call]):
-    """State of a step; see [Note: Step state]."""
-
-    state = StepState.IDLE
-    transitions = TRANSITIONS
-    refusals = REFUSALS
-    error = StepError
+class Step:
+    """State of a step, see [Note: Step state]; and place of the model's forward."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
-        self.sync = True
-        """False inside `no_sync`."""
+        self.state = StepState.IDLE
+        self.sync = True  # False inside `no_sync`
         self.num_backwards = 0
-        self.number = 0
         self.plan = shape.plan(sync=True, adds=False)
-        self.installed = Installed()
+        self.is_installed = True  # False after step(install_optimized_model_weights=False)
         self.num_updates = 0
-        self.has_ended = False
-        """True if gradients were finished since the last install."""
-        self.has_sums = False
-        """True if a backward of this step is reduced."""
+        self.has_ended = False  # gradients were finished since the last install
+        self.has_sums = False  # a backward of this step is reduced
+        self.running: set[str] = set()  # units whose forward runs, not counting recomputation in a backward
+        self.in_forward = False  # from the model's pre-forward to its post-forward
+        self.forward_raised = False  # and left weights unsharded
+        self.with_gradients = False
+        self.num_forwards = 0
+        self._first_node = 0
 
     @property
     def in_backward(self) -> bool:
@@ -222,43 +185,72 @@ class Step(StateMachine[StepState, Call]):
     def has_gradients(self) -> bool:
         return self.state is not StepState.IDLE
 
-    def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
-        """Begin a backward; a refused one fails the step.
+    def check(self, call: Call) -> tuple[StepState, ...]:
+        """States that a call may lead to now; raises StepError if none."""
+        row = TRANSITIONS[self.state]
+        if call not in row:
+            possible = ", ".join(each.value for each in row)
+            told = REFUSALS.get((self.state, call))
+            raise StepError(told or f"{call.value} is not possible now ({self.state.value}); possible is: {possible}")
+        return row[call]
 
-        Args:
-            of_inputs: `torch.autograd.grad` of inputs, no part of the step.
+    def move(self, call: Call, to: StepState | None = None) -> None:
+        """Change the state. to: None where the call leads to one state only. Raises StepError otherwise."""
+        allowed = self.check(call)
+        if to is None:
+            (to,) = allowed
+        elif to not in allowed:
+            raise StepError(f"{call.value} does not lead from {self.state.name} to {to.name}")
+        self.state = to
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    @property
+    def forward_number(self) -> int:
+        """Number of the running forward, from 1; 0 outside."""
+        return self.num_forwards if self.in_forward else 0
+
+    @property
+    def made_nodes(self) -> bool:
+        """True if the forward made nodes that a backward could go through."""
+        return self.with_gradients and next_number() > self._first_node
+
+    def pre_forward(self, root: str, *, with_gradients: bool) -> None:
+        self.in_forward, self.forward_raised, self.with_gradients = True, False, with_gradients
+        self.running = {root}
+        self.num_forwards += 1
+        self._first_node = next_number()
+
+    def hides(self, *, with_gradients: bool) -> bool:
+        """True under reentrant checkpointing: the call is recorded in the backward only."""
+        return self.in_forward and self.with_gradients and not with_gradients
+
+    # -- backward and update ---------------------------------------------------------------------------------------
+
+    def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
+        """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone.
 
         Raises:
             StepError: the state does not allow another backward.
             ValueError: see `StepShape.check_terms`.
         """
         if of_inputs:
-            self.plan = BackwardPlan(
-                reduce_units=False,
-                last=False,
-                adds=self.has_sums,
-                leads_to=self.state,
-                ends_by=Call.post_backward_of_inputs,
-            )
+            self.plan = BackwardPlan(False, last=False, adds=self.has_sums, leads_to=self.state, of_inputs=True)
             self.move(Call.pre_backward_of_inputs)
             return self.plan
         try:
             self.check(Call.pre_backward)
-            self.plan = self._next_plan()
+            if self.state is StepState.FINISHED:
+                self.num_backwards, self.has_sums = 0, False
+            self.shape.check_terms(self.num_backwards + 1)
         except Exception:
             self.fail()
             raise
+        self.plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
+        self.has_sums |= self.plan.reduce_units
+        self.num_backwards += 1
         self.move(Call.pre_backward)
         return self.plan
-
-    def _next_plan(self) -> BackwardPlan:
-        if self.state is StepState.FINISHED:
-            self.num_backwards, self.has_sums = 0, False
-        self.shape.check_terms(self.num_backwards + 1)
-        plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
-        self.has_sums |= plan.reduce_units
-        self.num_backwards += 1
-        return plan
 
     def check_forward(self, num_updates: int, *, is_stale: bool) -> None:
         """Fail the step and raise StepError for a backward through a forward from before an update."""
@@ -273,7 +265,7 @@ class Step(StateMachine[StepState, Call]):
         )
 
     def post_backward(self) -> None:
-        self.move(self.plan.ends_by, self.plan.leads_to)
+        self.move(Call.post_backward_of_inputs if self.plan.of_inputs else Call.post_backward, self.plan.leads_to)
 
     def fail(self) -> None:
         self.move(Call.fail)
@@ -284,18 +276,19 @@ class Step(StateMachine[StepState, Call]):
 
     def zero_grad(self) -> None:
         self.move(Call.zero_grad)
-        self.number += 1
-        self.num_backwards = 0
-        self.has_sums = False
+        self.num_backwards, self.has_sums = 0, False
 
     def update(self, *, installs: bool) -> None:
         self.move(Call.update)
-        self.installed.move(Call.update, self.installed.state if installs else InstallState.UPDATED)
+        self.is_installed &= installs
 
     def weights_installed(self) -> None:
         self.num_updates += 1
-        self.has_ended = False
-        self.installed.move(Call.install_weights)
+        self.has_ended, self.is_installed = False, True
 
     def check_installed(self) -> None:
-        self.installed.check(Call.pre_forward)
+        if not self.is_installed:
+            raise StepError(
+                "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
+                " model.install_optimized_model_weights() before they are used"
+            )

@@ -19,13 +19,11 @@ from collections.abc import Callable, Sequence
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.agreement import check_agreed
-from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Unit, buckets_of
+from harness.fsdp.runtime.units import buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
@@ -44,30 +42,24 @@ class Trainability:
 
     def __init__(
         self,
-        units: Sequence[Unit],
         meshes: Meshes,
         policy: MixedPrecisionPolicy,
         reductions_of: Callable[[ParamGroup], Reductions],
         hooks: Hooks,
         weights: Weights,
-        reduce: ReducePipeline,
         gradients: GradientSync,
-        guard: GradientGuard | None,
         laid_out_once: str,
     ) -> None:
-        self.units = units
         self.meshes = meshes
         self.policy = policy
         self.reductions_of = reductions_of
         self.hooks = hooks
         self.weights = weights
-        self.reduce = reduce
         self.gradients = gradients
-        self.guard = guard
         self.laid_out_once = laid_out_once
-        self._buckets = list(buckets_of(units))
+        self._buckets = list(buckets_of(hooks.units))
         self._agreed = self._flags()
-        hooks.of_forward.before_gradients = WeakHook(self.follow)
+        hooks.before_gradients = WeakHook(self.follow)
 
     def follow(self) -> None:
         """Take up what was frozen or unfrozen since the last forward. *Collective* where anything was.
@@ -89,55 +81,48 @@ class Trainability:
     def _flags(self) -> list[list[bool]]:
         return [bucket.views.flags() for bucket in self._buckets]
 
-    def _named(self, flags: list[list[bool]], buckets: Sequence[ParamGroup]) -> list[tuple[str, bool]]:
-        wanted = {id(bucket) for bucket in buckets}
-        return [
-            (name, flag)
-            for bucket, of_bucket in zip(self._buckets, flags, strict=True)
-            for (name, _), flag in zip(bucket.params, of_bucket, strict=True)
-            if id(bucket) in wanted
-        ]
-
     def _agree(self, now: list[list[bool]]) -> None:
-        dense = [bucket for bucket in self._buckets if not bucket.key.expert]
-        told, before = self._named(now, dense), self._named(self._agreed, dense)
-        changed = [name for (name, flag), (_, old) in zip(told, before, strict=True) if flag != old]
+        told, changed = [], []
+        for bucket, flags, before in zip(self._buckets, now, self._agreed, strict=True):
+            if not bucket.key.expert:
+                told += [(f"parameter {name}", WORDS[f]) for (name, _), f in zip(bucket.params, flags, strict=True)]
+                params = zip(bucket.params, flags, before, strict=True)
+                changed += [f"{name} is {WORDS[flag]} now" for (name, _), flag, old in params if flag != old]
         if not changed:
             return
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         check_agreed(
-            [(f"parameter {name}", WORDS[flag]) for name, flag in told],
+            told,
             self.meshes.dense.everyone,
-            f"requires_grad, which the program changed ({changed[0]} is {WORDS[dict(told)[changed[0]]]} now{more})",
+            f"requires_grad, which the program changed ({changed[0]}{more})",
             "requires_grad differs between ranks",
             "All ranks must freeze and unfreeze the same parameters before the same forward",
         )
 
-    # -- from frozen to trained ------------------------------------------------------------------------------------
-
-    def _train(self, buckets: Sequence[ParamGroup]) -> None:
+    def _train(self, late: Sequence[ParamGroup]) -> None:
         """Give buckets gradient storage; see [Note: Unfreezing]. *Collective.*"""
-        for bucket in buckets:
+        for bucket in late:
             self._refuse(bucket)
+        hooks = self.hooks
         self.weights.before_edit()
-        self.weights.gather.reshard_all()
-        for bucket in buckets:
+        hooks.gather.reshard_all()
+        for bucket in late:
             bucket.train(self.policy.resolve(bucket.key.dtype))
-        for unit in self.units:
+        for unit in hooks.units:
             unit.take_in()
-        self.hooks.step.weights_installed()
+        hooks.step.weights_installed()
         trained = [bucket for bucket in self._buckets if bucket.trainable]
-        self.reduce.take_in(self.units, {bucket.name: self.reductions_of(bucket) for bucket in buckets})
-        self.gradients.take_in(Usage.of(self.meshes, trained), late=buckets)
-        if self.guard is not None:
-            self.guard.watch(trained)
-        self.hooks.of_backward.take_in(buckets)
+        hooks.reduce.take_in(hooks.units, {bucket.name: self.reductions_of(bucket) for bucket in late})
+        self.gradients.take_in(Usage.of(self.meshes, trained), late=late)
+        if hooks.guard is not None:
+            hooks.guard.watch(trained)
+        hooks.take_in(late)
 
     def _refuse(self, bucket: ParamGroup) -> None:
         why = self.laid_out_once
         if bucket.key.expert:
             why = "and experts (allreduce=False) are others on every rank, so that ranks cannot agree on it"
-        elif self.weights.gather.holds:
+        elif self.hooks.gather.holds:
             why = "inside unsharded(), which holds its weights: run the first forward that trains it outside"
         if why:
             name = next(name for (name, _), flag in zip(bucket.params, bucket.views.flags(), strict=True) if flag)

@@ -1,4 +1,4 @@
-"""Modules to units, parameters to buckets: who is gathered, reduced and released together.
+"""Modules to units with storage: who is gathered, reduced and released together, and who gets which values.
 
 A unit is the outermost module of a listed class. Everything that lies in no unit, or in several (tied weights), belongs
 to the root unit, which is gathered before the forward begins and stays until the backward ends. Within a unit,
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import encodings_of
+from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, ParamGroup
 
 ROOT = "(root)"
 JOINED = " to "
+Members = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(eq=False)
@@ -31,7 +33,7 @@ class UnitPlan:
 
     name: str
     modules: list[nn.Module]
-    buckets: dict[GroupKey, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+    buckets: dict[GroupKey, Members] = field(default_factory=dict)
 
     @property
     def is_root(self) -> bool:
@@ -42,23 +44,17 @@ class UnitPlan:
         return sum(param.numel() for members in self.buckets.values() for _, param in members)
 
 
-@dataclass(eq=False)
 class Unit:
-    """One unit; its index is its place in every order of collectives.
+    """One unit; its index is its place in every order of collectives."""
 
-    given: its modules, kept weakly; see `harness.fsdp.runtime.weak_hooks`.
-    """
-
-    name: str
-    given: InitVar[list[nn.Module]]
-    buckets: list[ParamGroup]
-    readiness: Readiness = field(init=False)
     kept_by_engine = True
-    is_held: bool = False
 
-    def __post_init__(self, given: list[nn.Module]) -> None:
-        self.is_root = self.name == ROOT
-        self._modules = [weakref.ref(module) for module in given]
+    def __init__(self, name: str, modules: Sequence[nn.Module], buckets: list[ParamGroup]) -> None:
+        self.name = name
+        self.is_root = name == ROOT
+        self.is_held = False
+        self.buckets = buckets
+        self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.readiness = Readiness([])
         self.take_in()
 
@@ -80,6 +76,7 @@ class Unit:
         return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
 
     def take_in(self) -> None:
+        """Follow which buckets are trainable."""
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
@@ -114,6 +111,18 @@ def compiled(module: nn.Module) -> nn.Module:
     return inside
 
 
+def build_units(
+    plans: Sequence[UnitPlan], make_group: Callable[[str, GroupKey, Members], ParamGroup], memory: BucketMemory
+) -> list[Unit]:
+    """Give every planned unit its buckets."""
+    units = []
+    for plan in plans:
+        with memory.unit(shares=not plan.is_root):
+            buckets = [make_group(f"{plan.name}/{key.label}", key, members) for key, members in plan.buckets.items()]
+        units.append(Unit(plan.name, plan.modules, buckets))
+    return units
+
+
 def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_elements: int = 0) -> list[UnitPlan]:
     """Assign every parameter to a unit: the root, then units in definition order, without empty ones.
 
@@ -138,9 +147,10 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
 
 def _joined(units: Sequence[UnitPlan], min_elements: int) -> list[UnitPlan]:
     found: list[UnitPlan] = []
-    numels = [unit.numel for unit in units]
-    last, left = 0, sum(numels)
-    for unit, numel in zip(units, numels, strict=True):
+    left = sum(unit.numel for unit in units)
+    last = 0
+    for unit in units:
+        numel = unit.numel
         if found and (last < min_elements or left < min_elements):
             _join(found[-1], unit)
             last += numel

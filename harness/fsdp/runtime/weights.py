@@ -177,7 +177,7 @@ class Weights:
         units = self._units_of(wanted)
         self._refuse_inside("unsharded()")
         self.step.check_installed()
-        self.hooks.of_forward.check_module()
+        self.hooks.check_module()
         self.adopt_edits()
         self.bring_up_to_date()
         self.wait()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
@@ -228,10 +228,10 @@ def test_a_program_is_right(strategy: str, check: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_load_weights, _run_as_forward = StateAccess.load_state_dict, ForwardHooks.run_as_forward
+_load_weights, _run_as_forward = StateAccess.load_state_dict, Hooks.run_as_forward
 
 
-def _does_not_follow(self: ForwardHooks, method: Any, *args: Any) -> Any:
+def _does_not_follow(self: Hooks, method: Any, *args: Any) -> Any:
     with mock.patch.object(self, "before_gradients"):
         return _run_as_forward(self, method, *args)
 
@@ -253,7 +253,7 @@ MUTANTS = {
     ),
     "methods that train": _of_loops(
         "A method that runs as a forward does not follow what is frozen and unfrozen",
-        patched(ForwardHooks, "run_as_forward", _does_not_follow),
+        patched(Hooks, "run_as_forward", _does_not_follow),
         "training_by_a_method",
     ),
     "zeros": _of_loops(

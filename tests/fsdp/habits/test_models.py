@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from harness.fsdp import fully_shard_model
-from harness.fsdp.runtime import backward_hooks, forward_hooks
+from harness.fsdp.runtime import backward_hooks, hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
-from harness.fsdp.runtime.forward import Forward
-from harness.fsdp.runtime.forward_hooks import ForwardHooks
-from harness.fsdp.runtime.handed_on import without_weights
+from harness.fsdp.runtime.hooks import Hooks, without_weights
 from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp import methods
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
@@ -263,9 +261,9 @@ def test_a_program_is_right(strategy: str, check: str) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-def _cut_off(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
+def _cut_off(output: Any, weights: Sequence[Tensor]) -> Any:
     """Without the copy a program reads memory that is gone, and may end there."""
-    found = without_weights(output, weights, unit)
+    found = without_weights(output, weights)
     return found if found is output else tree_map_only(Tensor, Tensor.detach, found)
 
 
@@ -276,14 +274,14 @@ def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: 
         torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
 
-_is_due = property(lambda self: bool(self._due_params) or self.has_hidden_calls)
+_is_due = property(lambda self: bool(self._due_params) or self.hidden_calls)
 _of_programs = partial(Mutant, room="The engine, by habits of programs")
 _of_loops = partial(Mutant, room="The engine, by habits of loops")
 _of_methods = partial(Mutant, room="The engine, by methods beside forward")
 MUTANTS = {
     "views of weights": _of_programs(
         "The copy of a weight that a unit hands on brings no gradient back",
-        patched(forward_hooks, "without_weights", _cut_off),
+        patched(hooks, "without_weights", _cut_off),
         "handing_on",
     ),
     "hooks on leaves": _of_programs(
@@ -299,7 +297,7 @@ MUTANTS = {
         "no_shard",
     ),
     "interrupts": _of_programs(
-        "Nobody notices that a forward was interrupted", patched(ForwardHooks, "break_off"), "interrupting"
+        "Nobody notices that a forward was interrupted", patched(Hooks, "break_off"), "interrupting"
     ),
     "stops": _of_loops(
         "A part that ran without gradients makes a backward of a gradient of an input",
@@ -312,17 +310,17 @@ MUTANTS = {
     ),
     "generators": _of_methods(
         "A generator finds the weights of its unit released",
-        patched(forward_hooks, "refuse_generator"),
+        patched(hooks, "GeneratorType", ()),
         "yielding",
     ),
     "root let go": _of_methods(
         "A forward of the model inside a method ends as one outside does",
-        patched(Forward, "in_model", property(lambda self: False)),
+        patched(Hooks, "in_model", property(lambda self: False)),
         "parts",
     ),
     "method as it is": _of_methods(
         "A registered method runs without the root",
-        patched(ForwardHooks, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
+        patched(Hooks, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
         "parts",
     ),
 }

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from harness.fsdp import MixedPrecisionPolicy, StepError, fully_shard, fully_shard_model
 from harness.fsdp.guards.replicas import ReplicaCheck
-from harness.fsdp.runtime import backward_hooks, forward_hooks, gradient_sync, program_hooks, readiness
-from harness.fsdp.runtime.graph import Passed
-from harness.fsdp.runtime.program_hooks import ProgramHook
+from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness, weak_hooks
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.weak_hooks import ProgramHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
@@ -331,13 +331,13 @@ _of_steps = partial(Mutant, room="The engine, by habits around a step")
 MUTANTS = {
     "transforms": _cannot_take(
         "torch's own words tell of a transform that cannot go through a unit",
-        patched(forward_hooks, "refuse_transforms"),
+        patched(hooks, "refuse_transforms"),
         "transforms",
         "no_shard",
     ),
     "edited inputs": _cannot_take(
         "What a unit edited in place is used by its caller without a gradient through the edit",
-        patched(Passed, "take_edits", return_value=[]),
+        patched(Hooks, "_take_edits", return_value=[]),
         "edited_inputs",
     ),
     "earlier graphs": _cannot_take(
@@ -356,7 +356,7 @@ MUTANTS = {
     ),
     "DTensor inputs": _cannot_take(
         "A DTensor input is found by whatever meets it first",
-        patched(forward_hooks, "refuse_dtensors"),
+        patched(hooks, "refuse_dtensors"),
         "strange_tensors",
     ),
     "sparse gradients": _cannot_take(
@@ -377,7 +377,7 @@ MUTANTS = {
     ),
     "edits through data in a hook": _of_steps(
         "A hook's parameter counts no edits through `data`",
-        patched(program_hooks, "counting", lambda own: own),
+        patched(weak_hooks, "counting", lambda own: own),
         "stepping_in_hooks",
         "optim_grads",
     ),
