@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, Portion, ShardedModel,
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.pairs import STRATEGIES
 
 WIDTH, HIDDEN, VOCABULARY, TOKENS = 128, 384, 32, 6
 """384 rows over 2 or 4 ranks are cut inside tiles of 128."""
@@ -88,7 +90,6 @@ class Case(NamedTuple):
         return dist.get_rank() // self.tp
 
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MESHES = [(each, 1, "no_shard") for each in STRATEGIES] + list(
     itertools.product(STRATEGIES, (2,), ("no_shard", "optim"))
 )
@@ -206,9 +207,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str]:
+Program = Callable[[Any, Tensor], Tensor]
+"""A loss of a model, of tokens."""
+
+
+def follow(
+    rank: int,
+    case: Case,
+    steps: int = 2,
+    program: Program = loss_of,
+    reference: Model | None = None,
+    micros: int = MICROBATCHES,
+    **options: object,
+) -> list[str]:
     """What is wrong with a training, step by step beside plain torch, which gets the engine's weights at each."""
-    reference = converted(case.recipe, tp=case.tp)
+    reference = reference or converted(case.recipe, tp=case.tp)
     for block in reference.blocks:
         block.recompute = case.recompute
     model, optimizer = shard(case, copy.deepcopy(reference), **options)
@@ -219,7 +232,14 @@ def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str
             for name, value in model.full_weights():
                 param = reference.get_parameter(name)
                 local(param).copy_(here_of(param, value))
-        told += _step(model, reference, case, step)
+        for micro in range(micros):
+            expected = program(reference, data(step, micro, case.place))
+            (expected / micros).backward()
+            with nullcontext() if micro == micros - 1 else model.no_sync():
+                own = program(model, data(step, micro, case.place))
+                (own / micros).backward()
+            told += [] if torch.equal(own, expected) else [f"step {step}: loss {own} is not {expected}"]
+        told += [f"step {step}: {each}" for each in _other_gradients(model, reference, case)]
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
@@ -229,24 +249,16 @@ def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str
     return told
 
 
-def _step(model: ShardedModel, reference: nn.Module, case: Case, step: int) -> list[str]:
+def _other_gradients(model: ShardedModel, reference: nn.Module, case: Case) -> list[str]:
     told, world = [], dist.get_world_size()
-    for micro in range(MICROBATCHES):
-        expected_loss = loss_of(reference, data(step, micro, case.place))
-        (expected_loss / MICROBATCHES).backward()
-        with nullcontext() if micro == MICROBATCHES - 1 else model.no_sync():
-            own = loss_of(model, data(step, micro, case.place))
-            (own / MICROBATCHES).backward()
-        told += [] if torch.equal(own, expected_loss) else [f"step {step}: loss {own} is not {expected_loss}"]
     for name, value in model.full_gradients():
-        param = reference.get_parameter(name)
-        assert param.grad is not None
-        terms = torch.zeros_like(value)
-        here_of(param, terms).copy_(local(param.grad))
+        param, terms = reference.get_parameter(name), torch.zeros_like(value)
+        if param.grad is not None:
+            here_of(param, terms).copy_(local(param.grad))
         dist.all_reduce(terms)
         expected = terms / (world // case.tp if here_of(param, value).shape != value.shape else world)
-        error = float((value - expected).abs().max() / expected.abs().max())
-        told += [f"step {step}: gradient of {name} is off by {error}"] if error > 1e-5 else []
+        error = float((value - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+        told += [f"gradient of {name} is off by {error}"] if error > 1e-5 else []
     return told
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,59 +17,29 @@ from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.checked import Mutant, holds, is_found, patched
-from tests.fsdp.fp8.sharded import HIDDEN, STRATEGIES, WIDTH, Case, Model, converted, data, loss_of, shard
+from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, Model, Program, converted, data, follow, loss_of, shard
+from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
 
 ELEMENTS = WIDTH * HIDDEN * 2
 """Of the FP8 weights of a block."""
 BLOCKS = 2
-ROUNDING = 1e-5
 APART = 2.0**-16
 """More than e4m3 tells apart under one scale."""
 
 
-def _losses(model: Any, tokens: Tensor) -> Tensor:
-    return loss_of(model, tokens)
-
-
-def _follows(
-    rank: int, strategy: str, program: Callable[[Any, Tensor], Tensor], steps: int = 3, recipe: Fp8 = Fp8.mx
-) -> list[str]:
-    """A training by a program beside one of plain torch, which quantizes at each use: losses to the bit, gradients to
-    rounding."""
+def _follows(rank: int, strategy: str, program: Program = loss_of, steps: int = 3, recipe: Fp8 = Fp8.mx) -> list[str]:
+    """A training by a program beside one of plain torch, which quantizes at each use."""
     reference = converted(recipe)
     with torch.no_grad():  # tiles along rows and along columns are to give other bits, which count
         for block in reference.blocks:
             block.up.weight[1::2] *= APART
             block.down.weight[:, 1::2] /= APART
-    model, optimizer = shard(Case(recipe, strategy), copy.deepcopy(reference))
-    told = []
-    for step in range(steps):
-        with torch.no_grad():
-            for name, value in model.full_weights():
-                reference.get_parameter(name).copy_(value)
-        terms: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
-        for peer in range(2):
-            reference.zero_grad()
-            expected = program(reference, data(step, 0, peer))
-            expected.backward()
-            for name, param in reference.named_parameters():
-                terms[name] += 0.0 if param.grad is None else param.grad / 2
-            if peer == rank:
-                own = program(model, data(step, 0, rank))
-                own.backward()
-                told += [] if torch.equal(own, expected) else [f"step {step}: loss {own} is not {expected}"]
-        for name, value in model.full_gradients():
-            error = float((value - terms[name]).abs().max() / terms[name].abs().max().clamp(min=1e-30))
-            told += [f"step {step}: gradient of {name} is off by {error}"] if error > ROUNDING else []
-        optimizer.step()
-        optimizer.zero_grad()
-    model.close()
-    return told
+    return follow(rank, Case(recipe, strategy), steps, program, reference, micros=1)
 
 
 def plain(rank: int, strategy: str) -> list[str]:
-    return _follows(rank, strategy, _losses)
+    return _follows(rank, strategy)
 
 
 def twice(rank: int, strategy: str) -> list[str]:
@@ -114,14 +83,14 @@ def hidden(rank: int, strategy: str) -> list[str]:
 def begins_to_recompute(rank: int, strategy: str) -> list[str]:
     """Checkpointing begins after ranks have agreed that no forward runs again: within blocks, then around them, then
     in the way that hides the graph."""
-    told, count = [], 0
+    count = 0
 
     def program(model: Any, tokens: Tensor) -> Tensor:
         module = model.module if isinstance(model, ShardedModel) else model
         ways = ("", "within", "around", "reentrant")
         for block in module.blocks:
-            block.recompute = ways[count // 3]
-        if ways[count // 3] != "reentrant":
+            block.recompute = ways[count // 2]
+        if ways[count // 2] != "reentrant":
             return loss_of(model, tokens)
         first = module.blocks[0]
         own = first.forward
@@ -134,11 +103,10 @@ def begins_to_recompute(rank: int, strategy: str) -> list[str]:
     def counting(model: Any, tokens: Tensor) -> Tensor:
         nonlocal count
         found = program(model, tokens)
-        count += 1  # by step: twice the reference, once the engine
+        count += 1  # by step: the reference, then the engine
         return found
 
-    told += _follows(rank, strategy, counting, 4)
-    return told
+    return _follows(rank, strategy, counting, 4)
 
 
 def different_units(rank: int, strategy: str) -> list[str]:
