@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import tempfile
 import time
@@ -25,7 +26,8 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import access
 from harness.fsdp.state.access import StateAccess
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found
+from harness.fsdp.state.named import StateMismatch
+from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
 from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
 from tests.support.mutants import Slip, each
@@ -123,11 +125,9 @@ def filing(rank: int, strategy: str) -> list[str]:
     read = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in torch.load(place).items()}
     told += same(read, right, "torch.load")
     path = Path("/tmp") / f"saving-{dist.get_rank()}-{id(model)}.safetensors"
-    try:
-        save_file(model.state_dict(), path)
-        told.append("safetensors of DTensors")
-    except RuntimeError as error:
-        told += [] if "full_tensor()" in str(error) or strategy == "no_shard" else [str(error)]
+    told += said(
+        lambda: save_file(model.state_dict(), path), RuntimeError, "" if strategy == "no_shard" else r"full_tensor\(\)"
+    )
     once = {name: value for name, value in right.items() if name != "exit.weight"}  # safetensors has no ties
     save_file(once, path)
     other, _ = shard(Pair(strategy, ""), Normed(seed=8))
@@ -149,12 +149,9 @@ def strictness(rank: int, strategy: str) -> list[str]:
     }
     for says, given in wrong.items():
         shifted = {name: value + 1 for name, value in given.items()}
-        for kind in (ValueError, RuntimeError):
-            try:
-                model.load_state_dict(shifted)
-                told.append(f"{says}: loaded")
-            except kind as error:
-                told += [] if says in str(error) and "nothing was loaded" in str(error) else [str(error)]
+        told += said(
+            lambda given=shifted: model.load_state_dict(given), StateMismatch, re.escape(says), "nothing was loaded"
+        )
     told += same(whole(model), right, "after what was refused")
     found = model.load_state_dict(wrong["missing norm.running_var"] | {"nobody": torch.zeros(1)}, strict=False)
     told += [] if found == (["norm.running_var"], ["nobody"]) else [str(found)]
@@ -175,12 +172,8 @@ def telling(rank: int, strategy: str) -> list[str]:
     result = other.load_state_dict(saved)
     told += [] if result == ([], []) and (other.module.seen, other.module.loads) == (1, 1) else [f"loaded: {result}"]
     told += same(dict(other.full_weights()), dict(model.full_weights()), "weights")
-    try:
-        Holder(model).load_state_dict(held)
-        told.append("a module around it loads")
-    except NotImplementedError as error:
-        told += [] if "entries that begin with 'model.'" in str(error) else [str(error)]
-    return told
+    loads = Holder(model).load_state_dict
+    return told + said(lambda: loads(held), NotImplementedError, r"entries that begin with 'model\.'")
 
 
 def having_ones_own_ways(rank: int, strategy: str) -> list[str]:
@@ -199,11 +192,7 @@ def having_ones_own_ways(rank: int, strategy: str) -> list[str]:
         missing, unexpected = held.load_state_dict(given)
         told += [] if (missing, unexpected) == ([], []) else [f"{missing}, {unexpected}"]
     told += same(dict(model.full_weights()), {n: p.detach() for n, p in other.named_parameters()}, "loaded")
-    try:
-        model.load_state_dict(given | {"old.who": torch.ones(1)})
-        told.append("an unexpected name is loaded")
-    except RuntimeError as error:
-        told += [] if "old.who" in str(error) else [str(error)]
+    told += said(lambda: model.load_state_dict(given | {"old.who": torch.ones(1)}), Exception, "old.who")
     (piecewise, _), alone = shard(Pair(strategy, ""), Piecewise()), Piecewise()
     for held in (piecewise, alone):
         held.load_state_dict({n.removeprefix("module.old."): v for n, v in given.items() if ".old." in n})
@@ -252,29 +241,19 @@ class Sparse(Normed):
 
 def uneven(rank: int, strategy: str) -> list[str]:
     """Buffers that are others on other ranks are told, at the start and where they are saved; sparse ones are saved."""
-    longer, told = Normed(), []
+    longer = Normed()
     longer.register_buffer("cache", torch.zeros(2 + rank))
-    try:
-        shard(Pair(strategy, ""), longer)
-        told.append("other buffers are sharded")
-    except RanksDisagree as error:
-        told += [] if r"buffer cache is float32 [2] on rank 0, float32 [3] on rank 1" in str(error) else [str(error)]
+    says = r"buffer cache is float32 \[2\] on rank 0, float32 \[3\] on rank 1"
+    told = said(lambda: shard(Pair(strategy, ""), longer), RanksDisagree, says)
     module = Sparse()
     module.graph = module.graph * (1 + rank)
     model, _ = shard(Pair(strategy, ""), module)
     told += [] if torch.equal(model.state_dict()["graph"].to_dense(), torch.eye(3)) else ["not the first rank's"]
     told += [] if model.load_state_dict(model.state_dict()) == ([], []) else ["a sparse buffer is not loaded"]
     module.norm.running_mean = torch.zeros(WIDTH + rank)
-    try:
-        model.state_dict()
-        told.append("other buffers are saved")
-    except RuntimeError as error:
-        told += (
-            []
-            if "buffer norm.running_mean is torch.float32 torch.strided" in str(error) and "persistent" in str(error)
-            else [str(error)]
-        )
-    return told
+    return told + said(
+        model.state_dict, RuntimeError, r"buffer norm\.running_mean is torch\.float32 torch\.strided", "persistent"
+    )
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel
+from harness.fsdp import ReplicaDrift, ShardedModel
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
-from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
+from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched, said
 from tests.fsdp.methods import built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.mutants import each
@@ -191,20 +191,16 @@ def refusing(rank: int, strategy: str) -> list[str]:
         with model.unsharded("blocks.7"):
             pass
 
-    told = []
+    told: list[str] = []
     wanted: dict[Callable[[], None], tuple[type[Exception], str]] = {
-        stepping: (RuntimeError, "call optimizer.step() and load_state_dict() outside"),
+        stepping: (RuntimeError, r"call optimizer\.step\(\) and load_state_dict\(\) outside"),
         within: (RuntimeError, "inside the model's forward"),
         foreign: (ValueError, "not the sharded model's"),
         unknown: (ValueError, "blocks.7"),
-        apart: (RuntimeError, "All ranks must make the same edit"),
+        apart: (ReplicaDrift, "All ranks must make the same edit"),
     }
     for call, (kind, says) in wanted.items():
-        try:
-            call()
-            told.append(f"{call.__name__} is taken")
-        except kind as error:
-            told += [] if says in str(error) else [f"{call.__name__}: {error}"]
+        told += said(call, kind, says)
         model.zero_grad()
     with torch.no_grad():
         model(tokens_of(rank))  # a forward that raised leaves its weights to the next one

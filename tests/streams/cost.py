@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tests.streams.log import HOST, Entry, Kernel, Log, Mark, Phase, Span, Stop, Wait
+from tests.streams.log import HOST, Entry, Kernel, Log, Mark, Phase, Stop, Wait
 
 ENGINES = ("harness/fsdp/", "torch/distributed/fsdp/")
 
@@ -83,8 +83,8 @@ class Counts:
         return self.engine + self.update + self.collectives
 
 
-def counts_of(entries: Iterable[Entry], engine: Sequence[str] = ENGINES) -> Counts:
-    """Count a step. engine: how the files of what is counted as the engine begin."""
+def counts_of(entries: Iterable[Entry]) -> Counts:
+    """Count a step."""
     kinds: Counter[str] = Counter()
     stops: Counter[str] = Counter()
     phase = ""
@@ -96,27 +96,24 @@ def counts_of(entries: Iterable[Entry], engine: Sequence[str] = ENGINES) -> Coun
         elif isinstance(entry, Mark | Wait):
             kinds["orders"] += not (isinstance(entry, Wait) and entry.why == "issue")
         elif isinstance(entry, Kernel) and entry.stream != HOST:
-            kinds[_kind(entry, phase, engine)] += 1
+            kinds[_kind(entry, phase)] += 1
     return Counts(*(kinds[each] for each in ("compute", "engine", "update", "collectives", "orders")), dict(stops))
 
 
-def _kind(kernel: Kernel, phase: str, engine: Sequence[str]) -> str:
+def _kind(kernel: Kernel, phase: str) -> str:
     if kernel.group:
         return "collectives"
-    if kernel.site.file.startswith(tuple(engine)):
+    if kernel.site.file.startswith(ENGINES):
         return "engine"
     return "update" if phase == "step" else "compute"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """step_s: from the end of the step before to its own. exposed_s: what collectives add to that. host_s: until the
-    host has given the last work, since it gave that of the step before. busy: seconds of work, by stream."""
+    """step_s: from the end of the step before to its own. exposed_s: what collectives add to that."""
 
     step_s: float
     exposed_s: float
-    host_s: float
-    busy: dict[str, float]
 
 
 def timeline(before: Sequence[Entry], entries: Sequence[Entry], machine: Machine) -> Timeline:
@@ -125,19 +122,17 @@ def timeline(before: Sequence[Entry], entries: Sequence[Entry], machine: Machine
     silent = _Clock(replace(machine, link_bytes_per_s=float("inf"), latency_s=0.0))
     ends = []
     for step in (before, entries):
-        whole.busy = {}
         for clock in (whole, silent):
             clock.run(step)
-        ends.append((whole.end, silent.end, whole.host))
-    step_s, silent_s, host_s = (end - begin for begin, end in zip(*ends, strict=True))
-    return Timeline(step_s, step_s - silent_s, host_s, whole.busy)
+        ends.append((whole.end, silent.end))
+    step_s, silent_s = (end - begin for begin, end in zip(*ends, strict=True))
+    return Timeline(step_s, step_s - silent_s)
 
 
 class _Clock:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.host = 0.0
-        self.busy: dict[str, float] = {}
         self._ready: dict[str, float] = {}
         self._events: dict[int, float] = {}
 
@@ -163,13 +158,9 @@ class _Clock:
 
     def _kernel(self, kernel: Kernel) -> None:
         seconds = self.machine.seconds(kernel)
-        self.busy[kernel.stream] = self.busy.get(kernel.stream, 0.0) + seconds
         if kernel.stream == HOST:
             self.host += seconds
             return
         self.host += self.machine.launch_s
         begin = max(self.host, self._ready.get(kernel.stream, 0.0))
         self._ready[kernel.stream] = begin + seconds
-
-
-__all__ = ["Counts", "Machine", "Span", "Timeline", "counts_of", "step_of", "timeline"]
