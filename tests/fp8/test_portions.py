@@ -16,9 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from harness.fp8 import linear, portions
 from harness.fp8.linear import Fp8Linear
-from harness.fp8.quantize import quantize
 from harness.fp8.recipes import RECIPES
-from harness.fp8.tile_scales import TileScales
 from tests.fp8.test_linear import dequantized
 from tests.support.mutants import each, kills
 from tests.support.spawn import run_ranks
@@ -151,26 +149,3 @@ def test_a_mutant_that_sees_no_edit_is_found(told: list[dict[str, Any]]) -> None
 )
 def test_a_mutant_of_products_is_found(name: str, told: list[dict[str, Any]]) -> None:
     assert any(found[name] for found in told)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("recipe", ["block", "mx", "mx_32x32"])
-def test_tiles_that_are_cut_have_the_bits_of_whole_ones(recipe: str, num_ranks: int) -> None:
-    """Maxima of rows are taken together."""
-    torch.manual_seed(7)
-    values = torch.randn(640, 256) * torch.randn(640, 1).exp()
-    found, per_rank = RECIPES[recipe], -(-640 // num_ranks)
-    for tile in found.held_tiles:
-        given = found.weights.format, found.scaling
-        held = [TileScales(tile, (640, 256), *given, torch.device("cpu")) for _ in range(num_ranks)]
-        parts = [values[rank * per_rank : (rank + 1) * per_rank].flatten() for rank in range(num_ranks)]
-        parts.append(values[:0].flatten())  # a rank without rows
-        held.append(TileScales(tile, (640, 256), *given, torch.device("cpu")))
-        starts = [rank * per_rank * 256 for rank in range(num_ranks)] + [0]
-        maxima = [scales.maxima(part, start) for scales, part, start in zip(held, parts, starts, strict=True)]
-        for scales in held:
-            scales.take(torch.stack(maxima).amax(0))
-        payload = torch.cat([one.encode(part, start) for one, part, start in zip(held, parts, starts, strict=True)])
-        whole = quantize(values, found.weights.format, tile, found.scaling)
-        assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), tile
-        assert torch.equal(held[0].inverse.float(), whole.scale_inv)

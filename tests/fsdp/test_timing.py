@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import Strategy, fully_shard
+from harness.fsdp import fully_shard
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.reduction import Exchange, ExchangeReduction
 from harness.fsdp.runtime.readiness import Readiness
@@ -22,7 +22,7 @@ from harness.fsdp.vocabulary import Transport
 from harness.shm.transfer import Transfer
 from harness.shm.transfer import Transport as Shared
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
-from tests.fsdp.pairs import Pair, arguments_of
+from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
 from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import Cover, once
 from tests.support.mutants import each
@@ -61,21 +61,14 @@ DISTURBANCES = (
     ALL,
 )
 
-ALONE = [
-    Case(strategy.name, numerics, k, TRANSPORTS[place % 2])
-    for place, (strategy, numerics, k) in enumerate(product(Strategy, ("ordered", "fast"), (1, 2)))
-]
-ALONE += [
-    Case(strategy.name, numerics, 2, TRANSPORTS[place % 2], double_buffer=double_buffer)
-    for place, (strategy, (numerics, double_buffer)) in enumerate(product(Strategy, (("exact", False), ("fast", True))))
-]
-HYBRIDS = [
-    Case(strategy.name, numerics, 2, TRANSPORTS[place % 2], outer, double_buffer=bool(place % 2))
-    for place, (strategy, outer, numerics) in enumerate(
-        product(Strategy, ("no_shard", "optim"), ("fast", "ordered", "exact"))
+SUMS = [("ordered", 1), ("ordered", 2), ("fast", 1), ("fast", 2), ("exact", 2)]
+CASES = [
+    Case(strategy, numerics, k, TRANSPORTS[place % 2], outer, double_buffer)
+    for place, ((numerics, k), strategy, outer, double_buffer) in enumerate(
+        product(SUMS, STRATEGIES, ("", "no_shard", "optim"), (False, True))
     )
+    if not double_buffer or k == 2
 ]
-
 Trial = tuple[int, Case, Disturbance]
 """Ranks, what they train, and what disturbs them."""
 
@@ -86,7 +79,12 @@ def values_of(trial: Trial) -> tuple[Any, ...]:
 
 
 TRIALS = Cover(
-    [*product((2, 3), ALONE, DISTURBANCES), *product((4,), HYBRIDS, (DISTURBANCES[1], ALL))],
+    (
+        (size, case, disturbance)
+        for case, disturbance in product(CASES, DISTURBANCES)
+        for size in ((4,) if case.outer else (2, 3))
+        if not case.outer or disturbance in (DISTURBANCES[1], ALL)
+    ),
     values=values_of,
     key=lambda trial: trial[0],
 )

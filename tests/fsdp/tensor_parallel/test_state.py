@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
-from harness.fsdp import Portion
 from harness.fsdp.ragged import RaggedTensor
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
@@ -117,20 +115,3 @@ def both_ways(rank: int, folder: Path) -> list[str]:
 
 def test_weights_go_to_fsdp2_over_the_same_plan_and_back(tmp_path: Path) -> None:
     assert run_ranks(both_ways, 4, tmp_path) == [[]] * 4
-
-
-# -- portions ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [0, 1, 7, 64, 1000])
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 1024])
-def test_a_portion_is_what_torch_chunk_gives(length: int, size: int) -> None:
-    rows = torch.arange(length * 2).reshape(length, 2)
-    chunks = list(rows.chunk(size))
-    for dim, whole_one in ((0, rows), (1, rows.T)):
-        found = [Portion(tuple(whole_one.shape), dim, rank, size) for rank in range(size)]
-        spans = [each.span() for each in found]
-        assert [end - begin for begin, end in spans if end > begin] == [len(part) for part in chunks if len(part)]
-        assert all(found[0].span(rank) == span for rank, span in enumerate(spans))
-        assert sum(each.numel for each in found) == whole_one.numel()
-        assert all(each.offsets[1 - dim] == 0 and each.offsets[dim] == each.span()[0] for each in found)
