@@ -66,9 +66,13 @@ def test_an_unused_parameter_is_left_alone(trial: Trial) -> None:
 
 # -- in which formats --------------------------------------------------------------------------------------------------
 
-LOW = MixedPrecisionPolicy(main_grads_dtype=bf16, allow_low_precision_grads=True)
-NARROW, HALF = MixedPrecisionPolicy(grad_comm_dtype=bf16), MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
-WAYS = (
+FORMATS: tuple[tuple[int, torch.dtype, MixedPrecisionPolicy | None], ...] = (
+    (2, bf16, MixedPrecisionPolicy(grad_comm_dtype=bf16)),
+    (1, bf16, MixedPrecisionPolicy(main_grads_dtype=bf16, allow_low_precision_grads=True)),
+    (2, fp32, MixedPrecisionPolicy(grad_comm_dtype=torch.float16)),
+    (2, fp32, None),
+)
+OPTIONS = (
     Trial(PAIRS[0], ADAMW, 2, more=(("grad_buffer", "concat"),)),
     Trial(Pair("optim_grads", "optim"), ADAMW, 2, more=(("grad_buffer", "concat"),)),
     Trial(Pair("optim_grads_params", ""), ADAMW, 2, more=(("accumulate_unsharded", True),)),
@@ -77,28 +81,21 @@ WAYS = (
     Trial(Pair("optim_grads_params", "optim"), ADAMW, 1, more=(("offload_optimizer", True), ("transport", "backend"))),
     Trial(Pair("optim_grads", ""), ADAMW, 2, more=(("report_nan_in_param_grad", True), ("transport", "auto"))),
     Trial(Pair("no_shard", ""), ADAMW, 2, more=(("report_nan_in_param_grad", True),)),
-    *(Trial(pair, ADAMW, 2, dtype=bf16, policy=NARROW) for pair in PAIRS[::4]),
-    *(Trial(pair, ADAMW, 1, dtype=bf16, policy=LOW) for pair in PAIRS[1::4]),
-    *(Trial(pair, ADAMW, 2, dtype=fp32, policy=HALF) for pair in PAIRS[2::4]),
-    *(Trial(pair, ADAMW, 2, dtype=fp32) for pair in PAIRS[3::4]),
 )
-"""Every pair in one of four formats; `ELSEWHERE`, for `make test-all`, has further ones."""
-ELSEWHERE = (
-    *(Trial(pair, ADAMW, 2, dtype=bf16, policy=NARROW) for pair in PAIRS[2::4]),
-    *(Trial(pair, ADAMW, 1, dtype=bf16, policy=LOW) for pair in PAIRS[3::4]),
-    *(Trial(pair, ADAMW, 2, dtype=fp32, policy=HALF) for pair in PAIRS[::4]),
-    *(Trial(pair, ADAMW, 2, dtype=fp32) for pair in PAIRS[1::4]),
+WAYS = Cover(
+    (
+        *OPTIONS,
+        *(Trial(pair, ADAMW, k, dtype, policy=p) for pair, (k, dtype, p) in itertools.product(PAIRS, FORMATS)),
+    ),
+    values=lambda trial: (trial.pair.inner, trial.pair.outer, (trial.k, trial.dtype, trial.policy), trial.more),
 )
 
 
-@pytest.mark.parametrize(
-    ("trials", "trial"),
-    [pytest.param(WAYS, trial, id=f"{place}-{trial}") for place, trial in enumerate(WAYS)]
-    + [pytest.param(ELSEWHERE, t, id=f"{len(WAYS) + i}-{t}", marks=pytest.mark.full) for i, t in enumerate(ELSEWHERE)],
-)
-def test_in_every_buffer_and_format(trials: tuple[Trial, ...], trial: Trial) -> None:
+@pytest.mark.parametrize("trial", WAYS.params())
+def test_in_every_buffer_and_format(trial: Trial) -> None:
     """By which weights move, and in every step: what decays is used."""
-    right, found = run_plain(trial.program, trial.k), [ran[trials.index(trial)] for ran in sharded(trials)]
+    trials, right = WAYS.batch(trial), run_plain(trial.program, trial.k)
+    found = [ran[trials.index(trial)] for ran in sharded(trials)]
     assert [kept.moved() for kept in found] == [right.moved()] * WORLD
     assert set().union(*(kept.stateless for kept in found)) == right.stateless
 
