@@ -22,19 +22,6 @@ from tests.fsdp.flat_step.world import Program, World, full
 # -- groups and optimizers ---------------------------------------------------------------------------------------------
 
 
-@program
-def group_added(world: World) -> None:
-    model = world.net()
-    params = [*model.parameters()]
-    optimizer = world.bind(adamw(params[::2]))
-    for step in range(5):
-        world.backward(model)
-        optimizer.step()
-        model.zero_grad()
-        if step == 1:
-            optimizer.add_param_group({"params": params[1::2], "lr": 0.02})
-
-
 @grouped
 def moved_to_another_group(world: World, model: Any, optimizer: Any) -> None:
     world.loop(model, optimizer, 2)
@@ -84,17 +71,6 @@ def forgotten_inside_no_sync(world: World) -> None:
             world.backward(model, sync=False)
         one.zero_grad()
         world.step(model, one, other)
-
-
-@program
-def in_turn(world: World) -> None:
-    """Each phase begins with its optimizer's zero_grad; its loss reaches the other one's parameters too."""
-    model, one, other = halves(world)
-    for step in range(4):
-        for optimizer, sign in ((one, 1.0), (other, -1.0)) if step % 2 else ((one, 1.0),):
-            optimizer.zero_grad()
-            world.backward(model, scale=lambda loss, sign=sign: sign * loss)
-            optimizer.step()
 
 
 @program

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.fsdp.flat_step.world import Program, World, full
 
@@ -141,11 +141,6 @@ def scheduler_before(world: World) -> None:
         world.loop(model, world.bind(optimizer), scheduler=scheduler)
 
 
-@grouped
-def betas_cycle(world: World, model: Any, optimizer: Any) -> None:
-    world.loop(model, optimizer, 6, scheduler=OneCycleLR(optimizer, max_lr=0.1, total_steps=8))
-
-
 # -- closures ----------------------------------------------------------------------------------------------------------
 
 
@@ -159,17 +154,6 @@ def closure(world: World, model: Any, optimizer: Any) -> None:
 
     for _ in range(4):
         assert isinstance(optimizer.step(again), Tensor)
-
-
-@with_momentum
-def closure_by_keyword(world: World, model: Any, optimizer: Any) -> None:
-
-    def again() -> Tensor:
-        optimizer.zero_grad(set_to_none=False)
-        return world.backward(model)
-
-    for _ in range(4):
-        optimizer.step(closure=again)
 
 
 @program
@@ -275,13 +259,6 @@ def zeros_of_the_model(world: World, model: Any, optimizer: Any) -> None:
 def unused_in_turn(world: World, model: Any, optimizer: Any) -> None:
     for step in range(9):
         world.step(model, optimizer, use=("all", "block", "half")[step % 3])
-
-
-@with_momentum
-def late_momentum(world: World, model: Any, optimizer: Any) -> None:
-    """Parameters get their first gradient, and state, at different steps."""
-    for use in ("half", "block", "all", "half", "all"):
-        world.step(model, optimizer, use=use)
 
 
 @program
