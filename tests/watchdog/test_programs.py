@@ -67,3 +67,4 @@ def test_a_rank_that_stops_calling_is_named_on_all_ranks(program: str) -> None:
     assert "ranks 0, 1 wait since" in message
     assert "rank 2 has not come: it is in stops_calling (test_programs.py:" in message
     assert "the last collective it began is" in message
+    assert "runs one with its loss times 0. Where a rank is only slow, set watchdog_timeout_s higher" in message

@@ -1,40 +1,18 @@
-"""The message of a hang: positions of ranks, the first difference, and ranks that wait for each other."""
+"""Ranks that wait for each other, by what each of them tells."""
 
 from __future__ import annotations
 
 import pytest
 
 from harness.watchdog import report
-from harness.watchdog.report import ONLY_SLOW, SAME_WORK, Position, describe_hang
+from harness.watchdog.report import Position
 from tests.support.mutants import Slip, each
 
 
-def at(waits: str | None, number: int, *names: str, failure: str | None = None) -> Position:
-    history = list(enumerate(names, start=number - len(names) + 1))
-    return Position("in the forward of u", waits, number if waits else None, 2.0, history, failure)
-
-
-def test_the_first_collective_in_which_ranks_differ_is_found_behind_their_positions() -> None:
-    positions = {0: at("c", 9, "a", "b", "c"), 1: at("c", 9, "a", "b", "c"), 2: at("d", 10, "x", "c", "d")}
-    message = describe_hang(positions, [0, 1, 2, 3], 60)
-    assert "mismatch, collective number 8 is not the same on all ranks: ranks 0, 1 at b; rank 2 at x" in message
-    assert "ranks 0, 1 wait since 2.0 s in c (number 9) in the forward of u" in message
-    assert "rank 3 does not answer" in message
-
-
-def test_ranks_in_step_have_no_mismatch() -> None:
-    message = describe_hang({0: at("b", 2, "a", "b"), 1: at(None, 1, "a")}, [0, 1], 60)
-    assert message.endswith(f". {SAME_WORK}{ONLY_SLOW}")
-    assert "mismatch" not in message
-    assert "rank 1 has not come: it is in the forward of u; the last collective it began is a (number 1)" in message
-
-
 def test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same() -> None:
-    for positions in ({0: at("b", 2, "a", "b")}, {0: at("b", 2, "b"), 1: at(None, 2, "b", failure="reset by peer")}):
-        assert SAME_WORK not in describe_hang(positions, [0, 1], 60)
-
-
-# -- ranks that wait for each other ------------------------------------------------------------------------------------
+    waits = Position("in u", "b", 2, 2.0, [(2, "b")])
+    for others in ({}, {1: Position("in u", None, None, 2.0, [(2, "b")], "reset by peer")}):
+        assert report.SAME_WORK not in report.describe_hang({0: waits, **others}, [0, 1], 60)
 
 
 def waiting(*waits: str, **begun: int) -> Position:
