@@ -238,9 +238,14 @@ def note_step(optimizer: Any) -> None:
 
 # -- process groups ----------------------------------------------------------------------------------------------------
 
-backend_of: Callable[[dist.ProcessGroup, torch.device], Any] = _of(dist.ProcessGroup, "_get_backend")
+NAMES["_get_backend"] = dist.ProcessGroup
 register_backend: Any = _of(dist.ProcessGroup, "_register_backend")
 set_default_backend: Any = _of(dist.ProcessGroup, "_set_default_backend")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Also of a group that is made in Python, which tells its own."""
+    return _at(group, "_get_backend")(device)
 
 
 def backends_of(group: dist.ProcessGroup, *devices: torch.device) -> list[Any]:
