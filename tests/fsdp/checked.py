@@ -50,13 +50,18 @@ def rooms_of(mutants: Mapping[str, Mutant]) -> list[Any]:
 
 
 def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:
-    """What is wrong with the error of an action: its kind (any, for Exception), or a part it does not say."""
+    """What is wrong with the error of an action: its kind (any, for Exception), or a part it does not say.
+
+    Args:
+        parts: literally, or as patterns.
+    """
     try:
         action()
     except Exception as error:
         if kind is not Exception and type(error) is not kind:
             return [f"{type(error).__name__} instead of {kind.__name__}: {error}"]
-        return [f"{part!r} is not in: {error}" for part in parts if not re.search(part, str(error), re.S)]
+        text = str(error)
+        return [f"{part!r} is not in: {text}" for part in parts if part not in text and not re.search(part, text, re.S)]
     return [f"nothing was said of {parts}"]
 
 

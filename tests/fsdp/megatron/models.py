@@ -57,12 +57,3 @@ def differs(model: MegatronModel, plain: nn.Module) -> list[str]:
     right = {name: param.detach() for name, param in plain.named_parameters()}
     found = dict(model.full_weights())
     return [name for name, value in right.items() if not torch.allclose(found[name], value, rtol=1e-5, atol=1e-6)]
-
-
-def said(call: Callable[[], Any], kind: type[Exception], *words: str) -> list[str]:
-    """What is wrong with a refusal."""
-    try:
-        call()
-    except kind as error:
-        return [f"{error} does not say {word}" for word in words if word not in str(error)]
-    return [f"not refused: {words}"]

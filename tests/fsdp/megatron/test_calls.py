@@ -1,26 +1,41 @@
-"""How megatron-fsdp's entries are called: by mesh, optimizer and compiler; what cannot be is refused by name."""
+"""How megatron-fsdp's entries are called, and its names for weights and dtypes; what cannot be is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.fsdp import MegatronModel, UnknownPlan, build, fully_shard_optimizer, megatron
+from harness.fsdp import (
+    MegatronModel,
+    MixedPrecisionPolicy,
+    StepError,
+    UnknownPlan,
+    build,
+    fully_shard_optimizer,
+    megatron,
+)
+from harness.fsdp.build import Engine
 from harness.fsdp.megatron import ELSEWHERE
-from harness.fsdp.runtime import weak_hooks
+from harness.fsdp.runtime import materialize, weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from tests.fsdp.checked import Mutant, holds, is_found
-from tests.fsdp.megatron.models import LR, differs, plainly, said, sgd, sharded, with_optimizer
-from tests.fsdp.pairs import STRATEGIES, Model, data, loss_of
-from tests.support.mutants import each
+from harness.fsdp.storage.param_group import ParamGroup
+from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.habits.world import Habits
+from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sgd, sharded, with_optimizer
+from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, data, loss_of, same
+
+CHECKS = Habits()
 
 
+@CHECKS.check
 def meshes(rank: int, strategy: str) -> list[str]:
     """Flattened dimensions and a tensor axis of one rank are accepted; others are refused by name."""
     mesh = init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=("outer", "shard", "cp", "tp"))
@@ -46,6 +61,7 @@ def meshes(rank: int, strategy: str) -> list[str]:
     return told
 
 
+@CHECKS.check
 def calling(rank: int, strategy: str) -> list[str]:
     """`fully_shard_optimizer` takes the optimizer alone, by position or name, or after the model."""
     told = []
@@ -71,6 +87,7 @@ def calling(rank: int, strategy: str) -> list[str]:
     return told + said(lambda: fully_shard_optimizer(both), ValueError, "2 sharded models")
 
 
+@CHECKS.check
 def compiling(rank: int, strategy: str) -> list[str]:
     """A whole model, the module inside it and units are compiled, without the engine's hooks on them."""
     model, optimizer = with_optimizer(strategy)
@@ -87,6 +104,7 @@ def compiling(rank: int, strategy: str) -> list[str]:
     return told + differs(model, plainly(2))
 
 
+@CHECKS.check
 def refusing(rank: int, strategy: str) -> list[str]:
     """What has no meaning here says what to use; code that asks whether it is there is told that it is not."""
     model, optimizer = with_optimizer(strategy)
@@ -99,9 +117,122 @@ def refusing(rank: int, strategy: str) -> list[str]:
     return told + said(lambda: model.nothing, AttributeError, "no attribute 'nothing'")
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (meshes, calling, compiling, refusing)
-}
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@CHECKS.check
+def broadcasting(rank: int, strategy: str) -> list[str]:
+    """What the first rank typed into weights that all ranks keep is every rank's; shards that nobody else has stay."""
+    told = []
+    for dtype, policy in ((torch.float32, None), (torch.bfloat16, MixedPrecisionPolicy())):
+        model = sharded(strategy, Model().to(dtype), mixed_precision_policy=policy)
+        right = {name: value.clone() for name, value in model.full_weights()}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1 + rank if strategy == "no_shard" else 1)
+        right = {name: value + 1 for name, value in right.items()}
+        model.broadcast_params()
+        found = {name: value.float() for name, value in model.full_weights()}
+        told += [f"{name} in {dtype}" for name in same(found, right)]
+        everyone: list[Any] = [None] * RANKS
+        dist.all_gather_object(everyone, model(data(0, 0).to(dtype)))
+        told += [] if torch.equal(everyone[0], everyone[1]) else [f"the forward in {dtype}"]
+    return told
+
+
+class Attention(nn.Module):
+    """torch's own, whose `_reset_parameters` sets a parameter of the module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.attention(*[self.first(x)] * 3)[0])
+        return y
+
+
+@CHECKS.check
+def resetting(rank: int, strategy: str) -> list[str]:
+    """A model on the meta device gets the numbers that an ordinary construction gives."""
+    torch.manual_seed(5)
+    right = dict(Attention().named_parameters())
+    with torch.device("meta"):
+        module = Attention()
+    torch.manual_seed(5 + rank)
+    where = {"init_model_with_meta_device": True, "device": torch.device("cpu")}
+    model = sharded(strategy, module, fsdp_unit_modules=[nn.Linear, nn.MultiheadAttention], **where)
+    return same(dict(model.full_weights()), {name: value.detach() for name, value in right.items()})
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+class Partly(Model):
+    """With a part that no forward uses, which decay must leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+
+@CHECKS.check
+def rewiring(rank: int, strategy: str) -> list[str]:
+    """Inside the context gradients are what another policy gives from the start, bit for bit; outside, as before."""
+
+    def train(model: MegatronModel, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
+        loss_of(model, data(step, rank)).backward()
+        found = {name: value.clone() for name, value in model.full_gradients()}
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    told = []
+    for wire in (torch.bfloat16, torch.float16):
+        policy = MixedPrecisionPolicy(grad_comm_dtype=wire)
+        model, optimizer = with_optimizer(strategy, adamw, Partly())
+        other, its = with_optimizer(strategy, adamw, Partly(), mixed_precision_policy=policy)
+        usual, usuals = with_optimizer(strategy, adamw, Partly())
+        with model.mixed_precision_context(policy):
+            told += [] if model.policy == policy else ["the policy"]
+            told += [f"{name} inside, {wire}" for name in same(train(model, optimizer, 0), train(other, its, 0))]
+        told += [] if model.policy == usual.policy else ["the policy is kept"]
+        told += [f"{name}, {wire}" for name in same(dict(model.full_weights()), dict(other.full_weights()))]
+        usual.load_state_dict(model.state_dict())
+        usuals.load_state_dict(optimizer.state_dict())
+        told += [f"{name} outside, {wire}" for name in same(train(model, optimizer, 1), train(usual, usuals, 1))]
+        told += [f"{n} after, {wire}" for n in same(dict(model.full_weights()), dict(usual.full_weights()))]
+    return told
+
+
+@CHECKS.check
+def rewired_wrongly(rank: int, strategy: str) -> list[str]:
+    """In the middle of a step, for other dtypes, with fixed buffers: refused; an error inside leaves nothing behind."""
+    model, optimizer = with_optimizer(strategy)
+    half = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    with model.no_sync():
+        loss_of(model, data(0, rank)).backward()
+    told = said(lambda: model.reset_mixed_precision_policy(half), StepError, "after zero_grad()")
+    model.zero_grad()
+    wrong = MixedPrecisionPolicy(main_grads_dtype=torch.float64)
+    told += said(lambda: model.reset_mixed_precision_policy(wrong), NotImplementedError, "main_grads_dtype=")
+    fixed = sharded(strategy, fsdp_double_buffer=True)
+    told += said(lambda: fixed.reset_mixed_precision_policy(half), NotImplementedError, "double_buffer")
+    before = model.policy
+
+    def broken() -> None:
+        with model.mixed_precision_context(half):
+            loss_of(model, data(0, rank)).backward()
+            raise KeyError("the loop's own")
+
+    told += said(broken, KeyError, "the loop's own") + ([] if model.policy == before else ["the policy is kept"])
+    told += said(optimizer.step, StepError, "zero_grad()")
+    optimizer.zero_grad()
+    loss_of(model, data(0, rank)).backward()
+    optimizer.step()
+    return told + differs(model, plainly(1))
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -126,20 +257,59 @@ def test_the_entries_return_the_model_with_its_names() -> None:
 _code = WeakHook.__call__.__code__.replace(co_name="another")
 """Code of which the compiler was told nothing."""
 
+
+def parents_first(part: nn.Module, seen: set[int]) -> Any:
+    """Each module in definition order, by itself."""
+    return ([each] for each in part.modules())
+
+
+_set_policy = Engine.set_policy
+
+
+def sets_once(self: Engine, policy: MixedPrecisionPolicy) -> None:
+    if self.policy.grad_comm_dtype is None:
+        _set_policy(self, policy)
+
+
+_of_calls = partial(Mutant, room="megatron-fsdp's names: calls")
+_of_weights = partial(Mutant, room="megatron-fsdp's names: weights")
 MUTANTS = {
-    "one axis is two": Mutant(
+    "one axis is two": _of_calls(
         "Ranks may be on the tensor-parallel axis and on the sharding one at once",
-        lambda: mock.patch.object(build, "check_plan"),
+        patched(build, "check_plan"),
         "meshes",
     ),
-    "the compiler sees hooks": Mutant(
+    "the compiler sees hooks": _of_calls(
         "torch.compile traces the engine's hooks",
-        lambda: mock.patch.object(WeakHook, "__call__", FunctionType(_code, vars(weak_hooks))),
+        patched(WeakHook, "__call__", FunctionType(_code, vars(weak_hooks))),
         "compiling",
+    ),
+    "each its own": _of_weights(
+        "broadcast_params lets each rank keep what it has",
+        patched(megatron, "held_by_several", return_value=[]),
+        "broadcasting",
+        "no_shard",
+    ),
+    "parents are reset first": _of_weights(
+        "A module that resets what is inside it is reset before that",
+        patched(materialize, "_turns", parents_first),
+        "resetting",
+        "optim",  # released weights have no memory that could be written
+    ),
+    "the old wire": _of_weights(
+        "Buckets go on sending in the dtype from before the context",
+        patched(ParamGroup, "send_as"),
+        "rewiring",
+    ),
+    "the old policy stays": _of_weights(
+        "A context that ends leaves its wire behind",
+        patched(Engine, "set_policy", sets_once),
+        "rewiring",
+        "optim",
     ),
 }
 
 
-@pytest.mark.parametrize("name", each("megatron-fsdp's names: calls", ((n, m.breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", rooms_of(MUTANTS))
 def test_a_wrong_name_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)
