@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import nn
 
-from harness.config.derived import parameter_count
 from harness.data.loader import Loader
 from harness.models.odd import Block, Frozen, Odd
 from harness.models.registry import workload_for
-from harness.probe.flops import flops_per_token
 from tests.models.families import filled, joined, mean_gradient, option, rows
 
 RANKS = (2, 4, 8, 16)
@@ -25,21 +22,6 @@ def is_prime(number: int) -> bool:
 def odd(**changes: object) -> tuple[object, nn.Module]:
     workload = workload_for(option("model=odd", **changes))
     return workload, filled(workload)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("repeat_unit", [False, True])
-@pytest.mark.parametrize("skip_idle", [False, True])
-def test_the_mean_gradient_does_not_depend_on_microbatches(size: int, repeat_unit: bool, skip_idle: bool) -> None:
-    config = option("model=odd", repeat_unit=repeat_unit, skip_idle=skip_idle)
-    workload = workload_for(config)
-    model, parts = filled(workload), rows(config, 4, seed=1)
-    loss, gradients = mean_gradient(workload, model, joined(parts, size))
-    right, expected = mean_gradient(workload, filled(workload_for(option("model=odd", repeat_unit=repeat_unit))), parts)
-    assert loss == pytest.approx(right, rel=1e-13)
-    for name, gradient in expected.items():
-        assert (gradients[name] - gradient).norm() <= 1e-12 * gradient.norm(), name
-        assert gradient.norm() > 0, f"{name} is used by none of these microbatches"
 
 
 def test_the_side_branch_is_used_by_some_microbatches_of_the_default_data_and_not_by_others() -> None:
@@ -159,34 +141,3 @@ def test_buffers_are_wide_constant_and_found_again_from_meta() -> None:
             assert torch.equal(buffer, other), name
     kept = [name for name in real.state_dict() if name in dict(real.named_buffers())]
     assert kept == [f"blocks.{number}.shift_D" for number in range(3)], "one buffer in state, one not"
-
-
-def test_recomputation_changes_no_bit() -> None:
-    found = []
-    for recompute in (False, True):
-        config = option("model=odd", activation_checkpointing=recompute)
-        workload = workload_for(config)
-        found.append(mean_gradient(workload, filled(workload, torch.float32), rows(config, 2))[1])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_too_long_a_sequence_is_refused() -> None:
-    _, model = odd(max_seq_len=8)
-    with pytest.raises(ValueError, match=r"16 tokens a sequence, but model\.max_seq_len=8"):
-        model(torch.zeros(1, 16, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("repeat_unit", [False, True])
-def test_parameters_and_operations_are_counted_exactly(repeat_unit: bool) -> None:
-    """Of three sequences one takes the side branch, as the formula assumes."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    config = option("model=odd", num_layers=2, dim=13, ffn_dim=17, vocab_size=19, repeat_unit=repeat_unit)
-    workload = workload_for(config)
-    model = filled(workload, torch.float32)
-    assert sum(weight.numel() for weight in model.parameters()) == parameter_count(config)
-    tokens = torch.arange(3).unsqueeze(1).repeat(1, 4) + 3
-    with FlopCounterMode(display=False) as counter:
-        workload.loss(model, (tokens, tokens)).backward()
-    # A convolution pads two positions on the left, and the counter counts positions out, not products with zeros.
-    assert counter.get_total_flops() == pytest.approx(12 * flops_per_token(config), rel=1e-12)

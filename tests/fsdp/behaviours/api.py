@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from harness.fsdp.state import access, named
 from tests.fsdp.behaviours.lab import ALL, FP32, SHARDED, Lab, Mutant, behaviour, first_line, not_installed
 from tests.fsdp.behaviours.models import Block, Chain, Net, Unused, batch, holding, loss_of, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, sgd
+from tests.fsdp.checked import patched
 
 
 class Poisoned(torch.autograd.Function):
@@ -49,10 +49,7 @@ class Weight(nn.Module):
 @behaviour(
     "37",
     "A NaN in any rank's gradient is reported with the parameter's name when the check is on.",
-    Mutant(
-        "nobody looks at the gradients",
-        lambda: mock.patch.object(GradientGuard, "look"),
-    ),
+    Mutant("nobody looks at the gradients", patched(GradientGuard, "look")),
 )
 def nan_is_named(lab: Lab) -> str:
     setup = Setup(units=(Weight,), options={"report_nan_in_param_grad": True})
@@ -91,7 +88,7 @@ def _loads_main_alone(self: ShardedModel, values: Any) -> None:
     "Loaded weights are those of the very next forward.",
     Mutant(
         "main weights are loaded, compute weights are not refreshed",
-        lambda: mock.patch.object(ShardedModel, "load_local_state", _loads_main_alone),
+        patched(ShardedModel, "load_local_state", _loads_main_alone),
     ),
 )
 def loaded_at_once(lab: Lab) -> str:
@@ -124,10 +121,7 @@ def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
 @behaviour(
     "42",
     "Missing and unexpected keys raise.",
-    Mutant(
-        "what is missing is left, what is unexpected is dropped",
-        lambda: mock.patch.object(access, "load_local_state", _forgiving),
-    ),
+    Mutant("what is missing is left, what is unexpected is dropped", patched(access, "load_local_state", _forgiving)),
 )
 def strict_keys(lab: Lab) -> str:
     subject = lab.build(seeded(Net), Setup(units=(Block,)), sgd(momentum=0.9))
@@ -158,10 +152,7 @@ def _average_size(module: nn.Module, classes: Any, min_elements: int) -> Any:
 @behaviour(
     "45",
     "Without a unit list every strategy works.",
-    Mutant(
-        "a limit is computed from the mean size of the listed units",
-        lambda: mock.patch.object(build, "plan_units", _average_size),
-    ),
+    Mutant("a limit is computed from the mean size of the listed units", patched(build, "plan_units", _average_size)),
 )
 def defaults(lab: Lab) -> str:
     for strategy in lab.each(ALL):
@@ -178,10 +169,7 @@ def _root_is_forgotten(self: GatherPipeline) -> None:
 @behaviour(
     "47",
     "Parameters the root itself uses are gathered in time; unused ones neither hang nor corrupt.",
-    Mutant(
-        "only units are gathered",
-        lambda: mock.patch.object(GatherPipeline, "pre_forward", _root_is_forgotten),
-    ),
+    Mutant("only units are gathered", patched(GatherPipeline, "pre_forward", _root_is_forgotten)),
 )
 def outside_the_plan(lab: Lab) -> str:
     def skipping() -> Any:

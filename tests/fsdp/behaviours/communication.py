@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -17,10 +16,11 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import BackwardPlan, StepShape
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
-from tests.fsdp.behaviours.lab import FP32, Broken, Lab, Mutant, behaviour, fetching_ahead, first_line, live_bytes
+from tests.fsdp.behaviours.lab import FP32, Broken, Lab, Mutant, behaviour, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
 from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
 from tests.fsdp.behaviours.subject import NotOffered, Setup
+from tests.fsdp.checked import patched
 
 UNITS = 3
 _post_forward = GatherPipeline.post_forward
@@ -40,7 +40,7 @@ def _always_last(self: StepShape, *, sync: bool, adds: bool) -> BackwardPlan:
 
 NO_SYNC_IS_IGNORED = Mutant(
     "no_sync is not asked: every backward reduces",
-    lambda: mock.patch.object(StepShape, "plan", _always_last),
+    patched(StepShape, "plan", _always_last),
 )
 
 
@@ -49,7 +49,7 @@ NO_SYNC_IS_IGNORED = Mutant(
     "ZeRO-3: a microbatch gathers a unit once for its forward and once for its backward, the root once.",
     Mutant(
         "all weights are dropped between forward and backward, the root's too",
-        lambda: mock.patch.object(GatherPipeline, "post_forward", _root_is_dropped),
+        patched(GatherPipeline, "post_forward", _root_is_dropped),
     ),
     ONE_UNIT,
 )
@@ -70,7 +70,7 @@ def gathers(lab: Lab) -> str:
     "ZeRO-2 and ZeRO-3: exactly one reduce-scatter a bucket a microbatch.",
     Mutant(
         "the innermost modules with weights are the units",
-        lambda: mock.patch.object(build, "plan_units", lambda module, *_: _plan_units(module, (nn.Linear,))),
+        patched(build, "plan_units", lambda module, *_: _plan_units(module, (nn.Linear,))),
     ),
 )
 def reduces_each_microbatch(lab: Lab) -> str:
@@ -145,12 +145,9 @@ def _sent_as_it_lies(self: Gradients) -> None:
     "Collectives are issued in one order on all ranks, whatever order autograd finds gradients in.",
     Mutant(
         "a unit is reduced when its gradients are ready, not when its turn comes",
-        lambda: mock.patch.object(ReducePipeline, "mark_ready", _first_come),
+        patched(ReducePipeline, "mark_ready", _first_come),
     ),
-    Mutant(
-        "where no gradient came, what lies in memory is sent",
-        lambda: mock.patch.object(Gradients, "settle", _sent_as_it_lies),
-    ),
+    Mutant("where no gradient came, what lies in memory is sent", patched(Gradients, "settle", _sent_as_it_lies)),
 )
 def one_order(lab: Lab) -> str:
     # Two units in the first case, and orders compared before anything is waited for: ranks in different orders would
@@ -218,10 +215,7 @@ def _two_units_at_most(lab: Lab, setup: Setup) -> str:
 @behaviour(
     "17",
     "What is fetched ahead never exceeds its limit: here one unit beyond the one in use.",
-    Mutant(
-        "everything is fetched as soon as the forward begins",
-        lambda: fetching_ahead(_fetch_all),
-    ),
+    Mutant("everything is fetched as soon as the forward begins", patched(GatherPipeline, "_prefetch", _fetch_all)),
 )
 def prefetch_is_capped(lab: Lab) -> str:
     if lab.subject.name == "megatron_fsdp":
@@ -232,10 +226,7 @@ def prefetch_is_capped(lab: Lab) -> str:
 @behaviour(
     "17-double-buffer",
     "With the double buffer at most two units' weights are alive.",
-    Mutant(
-        "everything is fetched as soon as the forward begins",
-        lambda: fetching_ahead(_fetch_all),
-    ),
+    Mutant("everything is fetched as soon as the forward begins", patched(GatherPipeline, "_prefetch", _fetch_all)),
 )
 def double_buffer_is_two(lab: Lab) -> str:
     return _two_units_at_most(lab, Setup(units=(Block,), options={"fsdp_double_buffer": True}))
@@ -244,10 +235,15 @@ def double_buffer_is_two(lab: Lab) -> str:
 _refill = BucketMemory.refill
 
 
+def _is_in_use(memory: BucketMemory, bucket: torch.Tensor) -> bool:
+    turn = memory._placed.get(id(bucket))
+    return bucket.untyped_storage().nbytes() > 0 if turn is None else id(bucket) in turn.filled
+
+
 def _slots_overlap(self: BucketMemory, bucket: torch.Tensor) -> None:
     _refill(self, bucket)
     before = getattr(self, "_last_refilled", None)
-    if before is not None and before is not bucket and id(before) in self._placed[id(before)].filled:
+    if before is not None and before is not bucket and _is_in_use(self, before):
         before.fill_(float("nan"))
     self._last_refilled = bucket  # type: ignore[attr-defined]
 
@@ -255,10 +251,7 @@ def _slots_overlap(self: BucketMemory, bucket: torch.Tensor) -> None:
 @behaviour(
     "18",
     "The double buffer gives the same bits as buckets allocated one by one.",
-    Mutant(
-        "a slot is handed out while the unit in it is in use",
-        lambda: mock.patch.object(BucketMemory, "refill", _slots_overlap),
-    ),
+    Mutant("a slot is handed out while the unit in it is in use", patched(BucketMemory, "refill", _slots_overlap)),
 )
 def double_buffer_is_exact(lab: Lab) -> str:
     found = []
@@ -287,7 +280,7 @@ def _wire_is_main(self: MixedPrecisionPolicy, compute: torch.dtype) -> Dtypes:
 
 WIDE_WIRE = Mutant(
     "gradients travel in the dtype they are kept in",
-    lambda: mock.patch.object(MixedPrecisionPolicy, "resolve", _wire_is_main),
+    patched(MixedPrecisionPolicy, "resolve", _wire_is_main),
 )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage.parameter_access import grad_of
 from harness.probe.collectives import CollectiveMeter, by_kind
 from tests.fsdp.behaviours.models import DIM, Batch, Make, batch, loss_of, plain_gradients
@@ -302,13 +300,6 @@ def relative(have: Tensor, want: Tensor) -> float:
         return float("inf")
     norm = want.double().norm().item()
     return distance / norm if norm else (float("inf") if distance else 0.0)
-
-
-@contextmanager
-def fetching_ahead(prefetch: Callable[[GatherPipeline], None]) -> Iterator[None]:
-    """A mistake in what is fetched ahead."""
-    with mock.patch.object(GatherPipeline, "_prefetch", prefetch):
-        yield
 
 
 def not_installed(model: ShardedModel) -> None:

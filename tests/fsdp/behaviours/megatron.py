@@ -17,16 +17,7 @@ from harness.engines.adapters import megatron_on_cpu
 from harness.engines.adapters.megatron import Buckets
 from harness.engines.protocol import Ranks
 from tests.fsdp.behaviours.models import Make
-from tests.fsdp.behaviours.subject import (
-    INNER,
-    OUTER,
-    TENSOR,
-    NotOffered,
-    Optimize,
-    Subject,
-    dense_mesh,
-    expert_mesh,
-)
+from tests.fsdp.behaviours.subject import NotOffered, Optimize, Subject, meshes
 
 
 class Megatron(Subject):
@@ -61,19 +52,10 @@ class Megatron(Subject):
         self.params = dict(self.module.named_parameters())
 
     def _meshes(self) -> dict[str, Any]:
-        setup = self.setup
-        mesh = dense_mesh(setup.outer, tensor_axis=True)
-        arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": INNER, "tp_dim": TENSOR}
-        if setup.outer > 1:
-            arguments |= {
-                "dp_outer_dim": OUTER,
-                "hybrid_fsdp_group": dist.group.WORLD,
-                "hybrid_fsdp_expt_group": dist.group.WORLD,
-                "outer_dp_sharding_strategy": setup.outer_strategy,
-                "expt_device_mesh": mesh,
-            }
-        if setup.expert_parallel > 1:
-            arguments["expt_device_mesh"] = expert_mesh(setup.expert_parallel, tensor_axis=True)
+        arguments = meshes(self.setup, tensor_axis=True)
+        if self.setup.outer > 1:
+            arguments["hybrid_fsdp_expt_group"] = dist.group.WORLD
+            arguments.setdefault("expt_device_mesh", arguments["device_mesh"])
         return arguments
 
     def microbatch(self, loss: Callable[[Callable[..., Any]], Tensor], *, last: bool = True) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 DIM = 8
@@ -154,40 +155,6 @@ class Unused(nn.Module):
         return x @ self.matrix.T
 
 
-class Exchange(torch.autograd.Function):
-    """All tokens of a group of ranks, in rank order; backwards every rank gets the sum for its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[dist.get_rank(ctx.group)].clone(), None
-
-
-class Combine(torch.autograd.Function):
-    """This rank's tokens, summed over what the experts of a group of ranks made of them."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        y = y.contiguous().clone()
-        dist.all_reduce(y, group=group)
-        return y[dist.get_rank(group)].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
-        dist.all_gather(parts, gradient.contiguous(), group=ctx.group)
-        return torch.stack(parts), None
-
-
 class Experts(nn.Module):
     """A unit: a dense matrix, then one expert a rank of `group`, which sees the tokens of all of them.
 
@@ -210,9 +177,11 @@ class Experts(nn.Module):
         x = self.dense(x)
         if self.group is None:
             return x + sum(torch.tanh(expert(x)) for expert in self.experts)
-        seen: Tensor = Exchange.apply(x, self.group)  # type: ignore[no-untyped-call]
-        summed: Tensor = Combine.apply(torch.tanh(self.experts[0](seen)), self.group)  # type: ignore[no-untyped-call]
-        return x + summed
+        own, size = dist.get_rank(self.group), self.group.size()
+        tokens = torch.stack([x if rank == own else torch.zeros_like(x) for rank in range(size)])
+        seen = all_reduce(tokens, group=self.group)  # of all ranks, in their order
+        summed: Tensor = all_reduce(torch.tanh(self.experts[0](seen)), group=self.group)
+        return x + summed[own]
 
 
 class Mixture(nn.Module):

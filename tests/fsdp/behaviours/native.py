@@ -7,12 +7,11 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.fsdp.behaviours.models import Make
-from tests.fsdp.behaviours.subject import INNER, OUTER, Optimize, Setup, Subject, dense_mesh, expert_mesh
+from tests.fsdp.behaviours.subject import Optimize, Subject, meshes
 
 
 class Native(Subject):
@@ -32,7 +31,7 @@ class Native(Subject):
             fsdp_unit_modules=setup.units,
             zero_dp_strategy=setup.strategy,
             mixed_precision_policy=MixedPrecisionPolicy(setup.main_params, setup.main_grads, setup.comm),
-            **_meshes(setup),
+            **meshes(setup, tensor_axis=False),
             **arguments,
         )
 
@@ -103,22 +102,3 @@ class Native(Subject):
 
     def close(self) -> None:
         self.model.close()
-
-
-def _meshes(setup: Setup) -> dict[str, Any]:
-    """What says where ranks stand, under megatron-fsdp's names; nothing for one axis over all ranks."""
-    if setup.outer == 1 and setup.expert_parallel == 1:
-        return {}
-    arguments: dict[str, Any] = {
-        "device_mesh": dense_mesh(setup.outer, tensor_axis=False),
-        "dp_shard_dim": INNER,
-    }
-    if setup.outer > 1:
-        arguments |= {
-            "dp_outer_dim": OUTER,
-            "hybrid_fsdp_group": dist.group.WORLD,
-            "outer_dp_sharding_strategy": setup.outer_strategy,
-        }
-    if setup.expert_parallel > 1:
-        arguments["expt_device_mesh"] = expert_mesh(setup.expert_parallel, tensor_axis=False)
-    return arguments

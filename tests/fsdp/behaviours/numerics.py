@@ -14,9 +14,10 @@ from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.storage.param_group import ParamGroup
-from tests.fsdp.behaviours.lab import ALL, BF16, FP32, Lab, Mutant, behaviour, fetching_ahead, first_line, relative
+from tests.fsdp.behaviours.lab import ALL, BF16, FP32, Lab, Mutant, behaviour, first_line, relative
 from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh
+from tests.fsdp.checked import patched
 
 NET = seeded(Net)
 
@@ -24,7 +25,7 @@ _fold, _fold_exchange, _finish = NativeReduction.fold, ExchangeReduction.fold, R
 
 
 def _folding(replacement: Any) -> Any:
-    return lambda: mock.patch.object(NativeReduction, "fold", replacement)
+    return patched(NativeReduction, "fold", replacement)
 
 
 def _always_adds(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
@@ -43,15 +44,20 @@ def _halves_outside(self: NativeReduction, exchange: Any, into: list[Tensor], *,
             target.mul_(0.5)
 
 
+def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add)
+    if self.comm.size < dist.get_world_size():
+        for target in into:
+            target.mul_(2.0)
+
+
 def _finishes_twice(self: ReducePipeline) -> None:
     _finish(self)
     _finish(self)
 
 
 ADDS_TO_LOCAL = Mutant("a reduced gradient is added to the local one it replaces", _folding(_always_adds))
-SCALED_TWICE = Mutant(
-    "the divisor is applied twice", lambda: mock.patch.object(ReducePipeline, "finish", _finishes_twice)
-)
+SCALED_TWICE = Mutant("the divisor is applied twice", patched(ReducePipeline, "finish", _finishes_twice))
 
 
 @behaviour(
@@ -71,10 +77,7 @@ def _sums_in_wire(self: NativeReduction, exchange: Any, into: list[Tensor], *, a
 @behaviour(
     "22",
     "ZeRO-2 and ZeRO-3: microbatches add up in the main gradients' dtype, whatever the wire's.",
-    Mutant(
-        "sums over microbatches are kept in the wire's dtype",
-        _folding(_sums_in_wire),
-    ),
+    Mutant("sums over microbatches are kept in the wire's dtype", _folding(_sums_in_wire)),
 )
 def accumulates_wide(lab: Lab) -> str:
     """One gradient, then fifteen of a 1024th of it: each below what bf16 adds to the first."""
@@ -160,26 +163,14 @@ def _mixtures(lab: Lab, strategies: tuple[str, ...], ks: tuple[int, ...]) -> str
 @behaviour(
     "25",
     "Expert gradients have the right divisor: those of all experts on one process.",
-    Mutant(
-        "experts are divided by the size of their own group",
-        lambda: mock.patch.object(NativeReduction, "fold", _experts_doubled),
-    ),
+    Mutant("experts are divided by the size of their own group", patched(NativeReduction, "fold", _experts_doubled)),
     ranks=4,
 )
 def experts_are_divided_right(lab: Lab) -> str:
     return _mixtures(lab, ("no_shard", "optim_grads_params"), (1,))
 
 
-def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
-    _fold(self, exchange, into, add=add)
-    if self.comm.size < dist.get_world_size():
-        for target in into:
-            target.mul_(2.0)
-
-
-ADDS_ALONE = Mutant(
-    "a lone rank adds its sum to itself", lambda: mock.patch.object(ExchangeReduction, "fold", _adds_where_alone)
-)
+ADDS_ALONE = Mutant("a lone rank adds its sum to itself", patched(ExchangeReduction, "fold", _adds_where_alone))
 
 
 @behaviour(
@@ -248,10 +239,7 @@ def _blank_ahead(self: GatherPipeline) -> None:
 @behaviour(
     "27-overlap",
     "Results do not depend on whether communication overlaps.",
-    Mutant(
-        "what is fetched ahead is not filled",
-        lambda: fetching_ahead(_blank_ahead),
-    ),
+    Mutant("what is fetched ahead is not filled", patched(GatherPipeline, "_prefetch", _blank_ahead)),
 )
 def overlap_changes_nothing(lab: Lab) -> str:
     for strategy in lab.each(ALL):

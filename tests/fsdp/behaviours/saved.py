@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from harness.fsdp.storage import dtensors
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, not_installed
 from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, adamw
+from tests.fsdp.checked import patched
 
 LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
     (strategy, 2, outer) for strategy in ALL for outer in ("no_shard", "optim")
@@ -68,10 +68,9 @@ def _one_row_on(slot: Any, local: Any) -> tuple[int, int]:
     "38",
     "state_dict values are DTensors whose chunks are right; put together they are the unsharded model.",
     Mutant(
-        "a whole tensor is put together as torch's placement says",
-        lambda: mock.patch.object(RaggedTensor, "full_tensor", _as_torch_cuts),
+        "a whole tensor is put together as torch's placement says", patched(RaggedTensor, "full_tensor", _as_torch_cuts)
     ),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(dtensors, "_rows", _one_row_on)),
+    Mutant("chunks in the middle are named one row on", patched(dtensors, "_rows", _one_row_on)),
     ranks=4,
 )
 def dtensors_gather_rightly(lab: Lab) -> str:
@@ -120,8 +119,8 @@ def _first_moments_alone(found: ShardedState, *args: Any) -> None:
 @behaviour(
     "39",
     "Saved and loaded by DCP, parameters and optimizer state have their bits and the next losses are equal.",
-    Mutant("step counts are not loaded", lambda: mock.patch.object(ShardedState, "adopt", _adopts_nothing)),
-    Mutant("second moments are not saved", lambda: mock.patch.object(access, "add_optimizers", _first_moments_alone)),
+    Mutant("step counts are not loaded", patched(ShardedState, "adopt", _adopts_nothing)),
+    Mutant("second moments are not saved", patched(access, "add_optimizers", _first_moments_alone)),
     ranks=4,
     shortened=True,
 )
@@ -139,8 +138,8 @@ def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
 @behaviour(
     "40",
     "Loaded under another strategy or outer axis it is the same model; another model's shapes raise.",
-    Mutant("compute weights are not refreshed", lambda: mock.patch.object(ShardedModel, "adopt_state", _weights_alone)),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(dtensors, "_rows", _one_row_on)),
+    Mutant("compute weights are not refreshed", patched(ShardedModel, "adopt_state", _weights_alone)),
+    Mutant("chunks in the middle are named one row on", patched(dtensors, "_rows", _one_row_on)),
     ranks=4,
     shortened=True,
 )
@@ -230,10 +229,7 @@ def _only_what_lies_here(*args: Any) -> Iterator[Any]:
 @behaviour(
     "43",
     "Ranks with empty shards have the same optimizer state keys as all others.",
-    Mutant(
-        "parameters without a row here are left out",
-        lambda: mock.patch.object(named, "held_by", _only_what_lies_here),
-    ),
+    Mutant("parameters without a row here are left out", patched(named, "held_by", _only_what_lies_here)),
     ranks=4,
 )
 def same_keys(lab: Lab) -> str:

@@ -35,6 +35,7 @@ from tests.fsdp.behaviours.models import (
     seeded,
 )
 from tests.fsdp.behaviours.subject import NotOffered, Setup, adamw, expert_mesh, sgd
+from tests.fsdp.checked import patched
 
 _plan_units, _fully_shard_model = units.plan_units, megatron.fully_shard_model
 
@@ -47,7 +48,7 @@ def _planning(replacement: Any) -> Any:
 
 NOTHING_IS_FREED = Mutant(
     "a temporary bucket that is done with keeps its memory",
-    lambda: mock.patch.object(BucketMemory, "free"),
+    patched(BucketMemory, "free"),
 )
 ONE_UNIT = Mutant(
     "the unit list is not looked at: everything is one unit",
@@ -79,7 +80,7 @@ def _wide_gradients(self: MixedPrecisionPolicy, compute: torch.dtype) -> Dtypes:
     NOTHING_IS_FREED,
     Mutant(
         "main gradients are kept in fp64, whatever the policy says",
-        lambda: mock.patch.object(MixedPrecisionPolicy, "resolve", _wide_gradients),
+        patched(MixedPrecisionPolicy, "resolve", _wide_gradients),
     ),
 )
 def buffers(lab: Lab) -> str:
@@ -115,7 +116,7 @@ def buffers(lab: Lab) -> str:
     "A rank boundary never splits a row, also of small matrices.",
     Mutant(
         "shards are cut at equal numbers of elements, wherever that falls",
-        lambda: mock.patch.object(layout, "_shard_numel", lambda numel, row, ranks: -(-numel // ranks)),
+        patched(layout, "_shard_numel", lambda numel, row, ranks: -(-numel // ranks)),
     ),
 )
 def rows_are_whole(lab: Lab) -> str:
@@ -139,7 +140,7 @@ def _none_with_an_empty_one(self: FlatStep, bucket: Any, stepped: Any) -> None:
     "A parameter smaller than a chunk may lie on one rank; empty shards are legal and train.",
     Mutant(
         "a rank that holds nothing of one parameter leaves the rest of its bucket out of the update too",
-        lambda: mock.patch.object(FlatStep, "_add_pieces", _none_with_an_empty_one),
+        patched(FlatStep, "_add_pieces", _none_with_an_empty_one),
     ),
     ranks=4,
 )
@@ -231,10 +232,7 @@ def _frozen_get_storage(self: ParamGroup) -> None:
 @behaviour(
     "7",
     "Frozen parameters have no gradient storage, and training around them works.",
-    Mutant(
-        "frozen buckets get gradient storage too",
-        lambda: mock.patch.object(ParamGroup, "point_at_weights", _frozen_get_storage),
-    ),
+    Mutant("frozen buckets get gradient storage too", patched(ParamGroup, "point_at_weights", _frozen_get_storage)),
 )
 def frozen(lab: Lab) -> str:
     make = seeded(partly_frozen)
@@ -287,10 +285,7 @@ def _never_filled(module: nn.Module, **arguments: Any) -> Any:
 @behaviour(
     "9",
     "Meta-device initialisation by reset_parameters gives the values of an eager one.",
-    Mutant(
-        "what was materialised is never filled",
-        lambda: mock.patch.object(megatron, "fully_shard_model", _never_filled),
-    ),
+    Mutant("what was materialised is never filled", patched(megatron, "fully_shard_model", _never_filled)),
 )
 def meta_device(lab: Lab) -> str:
     def made() -> nn.Module:
@@ -317,10 +312,7 @@ def _outer_is_ignored(module: nn.Module, **arguments: Any) -> Any:
 @behaviour(
     "10",
     "Optimizer state of a rank is 1/(inner x outer) of all under HFSDP, 1/inner under HSDP.",
-    Mutant(
-        "the outer strategy is accepted and ignored",
-        lambda: mock.patch.object(megatron, "fully_shard_model", _outer_is_ignored),
-    ),
+    Mutant("the outer strategy is accepted and ignored", patched(megatron, "fully_shard_model", _outer_is_ignored)),
     ranks=4,
 )
 def hybrid_state(lab: Lab) -> str:

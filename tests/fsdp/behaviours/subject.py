@@ -162,6 +162,23 @@ class Subject(ABC):
         """End what the engine started."""
 
 
+def meshes(setup: Setup, *, tensor_axis: bool) -> dict[str, Any]:
+    """What says where ranks stand, under megatron-fsdp's names. *Collective.*"""
+    mesh = dense_mesh(setup.outer, tensor_axis=tensor_axis)
+    arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": INNER}
+    if tensor_axis:
+        arguments["tp_dim"] = TENSOR
+    if setup.outer > 1:
+        arguments |= {
+            "dp_outer_dim": OUTER,
+            "hybrid_fsdp_group": dist.group.WORLD,
+            "outer_dp_sharding_strategy": setup.outer_strategy,
+        }
+    if setup.expert_parallel > 1:
+        arguments["expt_device_mesh"] = expert_mesh(setup.expert_parallel, tensor_axis=tensor_axis)
+    return arguments
+
+
 def dense_mesh(outer: int, *, tensor_axis: bool) -> DeviceMesh:
     """All ranks: inner, or outer by inner in outer-major order. *Collective.*"""
     world = dist.get_world_size()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from tests.fsdp.behaviours.lab import ALL, FP32, Lab, Mutant, behaviour, relativ
 from tests.fsdp.behaviours.models import Block, Chain, FusedBlock, Net, holding, seeded
 from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, NET, SCALED_TWICE
 from tests.fsdp.behaviours.subject import NotOffered, Setup, sgd
+from tests.fsdp.checked import patched
 
 # -- 28, 29: the optimizer ---------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def _one_setting(self: FlatStep, optimizer: Optimizer) -> None:
     "The first three updates of Adam and AdamW are those of one process.",
     Mutant(
         "state is made by a step on zero gradients, whose step count stays",
-        lambda: mock.patch.object(FlatStep, "__init__", _steps_before),
+        patched(FlatStep, "__init__", _steps_before),
     ),
 )
 def first_updates(lab: Lab) -> str:
@@ -90,10 +90,7 @@ def _two_groups(module: Any) -> torch.optim.Optimizer:
 @behaviour(
     "29",
     "Learning rate and weight decay of each parameter group survive wrapping.",
-    Mutant(
-        "the first group's settings are taken for all",
-        lambda: mock.patch.object(FlatStep, "__init__", _one_setting),
-    ),
+    Mutant("the first group's settings are taken for all", patched(FlatStep, "__init__", _one_setting)),
 )
 def groups_survive(lab: Lab) -> str:
     subject = lab.weights(NET, Setup(units=(Block,)), _two_groups)
@@ -117,7 +114,7 @@ def _last_is_left_out(self: ShardedParameters, *args: Any, **named: Any) -> None
     "What the optimizer steps has no gradient before the reduction and one of the right dtype after it.",
     Mutant(
         "the last parameter of each bucket gets no gradient",
-        lambda: mock.patch.object(ShardedParameters, "install_grads", _last_is_left_out),
+        patched(ShardedParameters, "install_grads", _last_is_left_out),
     ),
 )
 def attached_when_reduced(lab: Lab) -> str:
@@ -156,7 +153,7 @@ def _forgets_earlier(self: GradientSync) -> None:
     "no_sync on all microbatches but the last equals one big batch; without it, the sum is right or refused.",
     Mutant(
         "a second synchronised backward takes the place of the first",
-        lambda: mock.patch.object(GradientSync, "_install", _forgets_earlier),
+        patched(GradientSync, "_install", _forgets_earlier),
     ),
 )
 def accumulation(lab: Lab) -> str:
@@ -190,10 +187,7 @@ def _without_contexts(lab: Lab, strategy: str) -> str:
 @behaviour(
     "32",
     "zero_grad clears the main gradients, with set_to_none or without; the next step starts from zero.",
-    Mutant(
-        "main gradients stay as they are",
-        lambda: mock.patch.object(Gradients, "forget"),
-    ),
+    Mutant("main gradients stay as they are", patched(Gradients, "forget")),
 )
 def starts_from_zero(lab: Lab) -> str:
     for strategy in lab.each(ALL):
@@ -236,10 +230,7 @@ _decouple = FlatStep._decouple
 @behaviour(
     "33",
     "use_decoupled_grad gives the optimizer's step gradients in their own dtype.",
-    Mutant(
-        "the last parameter gets no gradient",
-        lambda: mock.patch.object(FlatStep, "_decouple", _leaves_last_out),
-    ),
+    Mutant("the last parameter gets no gradient", patched(FlatStep, "_decouple", _leaves_last_out)),
 )
 def decoupled(lab: Lab) -> str:
     options = {"use_decoupled_grad": True}
@@ -283,8 +274,7 @@ def _keeps_at_end(self: GatherPipeline) -> None:
     "35",
     "Activation recomputation gives the same gradients and leaves no gathered weights behind.",
     Mutant(
-        "what is gathered at the end of the backward stays",
-        lambda: mock.patch.object(GatherPipeline, "post_backward", _keeps_at_end),
+        "what is gathered at the end of the backward stays", patched(GatherPipeline, "post_backward", _keeps_at_end)
     ),
 )
 def recomputation(lab: Lab) -> str:
@@ -312,14 +302,8 @@ def _sums_no_norm(self: Communicator, values: Tensor, purpose: str) -> Tensor:
 @behaviour(
     "36",
     "Clipping returns the norm of the whole model's gradient, and scales by it.",
-    Mutant(
-        "each rank clips by the norm of its own shard",
-        lambda: mock.patch.object(Communicator, "sum_scalars", _sums_no_norm),
-    ),
-    Mutant(
-        "the norm is right and nothing is clipped",
-        lambda: mock.patch.object(norms, "clip_gradients"),
-    ),
+    Mutant("each rank clips by the norm of its own shard", patched(Communicator, "sum_scalars", _sums_no_norm)),
+    Mutant("the norm is right and nothing is clipped", patched(norms, "clip_gradients")),
 )
 def clipping(lab: Lab) -> str:
     want = lab.plain(NET)
