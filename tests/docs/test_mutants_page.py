@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +14,8 @@ TESTS = Path(__file__).parents[1]
 MODULES = sorted(
     ".".join(("tests", *path.relative_to(TESTS).with_suffix("").parts))
     for path in TESTS.rglob("*.py")
-    if path.parent.name != "support" and "from tests.support.mutants import" in path.read_text(encoding="utf-8")
+    if path.parent.name != "support"
+    and re.search(r"from tests\.support\.mutants import|\brooms_of\b", path.read_text(encoding="utf-8"))
 )
 """Modules that declare mutants."""
 

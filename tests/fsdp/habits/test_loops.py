@@ -35,6 +35,7 @@ from tests.fsdp.habits.world import (
     run_of,
 )
 from tests.fsdp.pairs import STRATEGIES
+from tests.support.mutants import Slip
 
 CHECKS = Habits()
 
@@ -242,6 +243,12 @@ def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
     return found
 
 
+TRACED = Slip(
+    FlatStep,
+    "_wrap",
+    "map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))",
+    "FlatStep._begin, FlatStep._end",
+)
 _of_programs = partial(Mutant, room="The engine, by habits of programs")
 _of_loops = partial(Mutant, room="The engine, by habits of loops")
 _of_steps = partial(Mutant, room="The engine, by habits around a step")
@@ -270,7 +277,7 @@ MUTANTS = {
     ),
     "steps are traced": _of_steps(
         "torch.compile traces what the engine does around a step",
-        lambda: mock.patch.object(FlatStep, "_begin", vars(FlatStep._begin)["__wrapped__"]),
+        lambda: patched(FlatStep, "_wrap", TRACED.made())(),
         "compiling_a_step",
     ),
 }
