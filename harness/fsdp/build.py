@@ -30,11 +30,10 @@ from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.reduce import ReducePipeline, Reductions
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.two_encodings import pipeline_of

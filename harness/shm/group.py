@@ -36,7 +36,9 @@ def register() -> None:
 
 
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
-    return ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+    group = ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+    group.store = store
+    return group
 
 
 class Work(dist.Work):
@@ -102,6 +104,13 @@ class ShmGroup(dist.ProcessGroup):
             register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, backend)
             set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)
         self.transport, self.why_gloo = _connect(backend, rank, size, capacity)
+
+    store: Any = None
+    """Store by which torch made the group; None of one beside another."""
+
+    def get_group_store(self) -> Any:
+        """As torch asks for it."""
+        return self.store
 
     def getBackendName(self) -> str:
         """As torch asks for it."""

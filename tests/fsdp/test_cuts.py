@@ -60,7 +60,7 @@ def reduced_inside(cuts: Cuts) -> list[Tensor]:
 
 
 def sent_outside(cuts: Cuts) -> list[Part]:
-    """What goes over the outer axis then (as `harness.fsdp.runtime.bucket_reduction` has it)."""
+    """What goes over the outer axis then (as `harness.fsdp.runtime.reduce` has it)."""
     return cuts.outer_parts(cuts.inner_shards(whole_of(cuts)) if SHARD in cuts.own else reduced_inside(cuts))
 
 

@@ -52,7 +52,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._store = rank, size, store
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.order: list[str] = []
         """What was asked for, one after another: the same on all ranks."""
@@ -85,6 +85,9 @@ class RecordedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> RecordedGroup:
         return self
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
 
     def name(self) -> str:
         return BACKEND

@@ -19,8 +19,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.comm.together import copy_together
-from harness.fsdp.runtime.bucket_reduction import Job
-from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory, SharedBuffer, Turn
@@ -100,8 +99,8 @@ def forgetful_wait(self: ParamGroup) -> None:
     self.point_at_weights()
 
 
-def landed_too_soon(self: Job) -> None:
-    for exchange in self._exchanges.values():
+def landed_too_soon(self: PendingReduction) -> None:
+    for exchange in self._exchanges:
         exchange.pending.wait()
 
 
@@ -116,7 +115,7 @@ def without_waiting(of: type[Any]) -> Callable[[], AbstractContextManager[Any]]:
     return instead(of, "fold", wrong)
 
 
-def early_event(self: Job) -> None:
+def early_event(self: PendingReduction) -> None:
     with self.runtime.stream(self._stream):
         self.done = self.runtime.record()
     while self.advance():
@@ -164,7 +163,7 @@ def received_by_one(self: DeviceRuntime, stream: Any) -> Iterator[None]:
     yield
 
 
-def moved_late(self: ReducePipeline, bucket: Any) -> Job:
+def moved_late(self: ReducePipeline, bucket: Any) -> PendingReduction:
     held: Gradients = bucket.gradients
     waiting, held._waiting = held._waiting, {}
     places = [held._views[index] for index in waiting]
@@ -184,13 +183,13 @@ def installed_beside(self: Any, *args: Any, **named: Any) -> None:
         _install(self, *args, **named)
 
 
-def early_reads(self: Job) -> None:
+def early_reads(self: PendingReduction) -> None:
     if self.done is not None:
         self.done = Event()
     _wait(self)
 
 
-_wait, _install = Job.wait, Weights.install
+_wait, _install = PendingReduction.wait, Weights.install
 
 FAULTS = {
     "no wait after a gather": Fault(
@@ -216,7 +215,7 @@ FAULTS = {
     ),
     "bucket freed too soon": Fault(
         "A gradient bucket is given back while its reduction runs",
-        instead(Job, "wait", landed_too_soon),
+        instead(PendingReduction, "wait", landed_too_soon),
         ZERO2,
         r"memory for blocks\.2/float32",
         ("stream reduce|stream nccl reduce", "stream main"),
@@ -237,14 +236,14 @@ FAULTS = {
     ),
     "event before its work": Fault(
         "The event of a reduction is recorded before the reduction",
-        instead(Job, "run", early_event),
+        instead(PendingReduction, "run", early_event),
         ZERO2,
         r"gradient sums of \(root\)/float32",
         ("copy_ of .* on stream reduce", "mul_ .* on stream main"),
     ),
     "sums used too soon": Fault(
         "The optimizer does not wait for the reductions",
-        instead(Job, "wait", early_reads),
+        instead(PendingReduction, "wait", early_reads),
         ZERO1,
         r"gradient sums of \(root\)/float32",
         ("nccl reduce_scatter|stream reduce", "stream main"),

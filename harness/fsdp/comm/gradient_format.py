@@ -6,7 +6,6 @@ verbs]); and *absorb*, which adds up microbatches where that is done before any 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -17,41 +16,29 @@ from harness.fsdp.comm.together import copy_together, scale_together
 from harness.fsdp.policy import Dtypes
 
 
-class Numbers(ABC):
-    scales_sums = True
-
-    @abstractmethod
-    def encode(self, gradients: Tensor) -> Tensor:
-        """Gradients, or sums of them, as they are sent: the same tensor where they already are. Flat."""
-
-    @abstractmethod
-    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
-        """Put (or `add`) unreduced gradients into sums of the same length."""
-
-    @abstractmethod
-    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
-        """Turn sums into main gradients (the same tensors, or others), multiplied by what is left of `factor`. Those
-        that lie with the host are there when it has waited for the device."""
-
-
-class Floating(Numbers):
+class Floating:
     """Numbers of a dtype policy."""
+
+    scales_sums = True
 
     def __init__(self, dtypes: Dtypes) -> None:
         self.dtypes = dtypes
 
     def encode(self, gradients: Tensor) -> Tensor:
+        """Gradients, or sums of them, as they are sent: the same tensor where they already are. Flat."""
         return gradients.to(self.dtypes.wire)
 
     def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        """Put (or `add`) unreduced gradients into sums of the same length."""
         (sums.add_ if add else sums.copy_)(gradients)
 
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        """Turn sums into main gradients (the same tensors, or others), scaled; those on the host follow the device."""
         scale_together(sums, factor)
         copy_together(main, sums, follows=False)
 
 
-class Integers(Numbers):
+class Integers:
     """Multiples of 2^-bits; see [Note: Exact sums].
 
     divisor: of the finished sums; a factor, which could not be undone exactly, is not used. beyond: int64, shape [1]:
@@ -78,3 +65,6 @@ class Integers(Numbers):
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
         for source, target in zip(sums, main, strict=True):
             self.fixed.decode(source, self.divisor, target)
+
+
+Numbers = Floating | Integers

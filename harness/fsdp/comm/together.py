@@ -1,4 +1,7 @@
-"""The same operation on each of several tensors."""
+"""Several tensors in one operation, where work is queued: one launch for all, with the bits of one for each.
+
+On a CPU a launch costs nothing, and tensors go one by one.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,21 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
+from harness.private_torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
+
+
+def _is_one(tensors: Sequence[Tensor]) -> bool:
+    return len(tensors) > 1 and is_queued(tensors[0].device)
 
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
     """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
-    for target, source in zip(targets, sources, strict=True):
-        if not _is_there(target, source):
-            target.copy_(source, non_blocking=not follows)
+    apart = [(target, source) for target, source in zip(targets, sources, strict=True) if not _is_there(target, source)]
+    if _is_one(targets) and apart:
+        foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
+        return
+    for target, source in apart:
+        target.copy_(source, non_blocking=not follows)
 
 
 def _is_there(target: Tensor, source: Tensor) -> bool:
@@ -23,6 +34,9 @@ def _is_there(target: Tensor, source: Tensor) -> bool:
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add each source to its target."""
+    if _is_one(targets):
+        foreach_add_(list(targets), list(sources))
+        return
     for target, source in zip(targets, sources, strict=True):
         target.add_(source)
 
@@ -36,17 +50,29 @@ def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     factor = float(factor)
     if factor == 1.0:
         return
+    if _is_one(tensors):
+        foreach_mul_(list(tensors), factor)
+        return
     for tensor in tensors:
         tensor.mul_(factor)
 
 
 def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """By a factor of fp32 at least: torch would first round it to the dtype of a 16-bit tensor."""
-    for each in tensors:
-        wide = each.dtype if each.dtype.itemsize >= torch.float32.itemsize else torch.float32
-        torch.mul(each, factor.to(wide).reshape(1), out=each)
+    """One launch for tensors of the factor's own width; 16-bit ones go one by one, for which torch would first round
+    the factor to their dtype."""
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        if dtype.itemsize >= torch.float32.itemsize:
+            foreach_mul_(alike, factor.to(dtype))
+            continue
+        wide = factor.to(torch.float32).reshape(1)
+        for each in alike:
+            torch.mul(each, wide, out=each)
 
 
 def zero_together(tensors: Sequence[Tensor]) -> None:
+    if _is_one(tensors):
+        foreach_zero_(list(tensors))
+        return
     for tensor in tensors:
         tensor.zero_()

@@ -1,7 +1,5 @@
 """The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
 
-What one bucket goes through is told in `harness.fsdp.runtime.bucket_reduction`; here is when it does, and who waits.
-
 [Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
 turn; a unit that this rank did not use contributes zeros, as soon as that is known.
 
@@ -24,20 +22,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.reduction import Reduction
+from harness.fsdp.comm.device import DeviceRuntime, Event
+from harness.fsdp.comm.events import OUTER, Label
+from harness.fsdp.comm.parts import Part
+from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import Dtypes
-from harness.fsdp.runtime.bucket_reduction import Job, Reductions
-from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.step import BackwardPlan, Step
 from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.gradients import Accumulation, Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
 
 MAX_UNITS = 2
 """Units whose unreduced gradients may exist at once, the one being written included: a rank may be so far ahead.
@@ -51,6 +53,180 @@ class BeforeWait(Protocol):
 
     def __call__(self, unit: Unit, *, keeps: bool) -> None:
         """Give the others what they need up to a unit."""
+
+
+@dataclass(frozen=True)
+class Reductions:
+    inner: Reduction
+    outer: Reduction | None = None
+
+    def scales_as_it_sums(self, gradients: Gradients) -> bool:
+        """True if the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
+        return self.inner.numbers.scales_sums and gradients.placements.reduces_once
+
+
+class PendingReduction:
+    """The reduction of one bucket in one backward, from unreduced gradients to this rank's sums.
+
+    Its operations, their axes and their order are the route of the bucket's `Placements` from unreduced to accumulated
+    and, in the backward that ends a step, on to main gradients ([Note: Placement], [Note: Outer once]). A reduced
+    gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
+
+    Args:
+        factor: what a step's sums are multiplied with, once.
+        plan: of the backward the gradients are from.
+    """
+
+    def __init__(
+        self,
+        bucket: ParamGroup,
+        reductions: Reductions,
+        runtime: DeviceRuntime,
+        factor: float,
+        guard: GradientGuard | None,
+        plan: BackwardPlan,
+    ) -> None:
+        if bucket.gradients is None:
+            raise RuntimeError(f"bucket {bucket.name} is not trained")
+        self.bucket = bucket
+        self.gradients: Gradients = bucket.gradients
+        self.reductions = reductions
+        self.runtime = runtime
+        self.guard = guard
+        self.plan = plan
+        self.factor = factor if reductions.scales_as_it_sums(self.gradients) else 1.0
+        self.label = self._label(Axis.inner)
+        """Label of the collective along the inner axis."""
+        self.source: Tensor = self.gradients.take()
+        self.done: Event | None = None
+        self._stages = self._reduce()
+        self._has_more = True
+        self._stream = "reduce"
+        self._exchanges: list[Exchange] = []
+        self._copies: list[Tensor] = []
+        """Encoded gradients beside those they were made of."""
+
+    def _reduce(self) -> Iterator[None]:
+        """Go through the route. A `yield` stands between the traffic of an operation and the sums that are made of it,
+        so that the traffic of many buckets is issued before any is waited for."""
+        gradients, cuts, inner = self.gradients, self.bucket.cuts, self.reductions.inner
+        lies, route = self.bucket.placements.main_grads, self.bucket.placements.reduction(last=self.plan.last)
+        source, adds_first = self.source, gradients.accumulation is Accumulation.added
+        if adds_first:
+            self._look(source, None)
+            gradients.claim()
+            inner.numbers.absorb(source, gradients.sums, add=self.plan.adds)
+            source = gradients.sums
+        if not route:
+            return
+        wire = inner.encode(source)
+        self._note(wire, source)
+        if not adds_first:
+            self._look(source, wire)
+        exchange = self._exchange(inner, Axis.inner, cuts.inner_parts(wire))
+        yield
+        gradients.claim()
+        sums = gradients.inner_shards
+        if lies.inner is not SHARD:  # the first leg of an all-reduce
+            sums = [part.chunk(inner.comm.rank) for part in cuts.inner_parts(gradients.sums)]
+        inner.fold(exchange, sums, add=self.plan.adds and gradients.accumulation is Accumulation.reduced)
+        for step in route[1:]:
+            if step.operation is Operation.reduce_scatter:
+                outer = self._outer
+                outer_sums = cuts.outer_parts(gradients.inner_shards if SHARD in lies else sums)
+                self._stream = "outer"
+                with self.runtime.stream(self._stream):
+                    parts = [self._encoded(part, outer) for part in outer_sums]
+                    outer_exchange = self._exchange(outer, Axis.outer, parts)
+                yield
+                outer.fold(outer_exchange, [part.chunk(outer.comm.rank) for part in outer_sums], add=False)
+            else:
+                if step.axis is Axis.outer:
+                    spreading = outer.spread(outer_exchange, outer_sums)
+                else:
+                    spreading = inner.spread(exchange, cuts.second_leg_parts(gradients.sums))
+                yield
+                spreading.wait()
+
+    def _exchange(self, reduction: Reduction, axis: Axis, parts: list[Part]) -> Exchange:
+        sums = [step.axis for step in self.bucket.placements.reduction(last=True) if step.operation is _SUM]
+        exchange = reduction.exchange(parts, self._label(axis), self.factor if axis is sums[-1] else 1.0)
+        self._exchanges.append(exchange)
+        return exchange
+
+    def _encoded(self, part: Part, reduction: Reduction) -> Part:
+        """A part as it is sent: itself where it already is; else a copy without what lies between its chunks."""
+        if part.covered is None and part.tensor.dtype == reduction.dtypes.wire:
+            return part
+        wire = reduction.encode(part.closed_up)
+        if wire.data_ptr() == part.chunk(0).data_ptr():
+            return part
+        self._note(wire, part.tensor)
+        return Part(wire, part.cut.closed_up)
+
+    def _note(self, wire: Tensor, source: Tensor) -> None:
+        if wire is not source:
+            self._copies.append(self.bucket.memory.note(wire))
+
+    def _label(self, axis: Axis) -> Label:
+        """Label of a collective along one axis: the operation from terms of a sum to main gradients, whole or legs."""
+        lies = self.bucket.placements.main_grads
+        target, suffix = (lies.inner, "") if axis is Axis.inner else (lies.outer, OUTER)
+        return Label(OPERATIONS[PARTIAL, target].value, self.bucket.name + suffix)
+
+    def _look(self, source: Tensor, wire: Tensor | None) -> None:
+        if self.guard is None:
+            return
+        if wire is None or wire is source or not wire.is_floating_point():
+            self.guard.look(self.bucket, source)
+        else:
+            self.guard.look(self.bucket, wire, source)
+
+    @property
+    def _outer(self) -> Reduction:
+        assert self.reductions.outer is not None
+        return self.reductions.outer
+
+    def begin(self) -> None:
+        """Encode the gradients and send every contribution to its owner; or only add them to the sums on this rank."""
+        self._has_more = next(self._stages, _OVER) is not _OVER
+
+    def advance(self) -> bool:
+        """Run the next stage, if there is one; whether more are left."""
+        if self._has_more:
+            with self.runtime.resuming(self._stream):
+                self.begin()
+        return self._has_more
+
+    def run(self) -> None:
+        while self.advance():
+            pass
+        if self.runtime.has_streams:
+            with self.runtime.resuming(self._stream):
+                self.done = self.runtime.record()
+
+    def wait(self) -> None:
+        """Block the host or the current stream until the sums are made; raises what making them raised."""
+        if self.done is not None:
+            self.done.wait()
+        else:
+            self.run()
+
+    def cancel(self) -> None:
+        """Let nobody wait for this rank in what is under way, of gradients that nobody wants."""
+        for exchange in self._exchanges:
+            exchange.pending.cancel()
+
+    def free(self) -> None:
+        """Free the temporary bucket, where there was one, and what was made of it."""
+        for copy in self._copies:
+            self.bucket.memory.free(copy)
+        if not self.gradients.is_in_place:
+            self.bucket.memory.give_back(self.source)
+
+
+_SUM = Operation.reduce_scatter
+_OVER = object()
 
 
 class ReducePipeline:
@@ -89,7 +265,7 @@ class ReducePipeline:
         self.factor = factor
         self._ready: set[str] = set()
         self._issued = 0
-        self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
+        self._in_flight: deque[tuple[Unit, list[PendingReduction]]] = deque()
 
     def take_in(self, units: Sequence[Unit], reductions: dict[str, Reductions]) -> None:
         """Reduce further buckets of the units, too. No backward may be running."""
@@ -145,13 +321,15 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Wait until every issued reduction has landed in the main gradients."""
-        if not self.runtime.has_streams and all(job.accumulates_locally for job in self._jobs_in_flight()):
+        if not self.runtime.has_streams and all(
+            job.bucket.placements.accumulates_locally for job in self._jobs_in_flight()
+        ):
             self._sum_all()
         while self._in_flight:
             self._land()
         self._release()
 
-    def _jobs_in_flight(self) -> Iterator[Job]:
+    def _jobs_in_flight(self) -> Iterator[PendingReduction]:
         return (job for _, jobs in self._in_flight for job in jobs)
 
     def finish(self) -> None:
@@ -206,8 +384,10 @@ class ReducePipeline:
                 gradients.settle()
                 guard.look(bucket, gradients.bucket)
 
-    def _start(self, bucket: ParamGroup) -> Job:
-        job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, self.step.plan)
+    def _start(self, bucket: ParamGroup) -> PendingReduction:
+        job = PendingReduction(
+            bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, self.step.plan
+        )
         with self.runtime.stream("reduce"):
             job.begin()
             if self.runtime.has_streams:

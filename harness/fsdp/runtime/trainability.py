@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.agreement import check_agreed
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
+from harness.fsdp.runtime.reduce import Reductions
 from harness.fsdp.runtime.units import buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
