@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack, get_type_hints, overload
+from typing import Any, Unpack, get_type_hints, overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp import megatron
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.megatron import MegatronModel, ShardKeywords
+from harness.fsdp.megatron import MegatronModel, Opt, ShardKeywords
 from harness.fsdp.module import FSDPModule
 from harness.fsdp.options import OPTIONS, OptionKeywords
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -21,7 +21,6 @@ from harness.fsdp.sharding import shard
 from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
-Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 ShardedModel = FSDPModule
 
 

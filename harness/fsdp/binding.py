@@ -30,7 +30,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
         flat = FlatStep(optimizer)
         setattr(optimizer, _FLAT_STEP, flat)
         optimizer.register_state_dict_pre_hook(_have_state)
-        optimizer.register_load_state_dict_post_hook(_take_loaded)
+        optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())
     flat.steps_unused |= steps_unused
     flat.decoupled |= decoupled
     if any(each is flat for each in engine.flat_steps):
@@ -70,11 +70,6 @@ def _have_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups if not any(optimizer.state.values()) else ():
         if not begins_with_gradient(group):
             create_state_of(optimizer, group)
-
-
-def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
-    flat: FlatStep = getattr(optimizer, _FLAT_STEP)
-    flat.take_loaded()
 
 
 def _take_sharded(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ buffers are registered in it.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -292,16 +293,15 @@ class Engine:
 
         Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
         """
-        total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
+        total = Counter(compute_weights=0, main_weights=0, main_grads=0, padding=0, optimizer=0)
         for bucket in self.buckets:
-            for role, num_bytes in bucket.persistent_bytes().items():
-                total[role] = total.get(role, 0) + num_bytes
+            total.update(bucket.persistent_bytes())
         for each in self.flat_steps:
             used, padding = each.state_bytes()
             total["optimizer"] += used
             total["padding"] += padding
         scales = sum(bucket.codec.scale_bytes for bucket in self.buckets)
-        return total | {"buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
+        return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
     def stepped(self) -> list[torch.optim.Optimizer]:
         """Optimizers over sharded parameters, whose state lies where it stays."""

@@ -186,11 +186,16 @@ class Options(EngineOptions):
         for each in OPTIONS.values():
             object.__setattr__(self, each.name, each.read(getattr(self, each.name)))
         object.__setattr__(self, "double_buffer", fixed_buffers(vars(self)))
-        _refuse(conflicts(vars(self)), vars(self))
+        self.check_against()
 
-    def check_against(self, *, reduces_each: bool) -> None:
+    def check_against(self, *, reduces_each: bool = True) -> None:
         """Raise ValueError where a choice has no meaning under a strategy, which `reduces_each` microbatch or not."""
-        _refuse(conflicts(vars(self), reduces_each=reduces_each), vars(self))
+        for each in conflicts(vars(self), reduces_each=reduces_each):
+            ways = (" ".join(f"{name}={_shown(value)}" for name, value in way.items()) for way in each.ways_out)
+            raise ValueError(
+                f"{each.option}={_shown(getattr(self, each.option))} {each.why}; valid are {each.valid}. Set"
+                f" {', or '.join(ways)}"
+            )
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -266,13 +271,6 @@ def conflicts(chosen: Mapping[str, Any], *, reduces_each: bool = True) -> Iterat
             "False",
             ({"accumulate_unsharded": False}, {"strategy": Strategy.optim_grads, "numerics": Numerics.ordered}),
         )
-
-
-def _refuse(found: Iterable[Conflict], chosen: Mapping[str, Any]) -> None:
-    for each in found:
-        ways = ", or ".join(" ".join(f"{name}={_shown(value)}" for name, value in way.items()) for way in each.ways_out)
-        value = _shown(chosen[each.option])
-        raise ValueError(f"{each.option}={value} {each.why}; valid are {each.valid}. Set {ways}")
 
 
 def _shown(value: Any) -> str:

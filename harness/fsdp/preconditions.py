@@ -253,11 +253,8 @@ def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _spans(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, int, str]]:
     for name, each in named:
         if each.layout is torch.strided and not each.is_meta and each.numel() and type(each.data) is Tensor:
-            yield each.data_ptr(), each.data_ptr() + _reach(each) * each.itemsize, name
-
-
-def _reach(param: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            yield each.data_ptr(), each.data_ptr() + (1 + last) * each.itemsize, name
 
 
 def _check_units(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
