@@ -176,17 +176,10 @@ class RaggedTensor(DTensor):
 
     # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
-    def _chunk(self) -> ChunkStorageMetadata | None:
-        if not local_tensor(self).numel():
-            return None
-        if not self.shape:
-            return ChunkStorageMetadata(torch.Size([]), torch.Size([]))
-        sizes, offsets = self.place()
-        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunk = self._chunk()
-        return [] if chunk is None else [chunk]
+        sizes, offsets = self.place() if self.shape else ([], [])
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        return [chunk] if local_tensor(self).numel() else []
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,42 +22,11 @@ from harness.private_torch import loads_in_own_way
 FP8 = "fp8/"
 
 
-class Weights(Protocol):
-    def wait(self) -> None:
-        """Wait for the weights that other ranks updated."""
-
-    def before_edit(self) -> None:
-        """Main weights are written next: wait for whoever reads them."""
-
-    def refuse_held(self) -> None:
-        """Raise RuntimeError for weights held unsharded, which a load would not reach."""
-
-    def adopt_edits(self) -> None: ...
-
-    def bring_up_to_date(self) -> None:
-        """Make written main weights count now. *Collective.*"""
-
-    def install(self) -> None:
-        """Make written main weights count in the next forward. *Collective.*"""
-
-
-class StepGradients(Protocol):
-    def finish(self) -> None:
-        """Wait for the step's reductions and scale the gradients, once. *Collective.*"""
-
-    def collect(self) -> None: ...
-
-    def forget(self, *, set_to_none: bool = True) -> None: ...
-
-
 class StateAccess:
+    """weights, gradients: the model's `runtime.weights.Weights` and `runtime.gradient_sync.GradientSync`."""
+
     def __init__(
-        self,
-        module: nn.Module,
-        buckets: Sequence[ParamGroup],
-        weights: Weights,
-        gradients: StepGradients,
-        everyone: Everyone,
+        self, module: nn.Module, buckets: Sequence[ParamGroup], weights: Any, gradients: Any, everyone: Everyone
     ) -> None:
         self._module = weakref.ref(module)  # which keeps this
         self._own: type[nn.Module] = type(module)
@@ -255,8 +224,7 @@ def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Opti
 
 def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:
     """The program's own code decides which names and shapes are right. kind: the part's own class."""
-    whole = kind.load_state_dict is not nn.Module.load_state_dict
-    return whole or loads_in_own_way(kind, part)
+    return kind.load_state_dict is not nn.Module.load_state_dict or loads_in_own_way(kind, part)
 
 
 COUNT = "num_batches_tracked"  # torch's batch norms did not save it once, and do without

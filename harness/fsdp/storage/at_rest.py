@@ -66,10 +66,9 @@ class _Hooked:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        place: Any = getattr(self, LOCATION, None) if value is None else None
-        sharded = None if place is None else place[0]()
-        if sharded is not None and (sync := sharded.sync()) is not None:
-            sync.forget_one(sharded.bucket, place[1])
+        place = location_of(cast(Tensor, self)) if value is None else None
+        if place is not None and (sync := place[0].sync()) is not None:
+            sync.forget_one(place[0].bucket, place[1])
         with without_torch_function():
             put_grad(cast(Tensor, self), value)
 
@@ -235,10 +234,9 @@ class ShardedParameters:
 
     def view(self, index: int, flats: Sequence[Tensor]) -> Tensor:
         """This rank's rows in flat tensors laid out as the main weights: a DTensor; plain where nothing cuts it."""
-        slot = self.bucket.layout.slots[index]
-        return self.shards.rows(self.bucket, slot, flats[slot.segment])
+        return self.view_from(index, flats[self.bucket.layout.slots[index].segment])
 
-    def view_from(self, index: int, flat: Tensor, begins_at: int) -> Tensor:
+    def view_from(self, index: int, flat: Tensor, begins_at: int = 0) -> Tensor:
         return self.shards.rows(self.bucket, self.bucket.layout.slots[index], flat, begins_at)
 
     def show(self, *, unsharded: bool) -> None:
