@@ -94,7 +94,7 @@ class Additions(TorchDispatchMode):
 def watching(trace: Trace) -> Iterator[None]:
     """Note what passes through the engine's stations while the body runs."""
     encode, sum_in_order = reduction.Reduction.encode, reduction._sum_in_order
-    exchange, second_leg = reduction.ExchangeReduction.exchange, reduction.Communicator.second_leg
+    exchange, second_leg = reduction.Reduction.exchange, reduction.Communicator.second_leg
 
     def note(station: str, tensor: Tensor) -> None:
         trace[station].add(NAMES[tensor.dtype])
@@ -125,7 +125,7 @@ def watching(trace: Trace) -> Iterator[None]:
     with (
         mock.patch.object(reduction.Reduction, "encode", noting_encode),
         mock.patch.object(reduction, "_sum_in_order", noting_sum),
-        mock.patch.object(reduction.ExchangeReduction, "exchange", noting_exchange),
+        mock.patch.object(reduction.Reduction, "exchange", noting_exchange),
         mock.patch.object(reduction.Communicator, "second_leg", noting_leg),
     ):
         yield

@@ -22,7 +22,7 @@ from harness.fsdp import MixedPrecisionPolicy, OuterStrategy, Strategy, fully_sh
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.events import OUTER
 from harness.fsdp.comm.gradient_format import Floating
-from harness.fsdp.comm.reduction import NativeReduction, Reduction
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 
@@ -109,7 +109,7 @@ class Witness:
         self.note("free", "", "", NAMES[bucket.dtype], "the temporary bucket")
 
 
-WATCHED = (NativeReduction, "fold"), (Gradients, "bring"), (Reduction, "spread"), (Floating, "finish"), (
+WATCHED = (Reduction, "_take_sums"), (Gradients, "bring"), (Reduction, "spread"), (Floating, "finish"), (
     Communicator, "all_gather"), (Gradients, "forget"), (BucketMemory, "give_back")  # fmt: skip
 
 

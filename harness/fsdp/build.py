@@ -23,7 +23,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
-from harness.fsdp.comm.reduction import make_reduction
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.nonfinite import GradientGuard
@@ -371,9 +371,9 @@ def make_reductions(numerics: Numerics, integers: Integers | None, bucket: Param
     """
     mesh = bucket.mesh
     dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
-    legs = [make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)]
+    legs = [Reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)]
     if mesh.outer is not None and mesh.has_outer:
-        legs.append(make_reduction(mesh.outer, dtypes, numerics, integers))
+        legs.append(Reduction(mesh.outer, dtypes, numerics, integers))
     return Reductions(*legs)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.fsdp import fully_shard
 from harness.fsdp.comm.communicator import Pending
-from harness.fsdp.comm.reduction import Exchange, ExchangeReduction
+from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.vocabulary import Transport
 from harness.shm.transfer import Transfer
@@ -178,14 +178,14 @@ def frees_before_others_have_taken() -> Iterator[None]:
 @contextmanager
 def sums_before_all_has_come() -> Iterator[None]:
     """Contributions are summed without waiting for the collective that brings them."""
-    fold = ExchangeReduction.fold
+    fold = Reduction._sum_received
 
-    def unwaited(self: ExchangeReduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+    def unwaited(self: Reduction, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         _KEPT.append(exchange.pending)
         exchange.pending = Pending([])
         fold(self, exchange, into, add=add)
 
-    with mock.patch.object(ExchangeReduction, "fold", unwaited):
+    with mock.patch.object(Reduction, "_sum_received", unwaited):
         yield
 
 

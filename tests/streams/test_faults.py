@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.fsdp.comm import device
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event
-from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.comm.together import copy_together
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
@@ -104,15 +104,15 @@ def landed_too_soon(self: PendingReduction) -> None:
         exchange.pending.wait()
 
 
-def without_waiting(of: type[Any]) -> Callable[[], AbstractContextManager[Any]]:
+def without_waiting(fold: str) -> Callable[[], AbstractContextManager[Any]]:
     """The sums of a reduction are made from what has not come in."""
-    right = of.fold
+    right = getattr(Reduction, fold)
 
     def wrong(self: Any, exchange: Any, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.incoming = []
         right(self, exchange, into, add=add)
 
-    return instead(of, "fold", wrong)
+    return instead(Reduction, fold, wrong)
 
 
 def early_event(self: PendingReduction) -> None:
@@ -257,14 +257,14 @@ FAULTS = {
     ),
     "all-to-all not waited for": Fault(
         "Contributions are summed before they have come in",
-        without_waiting(ExchangeReduction),
+        without_waiting("_sum_received"),
         BF16,
         r"memory for blocks\.2/bfloat16",
         ("nccl all_to_all", "stream reduce"),
     ),
     "reduce-scatter not waited for": Fault(
         "A reduce-scatter's result is added to the sums before it has come in",
-        without_waiting(NativeReduction),
+        without_waiting("_take_sums"),
         Case("optim_grads", k=2),
         r"memory for blocks\.2/float32",
         ("nccl reduce_scatter", "stream reduce"),

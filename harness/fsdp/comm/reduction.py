@@ -3,8 +3,7 @@
 [Note: Four verbs] A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one
 object with four verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in
 the accumulate dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a
-floating-point number or an integer) is said in `harness.fsdp.comm.gradient_format`, how sums are made by the classes
-below; the pipelines never ask which one they hold.
+floating-point number or an integer) is said in `harness.fsdp.comm.gradient_format`; the pipelines never ask.
 
 [Note: Own sums] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the
 rank that owns them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an
@@ -13,7 +12,6 @@ all-reduce inside (twice the bytes) and sums 16-bit wires in 16 bits. Shared mem
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,72 +52,90 @@ class Exchange:
     own: list[Tensor] = field(default_factory=list)
 
 
-class Reduction(ABC):
-    """One way to sum gradients over the ranks of an axis; see [Note: Four verbs]."""
+class Reduction:
+    """The sums of gradients over the ranks of an axis; see [Note: Four verbs].
+
+    is_native: the backend's own reduce-scatter and all-reduce make them: shared memory's, and NCCL's where the wire has
+    the sum's dtype. Else they are made here ([Note: Own sums]). An all-reduce of the backend's is a reduce-scatter and
+    an all-gather where an outer reduction comes between the two, or where sums are made in rank order; else one call,
+    which a switch may make (NVLS, SHARP).
+
+    in_order: sums made here are made in rank order, one contribution after the other, so that bits do not depend on the
+    layout; else in one operation.
+
+    Args:
+        numbers: what gradients are on the way; None: floating-point numbers of `dtypes`.
+        legs_apart: whether something comes between the two legs of an all-reduce.
+    """
 
     def __init__(
-        self, comm: Communicator, dtypes: Dtypes, numbers: Numbers | None = None, *, legs_apart: bool = False
+        self,
+        comm: Communicator,
+        dtypes: Dtypes,
+        numerics: Numerics,
+        numbers: Numbers | None = None,
+        *,
+        legs_apart: bool = False,
     ) -> None:
         self.comm = comm
         self.dtypes = dtypes
         self.numbers: Numbers = numbers or Floating(dtypes)
         self.legs_apart = legs_apart
+        sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not dtypes.sums_as_sent)
+        self.is_native = comm.sums_in_order or not (comm.is_gloo or sums_otherwise)
+        self.in_order = numerics.bitwise or comm.is_gloo
 
     def encode(self, gradients: Tensor) -> Tensor:
         """Gradients, or sums of them, as they are sent: the same tensor where they already are."""
         return self.numbers.encode(gradients)
 
-    @abstractmethod
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
+        exchange = Exchange(parts, label, factor)
+        if self.comm.size > 1:
+            with events.begin(label, parts):
+                (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
+        return exchange
 
-    @abstractmethod
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         """Sum this rank's chunks of all contributions and copy them (or `add` them) to `into`, one tensor a part.
 
         `into` may be this rank's own chunks of the parts themselves, which are free to change afterwards.
         """
+        (self._take_sums if self.is_native else self._sum_received)(exchange, into, add=add)
 
     def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
         """Second leg of an all-reduce, after `fold`: give every rank the whole sums, cut as they were made."""
-        return self.comm.second_leg(whole, exchange.label)
+        if not self._is_one_call(exchange.label):
+            return self.comm.second_leg(whole, exchange.label)
+        targets = [part.tensor for part in whole]
+        copy_together(targets, [part.tensor for part in exchange.parts])
+        scale_together(targets, exchange.factor)
+        return Pending([])
 
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
         """Turn sums into main gradients (the same tensors, or others), scaled: once a step."""
         self.numbers.finish(sums, main, factor)
 
+    # -- sums made here: small buckets travel as one message (see `PACKED_BYTES`) --------------------------------------
 
-class ExchangeReduction(Reduction):
-    """All-to-all, summed in the accumulate dtype. For gloo, and NCCL where it would sum in the wire dtype.
+    def _all_to_all(self, exchange: Exchange) -> None:
+        comm, parts = self.comm, exchange.parts
+        for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
+            own = part.sizes[comm.rank]
+            received = part.tensor.new_empty(own * comm.size)
+            output, given = comm.as_sent(received), comm.as_sent(part.closed_up)
+            width = received.itemsize // output.itemsize
+            sizes = part.sizes if width == 1 else [size * width for size in part.sizes]
+            work = comm.group.alltoall_base(output, given, [own * width] * comm.size, sizes)
+            exchange.received.append(received)
+            exchange.pending.incoming.append(work)
 
-    in_order: sums are made in rank order, one contribution after the other, so that bits do not depend on the layout;
-    else in one operation, in whichever order that has. Small buckets travel as one message (see `PACKED_BYTES`).
-    """
-
-    in_order = True
-
-    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
-        comm = self.comm
-        exchange = Exchange(parts, label, factor)
-        if comm.size == 1:
-            return exchange
-        with events.begin(label, parts):
-            for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
-                own = part.sizes[comm.rank]
-                received = part.tensor.new_empty(own * comm.size)
-                output, given = comm.as_sent(received), comm.as_sent(part.closed_up)
-                width = received.itemsize // output.itemsize
-                sizes = part.sizes if width == 1 else [size * width for size in part.sizes]
-                work = comm.group.alltoall_base(output, given, [own * width] * comm.size, sizes)
-                exchange.received.append(received)
-                exchange.pending.incoming.append(work)
-        return exchange
-
-    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+    def _sum_received(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.wait()
-        if self.comm.size == 1:
-            exchange.received = [part.chunk(0) for part in exchange.parts]
         size = self.comm.size
+        if size == 1:
+            exchange.received = [part.chunk(0) for part in exchange.parts]
         rows = [received.view(size, received.numel() // size) for received in exchange.received]
         exchange.received = []
         lengths = [target.numel() for target in into]
@@ -136,43 +152,33 @@ class ExchangeReduction(Reduction):
         (add_together if add else copy_together)(into, totals)
         scale_together(into, exchange.factor)
 
-
-class NativeReduction(Reduction):
-    """The backend's own reduce-scatter and all-reduce: shared memory's, and NCCL's where the wire has the sum's dtype.
-
-    An all-reduce is a reduce-scatter and an all-gather where an outer reduction comes between the two, or where sums
-    are made in rank order; else it is the backend's own, which a switch may make (NVLS, SHARP).
-    """
+    # -- sums of the backend's ---------------------------------------------------------------------------------------
 
     def _is_one_call(self, label: Label) -> bool:
-        return label.kind == "all_reduce" and not (self.legs_apart or self.comm.sums_in_order)
+        apart = self.legs_apart or self.comm.sums_in_order or not self.is_native
+        return label.kind == "all_reduce" and not apart
 
-    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
-        comm = self.comm
-        exchange = Exchange(parts, label, factor)
-        if comm.size == 1:
-            return exchange
-        with events.begin(label, parts):
-            if comm.sums_in_order:
-                self._sum_in_order(exchange)
-                return exchange
-            exchange.own = [part.chunk(comm.rank) for part in parts]
-            if self._is_one_call(label):
-                exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
-                return exchange
-            evened = Evened.all_of(parts)
-            if evened is None:
-                pairs = [(part.chunk(comm.rank), [part.chunk(rank) for rank in range(comm.size)]) for part in parts]
-                exchange.pending.incoming = [comm.group.reduce_scatter([own], [chunks]) for own, chunks in pairs]
-                return exchange
-            for each in evened:
-                each.copy_in()
-            outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
-            exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
-            exchange.evened = evened
-        return exchange
+    def _reduce_scatter(self, exchange: Exchange) -> None:
+        comm, parts = self.comm, exchange.parts
+        if comm.sums_in_order:
+            self._reduce_scatter_in_order(exchange)
+            return
+        exchange.own = [part.chunk(comm.rank) for part in parts]
+        if self._is_one_call(exchange.label):
+            exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
+            return
+        evened = Evened.all_of(parts)
+        if evened is None:
+            pairs = [(part.chunk(comm.rank), [part.chunk(rank) for rank in range(comm.size)]) for part in parts]
+            exchange.pending.incoming = [comm.group.reduce_scatter([own], [chunks]) for own, chunks in pairs]
+            return
+        for each in evened:
+            each.copy_in()
+        outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
+        exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+        exchange.evened = evened
 
-    def _sum_in_order(self, exchange: Exchange) -> None:
+    def _reduce_scatter_in_order(self, exchange: Exchange) -> None:
         comm, accum = self.comm, self.dtypes.accum
         rows = [[part.chunk(rank) for rank in range(comm.size)] for part in exchange.parts]
         for row in rows:
@@ -181,7 +187,7 @@ class NativeReduction(Reduction):
             events.offer(sum([each.nbytes for each in row]) - own.nbytes)
         exchange.pending.incoming = [comm.data.reduce_scatter(exchange.own, rows)]
 
-    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+    def _take_sums(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.wait()
         if self._is_one_call(exchange.label) and self.comm.size > 1:
             return
@@ -191,31 +197,6 @@ class NativeReduction(Reduction):
         exchange.evened, exchange.own = [], []
         (add_together if add else copy_together)(into, own)
         scale_together(into, exchange.factor)
-
-    def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
-        if not self._is_one_call(exchange.label):
-            return super().spread(exchange, whole)
-        targets = [part.tensor for part in whole]
-        copy_together(targets, [part.tensor for part in exchange.parts])
-        scale_together(targets, exchange.factor)
-        return Pending([])
-
-
-def make_reduction(
-    comm: Communicator, dtypes: Dtypes, numerics: Numerics, numbers: Numbers | None = None, *, legs_apart: bool = False
-) -> Reduction:
-    """Choose how sums are made for one group, dtype policy and promise.
-
-    Args:
-        numbers: what gradients are on the way; None: floating-point numbers of `dtypes`.
-        legs_apart: whether something comes between the two legs of an all-reduce.
-    """
-    sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not dtypes.sums_as_sent)
-    if comm.sums_in_order or not (comm.is_gloo or sums_otherwise):
-        return NativeReduction(comm, dtypes, numbers, legs_apart=legs_apart)
-    reduction = ExchangeReduction(comm, dtypes, numbers, legs_apart=legs_apart)
-    reduction.in_order = numerics.bitwise or comm.is_gloo
-    return reduction
 
 
 def _is_small(parts: Sequence[Part]) -> bool:

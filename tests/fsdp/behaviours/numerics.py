@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import megatron
-from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.storage.param_group import ParamGroup
@@ -21,22 +21,22 @@ from tests.fsdp.checked import patched
 
 NET = seeded(Net)
 
-_fold, _fold_exchange, _finish = NativeReduction.fold, ExchangeReduction.fold, ReducePipeline.finish
+_fold, _fold_exchange, _finish = Reduction._take_sums, Reduction._sum_received, ReducePipeline.finish
 
 
 def _folding(replacement: Any) -> Any:
-    return patched(NativeReduction, "fold", replacement)
+    return patched(Reduction, "_take_sums", replacement)
 
 
-def _always_adds(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _always_adds(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=True)
 
 
-def _adds_where_alone(self: ExchangeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _adds_where_alone(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold_exchange(self, exchange, into, add=add or self.comm.size == 1)
 
 
-def _halves_outside(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _halves_outside(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     ranks = dist.get_process_group_ranks(self.comm.group)
     if len(ranks) == 2 and ranks[1] - ranks[0] == 2:
@@ -44,7 +44,7 @@ def _halves_outside(self: NativeReduction, exchange: Any, into: list[Tensor], *,
             target.mul_(0.5)
 
 
-def _experts_doubled(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _experts_doubled(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     if self.comm.size < dist.get_world_size():
         for target in into:
@@ -68,7 +68,7 @@ def local_gradient_counts_once(lab: Lab) -> str:
     return lab.off("gradients with a bf16 wire and k = 2")
 
 
-def _sums_in_wire(self: NativeReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+def _sums_in_wire(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
     _fold(self, exchange, into, add=add)
     for target in into:
         target.copy_(target.to(self.dtypes.wire))
@@ -163,14 +163,14 @@ def _mixtures(lab: Lab, strategies: tuple[str, ...], ks: tuple[int, ...]) -> str
 @behaviour(
     "25",
     "Expert gradients have the right divisor: those of all experts on one process.",
-    Mutant("experts are divided by the size of their own group", patched(NativeReduction, "fold", _experts_doubled)),
+    Mutant("experts are divided by the size of their own group", patched(Reduction, "_take_sums", _experts_doubled)),
     ranks=4,
 )
 def experts_are_divided_right(lab: Lab) -> str:
     return _mixtures(lab, ("no_shard", "optim_grads_params"), (1,))
 
 
-ADDS_ALONE = Mutant("a lone rank adds its sum to itself", patched(ExchangeReduction, "fold", _adds_where_alone))
+ADDS_ALONE = Mutant("a lone rank adds its sum to itself", patched(Reduction, "_sum_received", _adds_where_alone))
 
 
 @behaviour(
