@@ -80,6 +80,9 @@ class Case:
             alone, microbatches=self.num_microbatches, dtype=dtype, numerics="fast", outer_strategy="no_shard"
         )
 
+    def batches(self, rank: int, step: int) -> list[Microbatch]:
+        return batches(self, rank, step)
+
     def config(self) -> Config:
         config = Config()
         model = config.model
@@ -147,7 +150,7 @@ def run_case(rank: int, case: Case) -> Record:
     record = Record(case)
     record.weights[0] = _keep(rank, engine.named_weights())
     for step in range(1, case.steps + 1):
-        todo = batches(case, rank, step)
+        todo = case.batches(rank, step)
         losses = [engine.forward_backward(b, last=i == len(todo) - 1).item() for i, b in enumerate(todo)]
         if step == 1:
             record.gradients = _keep(rank, engine.named_gradients())
@@ -155,7 +158,7 @@ def run_case(rank: int, case: Case) -> Record:
         record.losses.append(losses)
         if step in KEPT:
             record.weights[step] = _keep(rank, engine.named_weights())
-    record.facts["bytes"] = engine.accounted_bytes()
+    record.facts = {"bytes": engine.accounted_bytes(), "weight_norm": engine.weight_norm()}
     engine.close()
     return record
 

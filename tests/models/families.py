@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from harness.config.compose import composed, load_config, plain
 from harness.config.schema import Config, Dtype, EngineName, Strategy
 from harness.engines import optim
-from harness.engines.protocol import Microbatch, Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Microbatch
 from harness.models.registry import workload_for
 from harness.models.workload import TokenWorkload
+from tests.fsdp import trial
 
 Tensors = dict[str, Tensor]
-LR, STEPS = 1e-2, 3
+STEPS = 3
 
 
 torch.set_num_threads(1)
@@ -73,66 +73,30 @@ def mean_gradient(workload: TokenWorkload, model: nn.Module, parts: list[Microba
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(trial.Case):
     """Some steps of one model on any engine: microbatches of one sequence, M = world_size * k of them a step."""
 
-    model: str
-    world_size: int
-    k: int
-    strategy: str = "no_shard"
-    engine: str = "native"
-    dtype: str = "fp32"
+    steps: int = STEPS
 
     def config(self) -> Config:
         config = option(f"model={self.model}", max_seq_len=16)
         config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
         config.mesh.world_size, config.data.seq_len = self.world_size, 9
-        config.train.microbatch_size, config.train.global_batch_size = 1, self.world_size * self.k
-        format_ = Dtype[self.dtype]
+        config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
         for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
-            setattr(config.dtype, role, format_)
-        config.optimizer.lr, config.optimizer.eps, config.optimizer.clip_norm = LR, 1e-4, 0.5
+            setattr(config.dtype, role, Dtype[self.dtype])
+        config.optimizer.lr, config.optimizer.eps, config.optimizer.clip_norm = 1e-2, 1e-4, 0.5
         return config
 
     def step(self, number: int) -> list[Microbatch]:
         """All microbatches of a step, in global order."""
-        return rows(self.config(), self.world_size * self.k, 100 * number)
+        return rows(self.config(), self.num_microbatches, 100 * number)
+
+    def batches(self, rank: int, step: int) -> list[Microbatch]:
+        return self.step(step)[rank * self.k : (rank + 1) * self.k]
 
 
-@dataclass
-class Outcome:
-    gradients: Tensors
-    """Of the first step, before clipping."""
-    weights: Tensors
-    norms: list[float]
-    facts: dict[str, Any]
-
-
-def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
-    """Several cases in one process group; tensors are kept on rank 0 only."""
-    return [_run(rank, case) for case in cases]
-
-
-def _run(rank: int, case: Case) -> Outcome:
-    config = case.config()
-    engine = engine_class(config.engine.name)(
-        workload_for(config), config, Ranks(rank, case.world_size, rank, torch.device("cpu"))
-    )
-    outcome = Outcome({}, {}, [], {})
-    for number in range(1, STEPS + 1):
-        own = case.step(number)[rank * case.k : (rank + 1) * case.k]
-        for part in own:
-            engine.forward_backward(part, last=part is own[-1])
-        if number == 1:
-            outcome.gradients = {name: value for name, value in engine.named_gradients() if rank == 0}
-        outcome.norms.append(engine.step(LR))
-    outcome.weights = {name: value for name, value in engine.named_weights() if rank == 0}
-    outcome.facts["weight_norm"] = engine.weight_norm()
-    engine.close()
-    return outcome
-
-
-def plain_run(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
+def plain_run(case: Case, dtype: torch.dtype = torch.float64) -> trial.Record:
     """The same in plain torch on one process: what must come out."""
     config = case.config()
     workload = workload_for(config)
@@ -142,15 +106,14 @@ def plain_run(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
     for name, weight in trained.items():
         groups[workload.decays(name, weight.shape)].append(weight)
     optimizer = optim.make_optimizer(config.optimizer, [optim.Group(each, decays) for decays, each in groups.items()])
-    outcome = Outcome({}, {}, [], {})
+    record = trial.Record(case)
     for number in range(1, STEPS + 1):
         _, gradients = mean_gradient(workload, model, case.step(number))
-        if number == 1:
-            outcome.gradients = gradients
-        outcome.norms.append(optim.global_norm(gradients.values()))
-        scale = optim.clip_coefficient(outcome.norms[-1], config.optimizer.clip_norm)
+        record.gradients = record.gradients or gradients
+        record.norms.append(optim.global_norm(gradients.values()))
+        scale = optim.clip_coefficient(record.norms[-1], config.optimizer.clip_norm)
         for name, weight in trained.items():
             weight.grad = gradients[name] * scale
         optimizer.step()
-    outcome.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return outcome
+    record.weights[STEPS] = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    return record

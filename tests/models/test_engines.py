@@ -8,6 +8,7 @@ gradient's, whichever is larger: a gain's gradient is a sum that cancels.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.models.registry import workload_for
-from tests.models.families import STEPS, Case, Outcome, filled, plain_run, run_cases
+from tests.fsdp.trial import Record, run_cases
+from tests.models.families import STEPS, Case, filled, plain_run
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
@@ -29,38 +31,42 @@ UNIT = {"fp32": 2.0**-24, "fp64": 2.0**-53}
 
 def cases(world_size: int) -> list[Case]:
     """Every strategy with two microbatches a rank; one of them in fp64, where rounding hides nothing."""
-    found = [Case(model, world_size, 2, strategy) for model, strategy in itertools.product(("odd", "moe"), STRATEGIES)]
-    found += [Case("odd_units", world_size, 2, strategy) for strategy in (STRATEGIES[0], STRATEGIES[-1])]
-    return found + [Case(model, world_size, 1, "optim_grads_params", dtype="fp64") for model in MODELS]
+    pairs = [*itertools.product(("odd", "moe"), STRATEGIES), *itertools.product(["odd_units"], STRATEGIES[::3])]
+    found = [Case("native", strategy, world_size, 2, model=model) for model, strategy in pairs]
+    return found + [Case("native", STRATEGIES[-1], world_size, 1, model=model, dtype="fp64") for model in MODELS]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.world_size}ranks-{case.model}-{case.strategy}-k{case.k}-{case.dtype}"
 
 
 @once
-def outcomes(world_size: int) -> dict[Case, Outcome]:
+def outcomes(world_size: int) -> dict[Case, Record]:
     return dict(zip(cases(world_size), run_ranks(run_cases, world_size, cases(world_size))[0], strict=True))
 
 
 @cache
-def reference(model: str, world_size: int, k: int) -> Outcome:
-    return plain_run(Case(model, world_size, k))
+def reference(model: str, world_size: int, k: int) -> Record:
+    return plain_run(Case("single", world_size=world_size, k=k, model=model))
 
 
 @cache
-def rounded(model: str, world_size: int, k: int) -> Outcome:
+def rounded(model: str, world_size: int, k: int) -> Record:
     """Plain torch in fp32: what a processor's kernels are off by, where sums cancel, is no fault of sharding."""
-    return plain_run(Case(model, world_size, k), torch.float32)
+    return plain_run(Case("single", world_size=world_size, k=k, model=model), torch.float32)
 
 
 @cache
 def initial(model: str) -> dict[str, Tensor]:
-    built = filled(workload_for(Case(model, 1, 1).config()))
+    built = filled(workload_for(Case(model=model).config()))
     return {name: weight.detach() for name, weight in built.named_parameters()}
 
 
-def check(found: Outcome, case: Case) -> None:
+def check(found: Record, case: Case) -> None:
     right, unit = reference(case.model, case.world_size, case.k), UNIT[case.dtype]
     start = initial(case.model)
     assert list(found.gradients) == list(right.gradients), "trained parameters, in model order"
-    assert list(found.weights) == list(right.weights), "all parameters, tied ones once"
+    assert list(found.weights[STEPS]) == list(right.weights[STEPS]), "all parameters, tied ones once"
     whole = right.norms[0]
     for name, gradient in right.gradients.items():
         error = (found.gradients[name].double() - gradient).norm()
@@ -71,26 +77,26 @@ def check(found: Outcome, case: Case) -> None:
         assert error <= bound, f"gradient of {name}"
     for norm, expected in zip(found.norms, right.norms, strict=True):
         assert norm == pytest.approx(expected, rel=1e-5 if case.dtype == "fp32" else 1e-11)
-    for name, weight in right.weights.items():
+    for name, weight in right.weights[STEPS].items():
         moved = weight - start[name]
         if name not in right.gradients:
-            assert torch.equal(found.weights[name].double(), start[name]), f"{name} is frozen"
+            assert torch.equal(found.weights[STEPS][name].double(), start[name]), f"{name} is frozen"
             continue
-        error = (found.weights[name].double() - weight).norm()
+        error = (found.weights[STEPS][name].double() - weight).norm()
         slack = UPDATE if case.dtype == "fp32" else 1e-9
         assert error <= slack * moved.norm() + 2 * unit * weight.norm(), f"update of {name}"
-    squares = sum(weight.double().square().sum().item() for weight in found.weights.values())
+    squares = sum(weight.double().square().sum().item() for weight in found.weights[STEPS].values())
     assert found.facts["weight_norm"] == pytest.approx(squares**0.5, rel=1e-12), "each weight counted once"
 
 
-@pytest.mark.parametrize("case", [*cases(2), *cases(3)], ids=str)
+@pytest.mark.parametrize("case", [*cases(2), *cases(3)], ids=name_of)
 def test_sharded_training_is_plain_training(case: Case) -> None:
     check(outcomes(case.world_size)[case], case)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_is_plain_training(model: str) -> None:
-    case = Case(model, 1, 4, engine="single", dtype="fp64")
+    case = Case("single", k=4, model=model, dtype="fp64")
     check(run_ranks(run_cases, 1, [case])[0][0], case)
 
 
@@ -98,7 +104,7 @@ def test_one_process_is_plain_training(model: str) -> None:
 def test_the_ranks_do_not_use_the_same_parameters(world_size: int) -> None:
     """What the cases above are about: within a step some microbatches leave a parameter out that others use."""
     for model, part in (("odd", ".side."), ("odd_units", ".side."), ("moe", ".experts.")):
-        case = Case(model, world_size, 2)
+        case = Case(world_size=world_size, k=2, model=model)
         workload = workload_for(case.config())
         built = filled(workload, torch.float32)
         patterns = []
@@ -114,9 +120,10 @@ def test_the_ranks_do_not_use_the_same_parameters(world_size: int) -> None:
 
 def test_the_bounds_notice_a_fault() -> None:
     """A factor, a lost tie, a frozen weight that moved: on outcomes that pass."""
-    case = Case("odd", 2, 2, "optim")
+    case = Case("native", "optim", 2, 2, model="odd")
     right = reference("odd", 2, 2)
-    good = Outcome(dict(right.gradients), dict(right.weights), list(right.norms), {"weight_norm": _norm(right)})
+    norm = sum(weight.square().sum().item() for weight in right.weights[STEPS].values()) ** 0.5
+    good = replace(right, facts={"weight_norm": norm})
     check(good, case)
     for change in (
         "gradients:blocks.1.gain",
@@ -125,12 +132,7 @@ def test_the_bounds_notice_a_fault() -> None:
         "weights:frozen.linear.bias",
     ):
         kind, _, name = change.partition(":")
-        tensors = dict(getattr(right, kind))
+        tensors = dict(right.gradients if kind == "gradients" else right.weights[STEPS])
         tensors[name] = tensors[name] * 1.001
-        bad = Outcome(**{**good.__dict__, kind: tensors})
         with pytest.raises(AssertionError):
-            check(bad, case)
-
-
-def _norm(outcome: Outcome) -> float:
-    return sum(weight.square().sum().item() for weight in outcome.weights.values()) ** 0.5
+            check(replace(good, **{kind: tensors if kind == "gradients" else {STEPS: tensors}}), case)
