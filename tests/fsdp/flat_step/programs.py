@@ -49,7 +49,6 @@ def two(model: Any) -> list[dict[str, Any]]:
 
 stepped = over(lambda model: adamw(model.parameters()))
 grouped = over(lambda model: adamw(two(model)))
-with_momentum = over(lambda model: optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
 def _rule(make: Make, **more: Any) -> Program:
