@@ -39,7 +39,7 @@ KINDS = {"event": "stream waits for event", "work": "stream waits for collective
 STOPS = "host waits for stream"
 
 REASONS = {
-    "_register": "a registration meets all ranks: nothing of this one may be in flight, whatever bytes it touches",
+    "register": "a registration meets all ranks: nothing of this one may be in flight, whatever bytes it touches",
 }
 """Functions with an edge that orders no two accesses to memory, and what it is for."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -127,22 +126,6 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return _SECOND[group]
 
 
-class Everyone(Protocol):
-    runtime: DeviceRuntime
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
-        """Sum a few fp64 or int64 values, in place; returns them. *Collective.*"""
-
-    def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """The first rank's value; `value` has its shape and dtype on every rank. *Collective.*"""
-
-
 def all_values(comm: Everyone, values: Tensor, purpose: str) -> Tensor:
     """Every rank's fp64 or int64 values: shape [ranks, *values.shape]. *Collective.*"""
     table = values.new_zeros(comm.size, *values.shape)
@@ -151,6 +134,8 @@ def all_values(comm: Everyone, values: Tensor, purpose: str) -> Tensor:
 
 
 class Crossed:
+    """All ranks of a model under tensor parallelism: both axes, one after the other."""
+
     def __init__(self, data: Communicator, tensor: Communicator) -> None:
         self.data, self.tensor = data, tensor
         self.runtime = data.runtime
@@ -170,6 +155,9 @@ class Crossed:
     def from_first(self, value: Tensor, purpose: str) -> Tensor:
         along = self.tensor.from_first(value, f"{purpose} over tensor-parallel ranks")
         return self.data.from_first(along, purpose)
+
+
+Everyone = Communicator | Crossed
 
 
 @dataclass(frozen=True)

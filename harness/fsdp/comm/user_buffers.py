@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp.comm import events
+from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import CONTROL
 from harness.fsdp.vocabulary import Registration
 from harness.private_torch import backend_of
@@ -49,45 +50,6 @@ class CommunicationMemory(Protocol):
         """Have what was allocated known to all ranks that move it. *Collective.*"""
 
 
-class Backend(Protocol):
-    """The used part of torch's NCCL backend. Others lack `register_mem_pool`, and are left alone."""
-
-    @property
-    def mem_allocator(self) -> Any:
-        """Allocator whose memory NCCL can register."""
-
-    def register_mem_pool(self, pool: Any, symm: bool = ...) -> None:
-        """Register what the pool holds, and from now on what it adds."""
-
-    def deregister_mem_pool(self, pool: Any) -> None:
-        """Take that back."""
-
-
-class PoolRuntime(Protocol):
-    """The used part of a device; `harness.fsdp.comm.device.DeviceRuntime` is one."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where buckets live."""
-
-    @property
-    def has_streams(self) -> bool:
-        """True if the device is one that NCCL moves memory of."""
-
-    @property
-    def nccl_version(self) -> tuple[int, int, int] | None:
-        """Version of the NCCL that is loaded; None without one."""
-
-    def make_pool(self, allocator: Any) -> Any:
-        """A memory pool over an allocator."""
-
-    def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
-        """Allocations of this thread come from the pool."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
-
-
 class Member:
     """One communicator that moves the buckets, and how its ranks agree.
 
@@ -98,13 +60,11 @@ class Member:
         backend: what is registered with; None is the group's own backend for this device.
     """
 
-    def __init__(
-        self, name: str, group: dist.ProcessGroup, device: torch.device, backend: Backend | None = None
-    ) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, backend: Any = None) -> None:
         self.name = name
         self.group = group
         self.device = device
-        self.backend: Backend = backend if backend is not None else backend_of(group, device)
+        self.backend = backend_of(group, device) if backend is None else backend
 
     def all_succeeded(self, mine: bool) -> bool:
         """True if every rank of this communicator says so. *Collective*; makes a lazy communicator exist."""
@@ -133,7 +93,7 @@ class UserBuffers:
         self,
         mode: Registration,
         members: Sequence[Member],
-        runtime: PoolRuntime,
+        runtime: DeviceRuntime,
         *,
         symmetric: bool = True,
         may_fall_back: bool = False,
@@ -183,7 +143,7 @@ class UserBuffers:
             RuntimeError: a rank could not, and `may_fall_back` is false.
         """
         if self.active and self.mode is Registration.auto:
-            self._register()
+            self.register()
 
     def step_done(self) -> None:
         """A step is over and nothing in flight: register, if that waited for it. *Collective*, the first time.
@@ -192,7 +152,7 @@ class UserBuffers:
             RuntimeError: a rank could not, and `may_fall_back` is false.
         """
         if self.due:
-            self._register()
+            self.register()
 
     def facts(self) -> dict[str, str]:
         """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
@@ -240,15 +200,11 @@ class UserBuffers:
             self._fail(f"no memory pool of NCCL's: {error or 'another rank could not make one'}")
 
     def register(self) -> None:
-        """Register the pool with every communicator that moves buckets. *Collective.*
+        """Register the pool with every communicator that moves buckets; see [Note: All or none]. *Collective.*
 
         Raises:
             RuntimeError: a rank could not, and `may_fall_back` is false.
         """
-        self._register()
-
-    def _register(self) -> None:
-        """See [Note: All or none]."""
         self._runtime.synchronize()
         self._agree(True)  # a meeting of all ranks, and communicators that were lazy exist now: torch asks for both
         for member in self._members:
@@ -305,7 +261,7 @@ def why_not(feature: str, nccl_version: tuple[int, int, int] | None) -> str:
     return f"{feature} needs NCCL {want}, and {have} is loaded"
 
 
-def _why_unable(members: Sequence[Member], runtime: PoolRuntime) -> str:
+def _why_unable(members: Sequence[Member], runtime: DeviceRuntime) -> str:
     if not runtime.has_streams:
         return "buckets are on the CPU, where there is no NCCL"
     if not members:

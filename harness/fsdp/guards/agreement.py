@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
-from itertools import count
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +18,6 @@ from harness.fsdp.guards.watches import by_value, ranks_text
 from harness.fsdp.tensor_parallel.parameters import Portion, UnknownPlan, values_here
 
 Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
-_USERS: defaultdict[str, count[int]] = defaultdict(count)
 
 
 class RanksDisagree(RuntimeError):
@@ -101,17 +96,3 @@ def check_copies(module: nn.Module, tensor: Communicator | None) -> None:
             f"{error}. Every tensor-parallel rank must begin with the same values of what is not cut: seed them alike."
             " What a module cuts by itself must say so: a DTensor, or the marks tensor_model_parallel and partition_dim"
         ) from None
-
-
-def stores_of(group: dist.ProcessGroup, timeout_s: float, clones: int) -> list[Any]:
-    """Connections to a group's store under a prefix of their own, the same on all its ranks.
-
-    timeout_s: of a wait for a key. Clones do not wait for another thread's requests.
-    """
-    index = next(_USERS[group.group_name])
-    # torch's annotations leave out what a store of a group is, and that it can be cloned
-    store: Any = group.get_group_store()
-    found = [store.clone() for _ in range(clones)]
-    for each in found:
-        each.set_timeout(timedelta(seconds=timeout_s))
-    return [dist.distributed_c10d.PrefixStore(f"fsdp-watchdog/{index}", each) for each in found]
