@@ -31,7 +31,7 @@ from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.gradient_sync import GradientSync, Usage
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline, Reductions
@@ -39,7 +39,6 @@ from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.two_encodings import pipeline_of
 from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
-from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state.access import StateAccess
@@ -212,10 +211,10 @@ class Engine:
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
         scales = Scales.of(module, held, meshes, is_expert)
         self.weights = weights = Weights(module, units, gather, hooks, meshes, self.user_buffers, replicas, scales)
-        usage = Usage.of(meshes, trainable)
+        usage = Usage(meshes, units)
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
-        fixed = "under double_buffer or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
+        fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
         self.trainability = Trainability(meshes, self.policy, reductions_of, hooks, weights, self.gradients, fixed)
         self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
 

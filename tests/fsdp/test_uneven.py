@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
-from harness.fsdp.runtime import usage
+from harness.fsdp.runtime.gradient_sync import Usage
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip, each
@@ -159,7 +159,7 @@ def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
 
 
 UNCOUNTED = Slip(
-    usage.Usage,
+    Usage,
     "_count",
     "num_updates * comm.size for each",
     "each // _UPDATE for each",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp import MixedPrecisionPolicy, create_state
-from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.runtime.gradient_sync import Usage
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.freezing import (
     OPTIMIZERS,

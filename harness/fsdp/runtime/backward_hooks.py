@@ -72,8 +72,7 @@ class BackwardHooks:
         self._reached = units[0].name
         self._task: int | None = None
         self._end: Callable[[], Any] = lambda: None
-        self._entered: set[Unit] = set()
-        """Units whose end only the order of nodes tells; see [Note: Sequence numbers]."""
+        self._entered: set[Unit] = set()  # whose end only the order of nodes tells: [Note: Sequence numbers]
         self._rested: set[Unit] = set()
         self._number = ABOVE_ALL
         self._coming: list[tuple[int, Unit]] = []
@@ -81,7 +80,6 @@ class BackwardHooks:
 
     @by_engine
     def take_in(self, buckets: Sequence[ParamGroup]) -> None:
-        """Hook the gradients of these buckets' parameters."""
         for unit in self.units:
             for bucket in unit.trainable:
                 if bucket in buckets:
@@ -234,7 +232,9 @@ class BackwardHooks:
     ) -> None:
         """First gradient of a call's outputs. call: None for the model's forward. newest: highest number of its
         nodes."""
-        self.step.check_forward(num_updates, is_stale=self._is_stale)
+        begins = running_backward() != self._task
+        is_stale = begins and any(bucket.is_stale for bucket in buckets_of(self.units))
+        self.step.check_forward(num_updates, is_stale=is_stale)
         self._root_pre_backward(forward)
         self._pass_to(newest)
         self._reached = unit.name
@@ -245,11 +245,6 @@ class BackwardHooks:
         self.gather.unshard(unit, BACKWARD)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
-
-    @property
-    def _is_stale(self) -> bool:
-        begins = running_backward() != self._task
-        return begins and any(bucket.is_stale for bucket in buckets_of(self.units))
 
     def _pass_to(self, number: int) -> None:
         self._number = min(self._number, number)

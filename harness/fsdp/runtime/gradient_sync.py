@@ -5,16 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Call, Step, StepState
+from harness.fsdp.runtime.step import Call, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook, watch
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.at_rest import ShardedParameters
@@ -23,6 +26,7 @@ from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
 Kept = tuple[ShardedParameters, list[Tensor], set[int]]
+_UPDATE = 1 << 20
 
 
 class GradientSync:
@@ -140,9 +144,8 @@ class GradientSync:
         for each in self.sharded:
             each.install_grads(had.get(id(each), set()) | each.add_own_grads())
 
-    def take_in(self, usage: Usage, *, late: Sequence[ParamGroup]) -> None:
+    def take_in(self, late: Sequence[ParamGroup]) -> None:
         """Take up further buckets, of which no backward of the step has brought gradients."""
-        self.usage = usage
         self._watch_hooks()
         for bucket in late if self.step.has_gradients else ():
             if bucket.gradients is not None:
@@ -252,3 +255,64 @@ class GradientSync:
         count = self.usage.find(self.step.num_updates, self.integers.beyond)
         if count:
             raise self.integers.fixed.overflow(count)
+
+
+class Usage:
+    """Finds, once a step, parameters that got a gradient on no rank: their `.grad` is None on all ranks.
+
+    A parameter is used if any rank had a gradient of it in any microbatch of the step; then all ranks update it, those
+    that had none with the others' sum. Ranks sum one int64 a parameter, in the message that also carries the counters
+    of numerics=exact. Each of these numbers tells the step, too: `_UPDATE` for each update of the weights so far.
+    """
+
+    def __init__(self, meshes: Meshes, units: Sequence[Unit]) -> None:
+        self.meshes = meshes
+        self.units = units
+
+    def find(self, num_updates: int, beyond: Tensor | None = None) -> int:
+        """Set `unused` of all gradients. *Collective.*
+
+        Args:
+            num_updates: of this rank's weights so far.
+            beyond: int64, shape [1], summed over the dense ranks in the same message.
+
+        Returns the sum of `beyond`, or 0.
+
+        Raises:
+            StepError: ranks are in different steps.
+        """
+        trained = [bucket for unit in self.units for bucket in unit.trainable]
+        sums: list[int] = []
+        for mesh in self.meshes:  # of dense parameters first, then of experts
+            held = [b.gradients for b in trained if b.mesh is mesh and b.gradients is not None]
+            sums.append(self._count(mesh.everyone, held, num_updates, None if sums else beyond))
+        return sums[0]
+
+    def _count(
+        self, comm: Communicator, gradients: Sequence[Gradients], num_updates: int, beyond: Tensor | None = None
+    ) -> int:
+        had = [index in each.came for each in gradients for index in range(len(each.params))]
+        if beyond is None and not had:
+            return 0
+        device, updates = comm.runtime.device, num_updates * _UPDATE
+        if all(had):  # filled on the device
+            sums = torch.full((len(had),), 1 + updates, dtype=torch.int64, device=device)
+        else:
+            sums = torch.tensor([each + updates for each in had], dtype=torch.int64, device=device)
+        what = "used parameters" if beyond is None else "gradients beyond the fixed point"
+        sums = sums if beyond is None else torch.cat([beyond, sums])
+        comm.sum_scalars(sums, what)
+        if beyond is None and all(had) and is_queued(device):  # no sum is zero, and the host would wait for the device
+            return 0
+        totals: list[int] = sums.tolist()
+        found = 0 if beyond is None else totals.pop(0)
+        if any(each // _UPDATE != num_updates * comm.size for each in totals):
+            raise StepError(
+                f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
+                " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
+                " synchronisation in each step"
+            )
+        counts = iter([each % _UPDATE for each in totals])
+        for group in gradients:
+            group.unused = frozenset(index for index in range(len(group.params)) if not next(counts))
+        return found

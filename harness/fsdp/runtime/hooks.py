@@ -4,11 +4,6 @@
 `run_as_forward` makes it one forward of the model, through which the root stays whole. Forwards of the model inside it
 are sweeps of their own, so that each token's units are fetched ahead; their end releases units and not the root.
 
-[Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
-storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then
-go through the edit. Where autograd would have to follow the edit into other tensors (a view's base, an input that was
-passed twice), it cannot, and the edit is refused.
-
 [Note: Handed on] What a module returns may be a weight, or a view of one. Where weights are released after a forward,
 its storage would be gone before the caller uses it. A copy takes its place, through which its gradient comes as before.
 """
@@ -31,7 +26,7 @@ from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Call
+from harness.fsdp.runtime.readiness import Call, EditedInput, PassedInputs
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
@@ -52,8 +47,6 @@ from harness.private_torch import (
 
 
 class Hooks(BackwardHooks):
-    """Hooks on the modules, parameters, inputs and outputs of all units."""
-
     def __init__(
         self,
         units: Sequence[Unit],
@@ -70,8 +63,7 @@ class Hooks(BackwardHooks):
         self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
-        self._depth = 0
-        """Forwards of the model that run inside its own, or inside a method."""
+        self._depth = 0  # of forwards of the model inside its own, or inside a method
         self._num_updates = 0
         for unit in units:
             self._watch_calls(unit)
@@ -97,7 +89,6 @@ class Hooks(BackwardHooks):
 
     @property
     def is_inside(self) -> bool:
-        """True inside the model's forward or backward."""
         return self.in_model or self.step.in_backward
 
     def where(self) -> str:
@@ -294,7 +285,6 @@ class Hooks(BackwardHooks):
         self.gather.keep(unit)
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
-        """A forward has ended or raised."""
         if self.step.in_backward:
             return
         calls = unit.readiness.running
@@ -353,32 +343,6 @@ def abandon(
         else:
             reduce.cancel()
             gather.cancel()
-
-
-class PassedInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.notify = notify
-        ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return tuple([each.detach() for each in inputs])  # what is returned as it came cannot be edited in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.notify()
-        return (None, *gradients)
-
-
-class EditedInput(torch.autograd.Function):
-    """Gives the caller's tensor the history of its alias; see [Note: Edited inputs]."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
-        ctx.mark_dirty(own)
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
 
 
 def _map_tensors(values: tuple[Any, ...], function: Callable[[Tensor], Any]) -> tuple[Any, ...]:

@@ -22,6 +22,11 @@ call in a forward that this backward goes through. Calls in other ones (an evalu
 backward of its own) do not count: while a rank waits for what never comes, its reductions hold up ranks that use other
 units, and these hold up its gathers. Where no call that autograd knows tells which forwards those are, the forward is
 taken whose output the backward came to first; or, where a call without gradients may be computed again, all count.
+
+[Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
+storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then
+go through the edit. Where autograd would have to follow the edit into other tensors (a view's base, an input that was
+passed twice), it cannot, and the edit is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +42,32 @@ from harness.fsdp.storage.parameter_access import HOME, by_engine
 from harness.private_torch import next_number, running_node, will_run
 
 ABOVE_ALL = 2**64 - 1  # no node has this sequence number
+
+
+class PassedInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.notify = notify
+        ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
+        return tuple([each.detach() for each in inputs])  # what is returned as it came cannot be edited in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.notify()
+        return (None, *gradients)
+
+
+class EditedInput(torch.autograd.Function):
+    """Gives the caller's tensor the history of its alias; see [Note: Edited inputs]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
+        ctx.mark_dirty(own)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
 
 
 class Call:
@@ -86,7 +117,6 @@ class Readiness:
         return call
 
     def watch(self, call: Call, node: Any) -> None:
-        """A call has an identity on its inputs."""
         call.identity = weakref.ref(node)
         self._calls.add(call)
 
@@ -96,7 +126,6 @@ class Readiness:
             self._arrived.clear()
 
     def note_unseen(self) -> None:
-        """The running call has hooks neither on inputs nor on outputs."""
         self._unseen.add(self.running[-1])
 
     def forget_unseen(self) -> None:
@@ -153,7 +182,6 @@ class Readiness:
 
     @property
     def is_resting(self) -> bool:
-        """True if the backward is inside no call of the unit."""
         return not self._inside
 
     @property
@@ -167,12 +195,10 @@ class Readiness:
 
     @property
     def is_unused(self) -> bool:
-        """True if no gradient can come."""
         return not self._is_reached and not self.is_called
 
     @property
     def is_over(self) -> bool:
-        """True if all that was due has come."""
         if self.hidden_calls or self.due or self._inside or self._due_params:
             return False
         return self._is_reached or len(self._arrived) == len(self.trained)

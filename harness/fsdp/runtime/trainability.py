@@ -1,7 +1,7 @@
 """Which parameters are trained: `requires_grad`, which a program may change between forwards.
 
 [Note: Freezing] What was trained when it was sharded keeps its storage. While it is frozen, autograd brings it nothing:
-it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see `runtime.usage`). Its
+it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see `gradient_sync.Usage`). Its
 bucket is reduced all the same, so that no collective depends on the flags.
 
 [Note: Unfreezing] What was frozen when it was sharded has storage for weights alone. When the program lets a part of
@@ -24,7 +24,6 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.reduce import Reductions
 from harness.fsdp.runtime.units import buckets_of
-from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.param_group import ParamGroup
@@ -113,7 +112,7 @@ class Trainability:
         hooks.step.weights_installed()
         trained = [bucket for bucket in self._buckets if bucket.trainable]
         hooks.reduce.take_in(hooks.units, {bucket.name: self.reductions_of(bucket) for bucket in late})
-        self.gradients.take_in(Usage.of(self.meshes, trained), late=late)
+        self.gradients.take_in(late)
         if hooks.guard is not None:
             hooks.guard.watch(trained)
         hooks.take_in(late)

@@ -76,7 +76,6 @@ class Unit:
         return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
 
     def take_in(self) -> None:
-        """Follow which buckets are trainable."""
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
@@ -114,7 +113,6 @@ def compiled(module: nn.Module) -> nn.Module:
 def build_units(
     plans: Sequence[UnitPlan], make_group: Callable[[str, GroupKey, Members], ParamGroup], memory: BucketMemory
 ) -> list[Unit]:
-    """Give every planned unit its buckets."""
     units = []
     for plan in plans:
         with memory.unit(shares=not plan.is_root):

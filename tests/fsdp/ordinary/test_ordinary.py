@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.runtime.gradient_sync import Usage
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import BROKEN
 from tests.fsdp.ordinary.judging import Verdict, judge
