@@ -25,7 +25,8 @@ class Sources:
 
     @classmethod
     def gather(cls) -> Sources:
-        return cls(provenance.desk_facts(capabilities.PACKAGES), provenance.git_diff())
+        facts = provenance.desk_facts(capabilities.PACKAGES)
+        return cls(facts, provenance.git_diff(facts=facts["git"] or {}))
 
     @property
     def digest(self) -> str:

@@ -218,30 +218,44 @@ def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = 
 def git_facts(folder: Path) -> dict[str, Any] | None:
     """Commit, branch and changed files; None outside a repository, or where it tracks no file of the folder.
 
-    Remote addresses are left out: they may hold secrets.
+    One call of git where the folder is the repository's own. Remote addresses are left out: they may hold secrets.
     """
-    sha = _git(folder, "rev-parse", "HEAD") if _is_tracked(folder) else None
-    if sha is None:
+    if not ((folder / ".git").exists() or _git(folder, "ls-files", "--", ".")):
         return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=normal") or ""
+    lines = (_git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=normal") or "").splitlines()
+    head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    sha, branch = head.get("branch.oid", "(initial)"), head.get("branch.head", "")
+    if sha == "(initial)":
+        return None
+    changed = [_changed_path(line) for line in lines if not line.startswith("#")]
     return {
-        "sha": sha.strip(),
-        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
-        "dirty": bool(changed.strip()),
-        "changed": [line[3:] for line in changed.splitlines()][:200],
+        "sha": sha,
+        "branch": "HEAD" if branch == "(detached)" else branch,
+        "dirty": bool(changed),
+        "changed": changed[:200],
     }
 
 
-def git_diff(folder: Path = PACKAGE.parent) -> str:
-    """Tracked changes against HEAD, truncated with a note beyond 8 MiB."""
-    text = (_git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") if _is_tracked(folder) else "") or ""
+_FIELDS_BEFORE_PATH = {"1": 8, "2": 9, "u": 10, "?": 1, "!": 1}
+"""Words of a line of `git status --porcelain=v2` before its path, by its first one."""
+
+
+def _changed_path(line: str) -> str:
+    return line.split(" ", _FIELDS_BEFORE_PATH[line[0]])[-1].partition("\t")[0]
+
+
+def git_diff(folder: Path = PACKAGE.parent, facts: Mapping[str, Any] | None = None) -> str:
+    """Tracked changes against HEAD, truncated with a note beyond 8 MiB.
+
+    Args: facts: `git_facts` of the folder, where they are known.
+    """
+    facts = git_facts(folder) if facts is None else facts
+    if not facts or not facts["dirty"]:
+        return ""
+    text = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") or ""
     if len(text) <= MAX_DIFF_BYTES:
         return text
     return text[:MAX_DIFF_BYTES] + f"\n(cut: the diff has {len(text)} characters)\n"
-
-
-def _is_tracked(folder: Path) -> bool:
-    return bool(_git(folder, "ls-files", "--", "."))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -40,7 +40,7 @@ def test_no_listed_name_can_hold_a_secret():
 @needs("git")
 def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     def git(*words):
-        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+        return subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True).stdout
 
     git("init", "-q")
     git("config", "user.email", "a@b")
@@ -60,6 +60,24 @@ def test_a_remote_with_a_password_is_not_recorded(tmp_path):
     assert sorted(dirty["changed"]) == ["a.py", "new.py"]
     assert "+a = 2" in provenance.git_diff(tmp_path)
     assert "hunter2" not in json.dumps(dirty)
+    assert (clean["branch"], dirty["branch"]) == (git("branch", "--show-current").decode().strip(),) * 2
+    git("mv", "a.py", "a b.py")
+    git("checkout", "-q", "--detach")
+    moved = provenance.git_facts(tmp_path)
+    assert moved is not None
+    assert moved["branch"] == "HEAD"
+    assert sorted(moved["changed"]) == ["a b.py", "new.py"]
+
+
+@needs("git")
+def test_git_is_called_once_where_nothing_was_changed(tmp_path, monkeypatch):
+    for words in (["init", "-q"], ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-qm", "x", "--allow-empty"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    calls = []
+    git = provenance._git
+    monkeypatch.setattr(provenance, "_git", lambda folder, *words: calls.append(words) or git(folder, *words))
+    assert provenance.git_diff(tmp_path, provenance.git_facts(tmp_path)) == ""
+    assert [words[0] for words in calls] == ["status"]
 
 
 def test_outside_a_repository_there_is_no_git(tmp_path):
