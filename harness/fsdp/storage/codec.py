@@ -86,7 +86,7 @@ class WeightCodec:
     is_lossy = False
     scale_bytes = 0
     shares_tiles = False
-    encoded: Sequence[EncodedWeight] = ()
+    encoded: Sequence[Fp8Weight] = ()
 
     def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> Sequence[Tensor]:
         """This rank's main weights in one of the bucket's encodings; a tensor a segment."""
@@ -102,28 +102,6 @@ class WeightCodec:
 
     def prepare(self, gradients: Gradients) -> None:
         """Set the dtype of the first gradients, once parameters are views of compute weights."""
-
-
-class EncodedWeight:
-    """The two encodings of one weight [out, in], each with scales, from element `first` of the bucket on."""
-
-    request: Callable[[int], None] | None = None
-    """Gathers the encoding for a direction, unless it is valid. *Collective* where it is not."""
-
-    def __init__(self, held: Sequence[tuple[Encoding, TileScales]], first: int, shape: tuple[int, int]) -> None:
-        self._held, self._first, self._shape = held, first, shape
-
-    def __call__(self, *, transposed: bool) -> Quantized:
-        """The encoding for a product with the weight, or with its transpose; as the weight lies."""
-        if self.request is not None:
-            self.request(self._held[transposed][0].directions)
-        return self.read(transposed)
-
-    def read(self, which: int) -> Quantized:
-        encoding, scales = self._held[which]
-        first = encoding.unsharded.storage_offset() + self._first
-        view = encoding.unsharded.as_strided(self._shape, contiguous_strides(self._shape), first)
-        return Quantized(view, scales.inverse.float(), scales.tile)
 
 
 def mark_weights(module: nn.Module) -> None:
@@ -159,12 +137,24 @@ def encodings_of(param: nn.Parameter) -> int:
 
 
 class Fp8Weight:
-    """One weight's scales, or of this rank's portion of it under tensor parallelism. layer: of the weight, weakly."""
+    """One weight [out, in] with scales, or this rank's portion of it under tensor parallelism.
+
+    layer: of the weight, weakly. encodings: of its bucket, in which it begins at element `first`.
+    """
+
+    request: Callable[[int], None] | None = None
+    """Gathers the encoding for a direction, unless it is valid. *Collective* where it is not."""
 
     def __init__(
-        self, layer: Callable[[], Fp8Linear | None], slot: Slot, portion: Portion, device: torch.device
+        self,
+        layer: Callable[[], Fp8Linear | None],
+        slot: Slot,
+        encodings: Sequence[Encoding],
+        first: int,
+        portion: Portion,
+        device: torch.device,
     ) -> None:
-        self._layer, self.slot = layer, slot
+        self._layer, self.slot, self._encodings, self._first = layer, slot, encodings, first
         self.shape = (slot.spec.shape[0], slot.spec.shape[1])
         recipe, tile = self.layer.recipe, self.layer.recipe.weights.tile
         self.scales = [
@@ -178,6 +168,18 @@ class Fp8Weight:
         found = self._layer()
         assert found is not None, "an engine does not outlive the module it shards"
         return found
+
+    def __call__(self, *, transposed: bool) -> Quantized:
+        """The encoding for a product with the weight, or with its transpose; as the weight lies."""
+        if self.request is not None:
+            self.request(self._encodings[transposed].directions)
+        return self.read(transposed)
+
+    def read(self, which: int) -> Quantized:
+        unsharded, scales = self._encodings[which].unsharded, self.scales[which]
+        first = unsharded.storage_offset() + self._first
+        view = unsharded.as_strided(self.shape, contiguous_strides(self.shape), first)
+        return Quantized(view, scales.inverse.float(), scales.tile)
 
     def maxima(self, values: Tensor, start: int) -> Tensor:
         return torch.cat([each.maxima(values, start).view(-1) for each in self.scales])
@@ -219,14 +221,12 @@ class Fp8Codec(WeightCodec):
             )
         self.cuts, self.dtype = cuts, dtypes.compute
         self.weights = [
-            Fp8Weight(getattr(param, LAYER), slot, portions[name], device)
+            Fp8Weight(getattr(param, LAYER), slot, encodings, cuts.layout.bucket_range(slot)[0], portions[name], device)
             for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
         ]
-        for weight in self.weights if len(encodings) > 1 else ():
-            held = list(zip(encodings, weight.scales, strict=True))
-            found = EncodedWeight(held, cuts.layout.bucket_range(weight.slot)[0], weight.shape)
-            weight.layer.encoded_weight = found
-            self.encoded = [*self.encoded, found]
+        self.encoded = self.weights if len(encodings) > 1 else ()
+        for weight in self.encoded:
+            weight.layer.encoded_weight = weight
         self.shares_tiles = any(each.shares_tiles for each in self.weights)
         self.scale_bytes = sum(scales.nbytes for each in self.weights for scales in each.scales)
 

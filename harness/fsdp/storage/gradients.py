@@ -97,42 +97,38 @@ class Gradients:
         self._blank: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
         self._main: Tensor | None = None
-        held = torch.int64 if plan.integers else dtypes.grads
-        self._use_sums(self._new_sums(cuts.numel(placements.accumulated_grads), held))
+        self._allocate_sums()
         if plan.integers or self.is_offloaded or (SHARD in cuts.own and self.memory.registers):
-            self._build_main()
-        self._count()
+            self._allocate_main()
         self.drop()
 
-    def _new_sums(self, numel: int, dtype: torch.dtype) -> Tensor:
-        is_reduced_here = self.accumulation is not Accumulation.reduced
-        return (self.memory.sums if is_reduced_here else self.memory.persistent)(numel, dtype)
-
-    def _count(self) -> None:
-        held = self.sums if self._main is None else self._main
-        self.main_storage: int = address_of(held.untyped_storage())
-        self.own_references = references_to(self.main_storage)
-
-    def _use_sums(self, sums: Tensor) -> None:
-        self.sums = sums
-        self.inner_shards = self.cuts.inner_shards_of(sums, self.placements.accumulated_grads)
-        self.own_shards = self.cuts.own_shards(self.inner_shards)
-        self.main_shards = self.own_shards
+    def _allocate_sums(self) -> None:
+        lies, dtype = self.placements.accumulated_grads, torch.int64 if self.plan.integers else self.dtypes.grads
+        is_reduced = self.accumulation is Accumulation.reduced
+        allocate = self.memory.persistent if is_reduced else self.memory.sums
+        self.sums = allocate(self.cuts.numel(lies), dtype)
+        self.inner_shards = self.cuts.inner_shards_of(self.sums, lies)
+        self.own_shards = self.main_shards = self.cuts.own_shards(self.inner_shards)
         if self.is_in_place:
-            self._view(sums)
-        elif self.accumulation is Accumulation.reduced:
-            sums.untyped_storage().resize_(0)
+            self._view(self.sums)
+        elif is_reduced:
+            self.sums.untyped_storage().resize_(0)
+        self._count_references(self.sums)
 
-    def _build_main(self) -> None:
+    def _allocate_main(self) -> None:
         numel, dtype = self.cuts.numel(self.placements.main_grads), self.dtypes.grads
         self._main = self.memory.unmoved(numel, dtype, on_host=self.is_offloaded)
         self.main_shards = self.cuts.split_own(self._main)
+        self._count_references(self._main)
+
+    def _count_references(self, main: Tensor) -> None:
+        self.main_storage: int = address_of(main.untyped_storage())
+        self.own_references = references_to(self.main_storage)
 
     def renew(self) -> None:
         """Leave the memory of main gradients to whoever keeps views of it. Raises RuntimeError for a user buffer."""
         if self._main is not None:
-            self._build_main()
-            self._count()
+            self._allocate_main()
             return
         if self.memory.registers:
             raise RuntimeError(
@@ -140,10 +136,9 @@ class Gradients:
                 " stay where they are: keep copies, parameter.grad.clone()"
             )
         unwritten = self._unwritten
-        self._use_sums(self._new_sums(self.sums.numel(), self.sums.dtype))
+        self._allocate_sums()
         self.claim()
         self._unwritten = unwritten
-        self._count()
 
     # -- autograd's side -----------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ SLIPS = {
         "func(*args_, **kwargs_)",
     ),
     "weights registered": Slip(param_group.ParamGroup, "_build_main_weights", " and may_share", ""),
-    "gradients registered": Slip(Gradients, "_build", " or (is_cut and self.memory.registers)", ""),
+    "gradients registered": Slip(Gradients, "__init__", " or (SHARD in cuts.own and self.memory.registers)", ""),
     "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
 }
 OF_REGISTERED = {

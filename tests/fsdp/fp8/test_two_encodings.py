@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.two_encodings import PURPOSE, TwoEncodings
-from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, EncodedWeight, Encoding, Fp8Codec
+from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, Encoding, Fp8Codec, Fp8Weight
 from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -231,7 +231,7 @@ def test_it_holds(check: str, strategy: str) -> None:
     holds(__name__, strategy, check)
 
 
-def _whatever_is_here(self: EncodedWeight, *, transposed: bool) -> Any:
+def _whatever_is_here(self: Fp8Weight, *, transposed: bool) -> Any:
     return self.read(0)
 
 
@@ -252,7 +252,7 @@ ENCODE = Fp8Codec.encode
 MUTANTS = {
     "the forward's again": Mutant(
         "A backward multiplies by what the forward did",
-        patched(EncodedWeight, "__call__", _whatever_is_here),
+        patched(Fp8Weight, "__call__", _whatever_is_here),
         "plain",
         "optim",
     ),
@@ -289,7 +289,7 @@ MUTANTS = {
     ),
     "nobody asks": Mutant(
         "A layer takes what there is of its other payload, where nothing told of its backward before",
-        patched(EncodedWeight, "request", property(lambda self: None, lambda self, value: None)),
+        patched(Fp8Weight, "request", property(lambda self: None, lambda self, value: None)),
         "hidden",
     ),
     "half the scales": Mutant(
