@@ -80,7 +80,7 @@ class Witness:
         if exchange.factor != 1.0:
             self.note("scale", axis, "", NAMES[into[0].dtype], "as it is summed")
 
-    def bring(self, gradients: Any, index: int) -> None:
+    def copy_in(self, gradients: Any, index: int) -> None:
         """Autograd brought a gradient."""
         where = "the sums" if gradients.is_in_place else "a temporary bucket"
         how = "copy" if index in gradients._unwritten else "add"
@@ -109,7 +109,7 @@ class Witness:
         self.note("free", "", "", NAMES[bucket.dtype], "the temporary bucket")
 
 
-WATCHED = (Reduction, "_take_sums"), (Gradients, "bring"), (Reduction, "spread"), (Floating, "finish"), (
+WATCHED = (Reduction, "_take_sums"), (Gradients, "copy_in"), (Reduction, "spread"), (Floating, "finish"), (
     Communicator, "all_gather"), (Gradients, "forget"), (BucketMemory, "give_back")  # fmt: skip
 
 

@@ -171,7 +171,7 @@ OWN_ALONE = Slip(Usage, "_count", "each % _UPDATE for each in totals", "had[plac
 
 def _forgetful(self: Gradients) -> Tensor:
     taken = _forget(self)
-    self.came = set()
+    self.arrived = set()
     return taken
 
 

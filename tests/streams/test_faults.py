@@ -331,7 +331,7 @@ FAULTS = {
     ),
     "sums from the wrong stream": Fault(
         "The memory of gradient sums is allocated on another stream than that which puts them there",
-        on_stream(Gradients, "claim", "gather"),
+        on_stream(Gradients, "allocate_sums", "gather"),
         ZERO2,
         r"gradient sums of blocks\.2/float32",
         ("copy_ .*stream reduce", "allocated from stream gather"),

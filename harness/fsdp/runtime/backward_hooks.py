@@ -309,7 +309,7 @@ class BackwardHooks:
             refuse_layout(name, grad_of(param))
             if not gradients.is_prepared:  # the first of this backward
                 self.reduce.prepare(unit)
-            gradients.adopt(index)
+            gradients.accumulate(index)
         if unit.readiness.note_gradient(param, self._number):
             self._entered.add(unit)
         self._end_if_over(unit)

@@ -101,7 +101,7 @@ class GradientSync:
             gradients = each.bucket.gradients
             if gradients is None or not each.with_grads:
                 continue
-            gradients.claim()
+            gradients.allocate_sums()
             had = each.collect_grads()
             self._kept.append((each, [shard.clone() for shard in each.bucket.grad_shards], had))
             each.drop_grads()
@@ -117,7 +117,7 @@ class GradientSync:
         self._has_begun = False
         for each, flats, had in kept:
             if each.bucket.gradients is not None:
-                each.bucket.gradients.claim()
+                each.bucket.gradients.allocate_sums()
             for shard, flat in zip(each.bucket.grad_shards, flats, strict=True):
                 shard.copy_(flat)
             each.install_grads(had, only_kept=True)
@@ -291,7 +291,7 @@ class Usage:
     def _count(
         self, comm: Communicator, gradients: Sequence[Gradients], num_updates: int, beyond: Tensor | None = None
     ) -> int:
-        had = [index in each.came for each in gradients for index in range(len(each.params))]
+        had = [index in each.arrived for each in gradients for index in range(len(each.params))]
         if beyond is None and not had:
             return 0
         device, updates = comm.runtime.device, num_updates * _UPDATE

@@ -114,7 +114,7 @@ class PendingReduction:
         source, adds_first = self.source, gradients.accumulation is Accumulation.added
         if adds_first:
             self._look(source, None)
-            gradients.claim()
+            gradients.allocate_sums()
             inner.numbers.absorb(source, gradients.sums, add=self.plan.adds)
             source = gradients.sums
         if not route:
@@ -125,7 +125,7 @@ class PendingReduction:
             self._look(source, wire)
         exchange = self._exchange(inner, Axis.inner, cuts.inner_parts(wire))
         yield
-        gradients.claim()
+        gradients.allocate_sums()
         sums = gradients.inner_shards
         if lies.inner is not SHARD:  # the first leg of an all-reduce
             sums = [part.chunk(inner.comm.rank) for part in cuts.inner_parts(gradients.sums)]
@@ -301,7 +301,7 @@ class ReducePipeline:
     def bring_in(self, unit: Unit) -> None:
         """A unit's backward has ended, and its gradients stay on this rank."""
         for gradients in unit.gradients:
-            gradients.bring_waiting()
+            gradients.copy_in_waiting()
 
     def is_done_with(self, unit: Unit) -> bool:
         """True if this backward's gradients of a unit have been handed over."""

@@ -87,7 +87,7 @@ class Gradients:
         self.first_may_wait = not self.concat
         """True if first gradients may wait in the dtype of their weight."""
         self.bucket: Tensor | None = None
-        self.came: set[int] = set()
+        self.arrived: set[int] = set()
         self.unused: frozenset[int] = frozenset()
         """Indices of parameters without a gradient on any rank, once a step's gradients are finished."""
         self._unwritten: set[int] = set()
@@ -97,12 +97,12 @@ class Gradients:
         self._blank: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
         self._main: Tensor | None = None
-        self._allocate_sums()
+        self._build_sums()
         if plan.integers or self.is_offloaded or (SHARD in cuts.own and self.memory.registers):
-            self._allocate_main()
+            self._build_main()
         self.drop()
 
-    def _allocate_sums(self) -> None:
+    def _build_sums(self) -> None:
         lies, dtype = self.placements.accumulated_grads, torch.int64 if self.plan.integers else self.dtypes.grads
         is_reduced = self.accumulation is Accumulation.reduced
         allocate = self.memory.persistent if is_reduced else self.memory.sums
@@ -115,7 +115,7 @@ class Gradients:
             self.sums.untyped_storage().resize_(0)
         self._count_references(self.sums)
 
-    def _allocate_main(self) -> None:
+    def _build_main(self) -> None:
         numel, dtype = self.cuts.numel(self.placements.main_grads), self.dtypes.grads
         self._main = self.memory.unmoved(numel, dtype, on_host=self.is_offloaded)
         self.main_shards = self.cuts.split_own(self._main)
@@ -128,7 +128,7 @@ class Gradients:
     def renew(self) -> None:
         """Leave the memory of main gradients to whoever keeps views of it. Raises RuntimeError for a user buffer."""
         if self._main is not None:
-            self._allocate_main()
+            self._build_main()
             return
         if self.memory.registers:
             raise RuntimeError(
@@ -136,8 +136,8 @@ class Gradients:
                 " stay where they are: keep copies, parameter.grad.clone()"
             )
         unwritten = self._unwritten
-        self._allocate_sums()
-        self.claim()
+        self._build_sums()
+        self.allocate_sums()
         self._unwritten = unwritten
 
     # -- autograd's side -----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Gradients:
             self._view(bucket)
         for index, param in enumerate(self.params if not self.concat else ()):
             if grad_of(param) is not None or index not in self._unwritten:
-                self.bring(index)
+                self.copy_in(index)
         self.expect()
 
     @property
@@ -188,24 +188,24 @@ class Gradients:
         self._views = views_of(bucket, self.layout)
         self._unwritten = set(range(len(self.params)))
 
-    def adopt(self, index: int) -> None:
+    def accumulate(self, index: int) -> None:
         """After autograd accumulated into a parameter. Call it from functions marked `by_engine`."""
-        self.came.add(index)
+        self.arrived.add(index)
         if not self._waits and not self._waiting:
-            self.bring(index)
+            self.copy_in(index)
             return
         param = self.params[index]
         if index in self._waiting:  # it came before, and what comes now is added to that in the bucket's dtype
-            self.bring_waiting(but=index)
+            self.copy_in_waiting(but=index)
         gradient = grad_of(param)
         if not self._waits or not _may_wait(param) or index not in self._unwritten or gradient is None:
-            self.bring(index)
+            self.copy_in(index)
             return
         self._waiting[index] = gradient.detach()
         put_grad(param, None)
 
     @by_engine
-    def bring_waiting(self, but: int | None = None) -> None:
+    def copy_in_waiting(self, but: int | None = None) -> None:
         """but: a parameter whose second gradient stays where it is."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
@@ -217,7 +217,7 @@ class Gradients:
         self._unwritten -= waiting.keys()
         for index in waiting:
             if index != but:
-                self.bring(index)
+                self.copy_in(index)
 
     def _close_gaps(self) -> None:
         gaps, self._gaps = self._gaps, []
@@ -236,21 +236,21 @@ class Gradients:
         if self.is_in_place:
             self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
 
-    def bring(self, index: int) -> None:
+    def copy_in(self, index: int) -> None:
         param = self.params[index]
         if getattr(param, ADDED, False):
             put_grad(param, self._views[index])
             setattr(param, ADDED, False)
         elif not self.concat:
-            _adopt(param, self._views[index], fresh=index in self._unwritten)
+            _copy_into(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
 
     @by_engine
     def written_by(self, index: int) -> Tensor:
         """The place of a gradient, for a kernel that adds to it itself; zeros where nothing has come."""
         self.prepare()
-        self.bring_waiting()
-        self.came.add(index)
+        self.copy_in_waiting()
+        self.arrived.add(index)
         if index in self._unwritten:
             self._views[index].zero_()
             self._unwritten.discard(index)
@@ -258,7 +258,7 @@ class Gradients:
         return self._views[index]
 
     def settle(self) -> None:
-        self.bring_waiting()
+        self.copy_in_waiting()
         for index in self._unwritten:
             self._views[index].zero_()
         self._unwritten = set()
@@ -294,7 +294,7 @@ class Gradients:
         self.drop()
         return bucket
 
-    def claim(self) -> None:
+    def allocate_sums(self) -> None:
         if self.accumulation is Accumulation.reduced and not self.has_sums:
             with self.memory.allocating():  # the outer axis moves them
                 self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
@@ -305,7 +305,7 @@ class Gradients:
 
     def begin_late(self) -> None:
         if not self.is_in_place:
-            self.claim()
+            self.allocate_sums()
             self.sums.zero_()
 
     def settle_sums(self) -> None:
@@ -322,10 +322,10 @@ class Gradients:
             self.drop()
         elif self.accumulation is Accumulation.reduced:
             self.sums.untyped_storage().resize_(0)
-        self.came, self.unused = set(), frozenset()
+        self.arrived, self.unused = set(), frozenset()
 
     def forget_one(self, index: int) -> None:
-        self.came.discard(index)
+        self.arrived.discard(index)
         put_grad(self.params[index], None)
         self._waiting.pop(index, None)
         if self.bucket is not None:
@@ -355,12 +355,12 @@ def _may_wait(param: nn.Parameter) -> bool:
     return not (isinstance(param, DTensor) or getattr(param, ADDED, False))
 
 
-def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
+def _copy_into(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
     early = grad_of(param)
     if isinstance(param, DTensor):  # it has no `.grad` but a DTensor: what came moves
         early = None if early is None else gradient_here(param, early)
         put_grad(param, None)
-        _move(early, view, fresh=fresh)
+        _add_to(early, view, fresh=fresh)
         return
     if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
         return
@@ -368,10 +368,10 @@ def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
         put_grad(param, None)
         param.grad_dtype = view.dtype
     put_grad(param, view)
-    _move(early, view, fresh=fresh)
+    _add_to(early, view, fresh=fresh)
 
 
-def _move(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
+def _add_to(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
     if fresh:
         view.zero_() if early is None else view.copy_(early)
     elif early is not None:

@@ -134,7 +134,7 @@ def _first_come(self: ReducePipeline, unit: Any) -> None:
 
 
 def _sent_as_it_lies(self: Gradients) -> None:
-    self.bring_waiting()
+    self.copy_in_waiting()
     for index in self._unwritten:
         self._views[index].fill_(7.0)  # as memory that nobody cleared may hold
     self._unwritten = set()

@@ -101,11 +101,11 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_bring = Gradients.bring
+_copy_in = Gradients.copy_in
 
 
 def _twice(self: Gradients, index: int) -> None:
-    _bring(self, index)
+    _copy_in(self, index)
     if self.layout.slots[index].spec.name == "embed.weight":
         self._views[index].mul_(2)
 
@@ -135,7 +135,7 @@ def _trains_all(program: Program) -> bool:
 MUTANTS = {
     "tied counts twice": Mutant(
         "The gradient of a weight with two names counts twice",
-        lambda: mock.patch.object(Gradients, "bring", _twice),
+        lambda: mock.patch.object(Gradients, "copy_in", _twice),
         few(lambda p: p.tied and _trains_all(p)),
     ),
     "unused is stepped": Mutant(
