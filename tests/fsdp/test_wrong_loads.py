@@ -40,7 +40,7 @@ _ROWS = dtensors._rows
 def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
     """Rows of a matrix numbered from its end: no overlap and no hole, so that nothing but the elements shows it."""
     begin, end = _ROWS(slot, local)
-    rows = slot.spec.num_rows
+    rows = slot.spec.shape[0]
     return (rows - end, rows - begin) if len(slot.spec.shape) == 2 and begin < end else (begin, end)
 
 
