@@ -94,6 +94,7 @@ foreach_copy_: Any = _of("torch", "_foreach_copy_")
 foreach_add_: Any = _of("torch", "_foreach_add_")
 foreach_mul_: Any = _of("torch", "_foreach_mul_")
 foreach_zero_: Any = _of("torch", "_foreach_zero_")
+foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
 is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view")
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
@@ -249,7 +250,7 @@ set_default_backend: Any = _of(dist.ProcessGroup, "_set_default_backend")
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Also of a group that is made in Python, which tells its own."""
+    """Backend of a group for a device, as the group's own class has it, which may be one of Python."""
     return _at(group, "_get_backend")(device)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Everyone, all_values
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.private_torch import foreach_norm
 
 MAX_LISTED = 8
 
@@ -78,8 +79,8 @@ class GradientGuard:
         return Seen(
             self._microbatch,
             [self._places[name] for name, _ in held],
-            [torch.linalg.vector_norm(view, math.inf) for _, view in held],
-            [torch.linalg.vector_norm(view, math.inf) for view in uncast],
+            list(foreach_norm([view for _, view in held], math.inf)),
+            list(foreach_norm(uncast, math.inf)) if uncast else [],
         )
 
     def _none_anywhere(self) -> bool:

@@ -21,6 +21,7 @@ from harness.fsdp.comm.mesh import Everyone, all_values
 from harness.fsdp.comm.together import scale_together
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
+from harness.private_torch import foreach_norm
 
 WIDENED = 1 << 20  # elements widened at a time
 BLOCK = 512  # elements added in fp32
@@ -99,8 +100,8 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements: fp64, shape [1], on `device`; inf or NaN where an element is."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     if flat and is_queued(flat[0].device):
-        norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in flat])
-        return norms.square_().sum().reshape(1).to(device)
+        norms = foreach_norm(flat, 2, dtype=torch.float64)
+        return torch.stack(norms).square_().sum().reshape(1).to(device)
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for each in flat:
         total += _squares_of(each)
