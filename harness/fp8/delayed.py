@@ -47,8 +47,7 @@ class History:
     margin: int = 0
 
     def record(self, column: Column, amax: Tensor) -> None:
-        seen = self.amax[0, column]
-        seen.copy_(torch.maximum(seen, amax.reshape(())))
+        self.amax[0, column] = torch.maximum(self.amax[0, column], amax.reshape(()))
 
     def update(self) -> None:
         """Close the step: compute scales from the history, and move it on."""

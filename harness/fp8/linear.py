@@ -84,16 +84,15 @@ class Fp8Linear(nn.Linear):
         owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
         names: list[str] = []
         for name, layer in module.named_modules():
-            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-                continue
-            if chosen is not None and not chosen(name, layer):
+            is_ordinary = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+            if not is_ordinary or (chosen is not None and not chosen(name, layer)):
                 continue
             problem = _problem(layer, found, owners)
-            if problem and chosen is not None:
-                raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
             if not problem:
                 _become(layer, found, history, margin, device or layer.weight.device)
                 names.append(name)
+            elif chosen is not None:
+                raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
         if not names:
             raise ValueError(
                 f"fp8={found.name} found no linear layer in {type(module).__name__}: a weight of its own with both"
@@ -184,12 +183,12 @@ class Fp8Linear(nn.Linear):
         """
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        cut = self.weight if isinstance(self.weight, DTensor) else None
-        x = input if cut is None else input_here(input, cut)
-        rows, trains = x.reshape(-1, x.shape[-1]), torch.is_grad_enabled()
-        y: Tensor = _Product.apply(rows, self.weight, self.bias, self, trains)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        weight, trains = self.weight, torch.is_grad_enabled()
+        x = input_here(input, weight) if isinstance(weight, DTensor) else input
+        rows = x.reshape(-1, x.shape[-1])
+        y: Tensor = _Product.apply(rows, weight, self.bias, self, trains)  # type: ignore[no-untyped-call] # torch leaves it unannotated
         y = y.view(*x.shape[:-1], y.shape[-1])
-        return y if cut is None else output_of(y, cut)
+        return output_of(y, weight) if isinstance(weight, DTensor) else y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe.name}"
@@ -202,8 +201,8 @@ class Fp8Linear(nn.Linear):
         """
         operand, weight = self.recipe.weights, portion_here(self.weight)
         if not is_8_bit(weight.dtype):
-            return self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
-        if self.encoded_weight is not None:
+            held = self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
+        elif self.encoded_weight is not None:
             held = self.encoded_weight(transposed=transposed)
         elif self.weight_scale_inv is not None and operand.is_symmetric:
             held = Quantized(weight, self.weight_scale_inv.float(), operand.tile)
@@ -216,8 +215,7 @@ class Fp8Linear(nn.Linear):
 
     def quantize_weight(self, weight: Tensor, *, transposed: bool = False) -> Quantized:
         """An unsharded weight [out, in], or its transpose, as it would be multiplied; as it lies. Records no amax."""
-        found = self._quantize(Column.weights, weight, weight, transposed=transposed, trains=False)
-        return found.t if transposed else found
+        return self._quantize(Column.weights, weight, weight, transposed=transposed, trains=False)
 
     def quantize_pair(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
         """An input, or a gradient of the output, [rows, columns], and its transpose, each for a product over its last
@@ -225,10 +223,13 @@ class Fp8Linear(nn.Linear):
         first = self._quantize(column, values, values, transposed=False, trains=trains)
         if self.recipe.operands[column].is_symmetric:
             return first, first.t
-        return first, self._quantize(column, values, values, transposed=True, trains=trains)
+        return first, self._quantize(column, values, values, transposed=True, trains=trains).t
 
     def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool, trains: bool) -> Quantized:
-        """cut: the tensor of which `values` are this rank's portion."""
+        """The values as they lie, in tiles for a product with them or with their transpose.
+
+        cut: the tensor of which they are this rank's portion.
+        """
         operand, scaling = self.recipe.operands[column], self.recipe.scaling
         history, scale = self.history, None
         if history is not None:
@@ -237,9 +238,7 @@ class Fp8Linear(nn.Linear):
             scale = history.scale[column].clone().view(1, 1)
         elif column is Column.weights and operand.tile == WHOLE:
             scale, _ = scales_of(take_largest(amax_grid(values, WHOLE), cut), operand.format, scaling)
-        tile = operand.tile.t if transposed else operand.tile
-        found = quantize(values, operand.format, tile, scaling, scale)
-        return found.t if transposed else found
+        return quantize(values, operand.format, operand.tile.t if transposed else operand.tile, scaling, scale)
 
 
 class _Product(torch.autograd.Function):
