@@ -83,7 +83,6 @@ class TwoEncodings(GatherPipeline):
 
 
 def has_two_encodings(unit: Unit) -> bool:
-    """True if some of the unit's weights are others in the backward."""
     return any(len(bucket.encodings) > 1 for bucket in unit.buckets)
 
 

@@ -272,7 +272,6 @@ class Weights:
 
 
 def _params_in(unit: Unit) -> set[int]:
-    """Identities of a unit's parameters, unsharded and sharded."""
     params = (param for bucket in unit.buckets for _, param in bucket.params)
     return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.views.at_rest}
 

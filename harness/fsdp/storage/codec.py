@@ -231,7 +231,6 @@ class Fp8Codec(WeightCodec):
         self.scale_bytes = sum(scales.nbytes for each in self.weights for scales in each.scales)
 
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
-        """Each weight, this rank's rows of it, flat, and their place."""
         for weight in self.weights:
             local = self.cuts.own_slice(weight.slot)
             yield weight, local.of(shards), local

@@ -28,7 +28,7 @@ from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, views_of
-from harness.fsdp.storage.placement import SHARD, Placements
+from harness.fsdp.storage.placement import SHARD, On, Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
 from harness.private_torch import address_of, references_to
@@ -341,13 +341,14 @@ class Gradients:
         if self.bucket is not None:
             self.memory.free(self.take())
 
-    def bytes_kept(self) -> dict[str, int]:
-        numel = self.cuts.param_numel(self.placements.accumulated_grads)
-        sums, padding = numel * self.sums.itemsize, (self.sums.numel() - numel) * self.sums.itemsize
+    def kept(self) -> list[tuple[str, Tensor, On]]:
+        """What stays until a step's gradients are forgotten, by role, and how it lies."""
         if self._main is None:
-            return {"main_grads": sums, "padding": padding}
-        main = self.cuts.param_numel(self.placements.main_grads) * self._main.itemsize
-        return {"main_grads": main, "gradient_sums": sums, "padding": padding + self._main.nbytes - main}
+            return [("main_grads", self.sums, self.placements.accumulated_grads)]
+        return [
+            ("main_grads", self._main, self.placements.main_grads),
+            ("gradient_sums", self.sums, self.placements.accumulated_grads),
+        ]
 
 
 def _may_wait(param: nn.Parameter) -> bool:

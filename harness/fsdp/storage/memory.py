@@ -154,7 +154,6 @@ class BucketMemory:
             bucket.untyped_storage().resize_(0)
 
     def persistent(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros that stay, shape [numel]."""
         with self.allocating():
             return torch.zeros(numel, dtype=dtype, device=self.device)
 
@@ -169,7 +168,6 @@ class BucketMemory:
         return zeros.pin_memory() if is_queued(self.device) else zeros
 
     def has_room(self, bucket: Tensor) -> bool:
-        """True if a bucket could be refilled now."""
         turn = self._placed.get(id(bucket))
         return turn is None or turn.can_begin
 
@@ -262,7 +260,6 @@ class BucketMemory:
 
 
 def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor's storage as a flat tensor of so many elements."""
     if bucket.numel() == numel and bucket.dtype == dtype:
         return bucket
     return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))

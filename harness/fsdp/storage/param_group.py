@@ -104,7 +104,6 @@ class ParamGroup:
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
-        """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
         dtypes, device = self.dtypes, self.memory.device
         specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
         self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, dtypes.align_elements)
@@ -143,7 +142,6 @@ class ParamGroup:
         self._build(lambda name, _: values[name])
 
     def send_as(self, dtypes: Dtypes) -> None:
-        """Send gradients in another dtype from now on."""
         self.dtypes = dtypes
         if self.gradients is not None:
             self.gradients.dtypes = dtypes
@@ -200,7 +198,6 @@ class ParamGroup:
         """Main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
 
     def kept_shards(self, encoding: Encoding) -> list[Tensor]:
-        """This inner rank's shards of the compute weights that are kept."""
         assert encoding.kept is not None
         return self.cuts.inner_shards_of(encoding.kept, self.placements.resting_weights)
 
@@ -324,7 +321,6 @@ class ParamGroup:
         return self.codec.encode(self.main_shards, encoding)
 
     def weight_parts(self, encoding: Encoding) -> list[Part]:
-        """One encoding cut for an all-gather of the inner axis."""
         return self.cuts.inner_parts(self.codec.wire(encoding.unsharded))
 
     # -- install -------------------------------------------------------------------------------------------------
@@ -428,15 +424,13 @@ class ParamGroup:
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""
-        roles = {"compute_weights": 0, "main_weights": 0, "main_grads": 0}
-        padding = 0
-        for role, tensor, on in (
-            *(("compute_weights", each.kept, self.placements.resting_weights) for each in self.encodings),
-            ("main_weights", self.main_storage, self.placements.main_weights),
-        ):
+        held = [("compute_weights", each.kept, self.placements.resting_weights) for each in self.encodings]
+        held += [("main_weights", self.main_storage, self.placements.main_weights)]
+        held += [] if self.gradients is None else self.gradients.kept()
+        found = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "padding"), 0)
+        for role, tensor, on in held:
             if tensor is not None:
                 numel = self.cuts.param_numel(on)
-                roles[role] += numel * tensor.itemsize
-                padding += (tensor.numel() - numel) * tensor.itemsize
-        gradients = {} if self.gradients is None else self.gradients.bytes_kept()
-        return roles | gradients | {"padding": padding + gradients.get("padding", 0)}
+                found[role] = found.get(role, 0) + numel * tensor.itemsize
+                found["padding"] += (tensor.numel() - numel) * tensor.itemsize
+        return found
