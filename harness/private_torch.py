@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -263,10 +264,10 @@ def backends_of(group: dist.ProcessGroup, *devices: torch.device) -> list[Any]:
     return found
 
 
-def timeout_of(backend: Any) -> timedelta | None:
-    """None for a backend that tells none."""
-    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return found
+def timeout_of(*backends: Any) -> timedelta:
+    """The shortest timeout of a collective; torch's default for gloo where no backend tells one."""
+    told = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+    return min(filter(None, told), default=default_pg_timeout)
 
 
 def flight_recorder(kind: str) -> Callable[..., bytes]:

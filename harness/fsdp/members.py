@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from harness.private_torch import backends_of
-from harness.private_torch import timeout_of as timeout_of_backend
+from harness.private_torch import backends_of, timeout_of
 
 
 def group_of_members(
@@ -26,22 +22,13 @@ def group_of_members(
     """
     default = dist.group.WORLD
     assert default is not None
-    bound = default.bound_device_id
+    bound, timeout = default.bound_device_id, timeout_of(*backends_of(like or default))
     if len(ranks) < default.size():
         default.bound_device_id = None
     try:
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout_of(like or default), use_local_synchronization=True, group_desc=description
+            list(ranks), timeout, use_local_synchronization=True, group_desc=description
         )
     finally:
         default.bound_device_id = bound
     return made
-
-
-def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> timedelta:
-    """How long a group's backend of these devices waits for a collective; of all it has, where none is given.
-
-    Backends of other people's have no options: torch's default for gloo.
-    """
-    told = map(timeout_of_backend, backends_of(group, *devices))
-    return min(filter(None, told), default=default_pg_timeout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
 from harness.shm.mailbox import head_bytes
@@ -158,7 +157,8 @@ class ShmGroup(dist.ProcessGroup):
         if self.transport is None:
             return self.gloo.allgather(outputs, inputs)
         outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
-        return Work(self.transport, self.transport.gather(_dense(inputs), outs), outputs)
+        given = [each.detach().contiguous() for each in inputs]
+        return Work(self.transport, self.transport.gather(given, outs), outputs)
 
     def gather_late(self, inputs: list[Tensor], outputs: Callable[[], list[list[Tensor]]]) -> Work:
         """As `allgather`; outputs are made when the result is waited for, and have this rank's part already."""
@@ -219,10 +219,6 @@ class ShmGroup(dist.ProcessGroup):
         self.abort()
 
 
-def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [each.detach().contiguous() for each in tensors]
-
-
 def _operation(opts: Any) -> Any:
     operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     return getattr(operation, "op", operation)
@@ -254,7 +250,7 @@ def _connect(gloo: Any, rank: int, size: int, capacity: int | None) -> tuple[Tra
     if why := _agreed(gloo, rank, size, reason):
         return None, why
     assert segment is not None
-    return Transport(rank, segment, peers, lambda: timeout_of(gloo) or default_pg_timeout), ""
+    return Transport(rank, segment, peers, lambda: timeout_of(gloo)), ""
 
 
 def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
@@ -55,12 +54,8 @@ BACKEND = ("gloo", "NCCL", "pair closure", "Connection", "different collectives"
 
 
 def default_timeout_s(groups: Sequence[dist.ProcessGroup], *devices: torch.device) -> float:
-    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later.
-
-    Of backends that tell none, torch's default for gloo.
-    """
-    told = [timeout_of(each) for group in groups for each in backends_of(group, *devices)]
-    given: float = min(filter(None, told), default=default_pg_timeout).total_seconds()
+    """The shortest timeout of the groups' backends, less a margin: torch would end a wait no later."""
+    given = timeout_of(*(each for group in groups for each in backends_of(group, *devices))).total_seconds()
     return given - min(MARGIN_S, given / 10)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -291,7 +292,9 @@ def test_groups_tell_their_backends(tmp_path: Path) -> None:
         backend = private_torch.backend_of(group, cpu)
         assert private_torch.backends_of(group, cpu)[0].name() == backend.name() == "gloo"
         assert private_torch.timeout_of(backend) == timedelta(minutes=30)
-        assert private_torch.timeout_of(object()) is None
+        assert private_torch.timeout_of(object()) == default_pg_timeout
+        short = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=5)))
+        assert private_torch.timeout_of(backend, short, object()) == timedelta(seconds=5)
         made: Any = dist.ProcessGroup(0, 1)  # type: ignore[call-arg] # torch's stubs know the one with a store
         private_torch.register_backend(made, cpu, dist.ProcessGroup.BackendType.GLOO, backend)
         private_torch.set_default_backend(made, dist.ProcessGroup.BackendType.GLOO)

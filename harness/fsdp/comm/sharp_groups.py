@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.fsdp.members import timeout_of
+from harness.private_torch import backends_of, timeout_of
 
 COLLNET = "NCCL_COLLNET_ENABLE"
 
@@ -171,5 +171,6 @@ def communicator_options(
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:
     own: dist.ProcessGroup
     assert dist.group.WORLD is not None
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout_of(dist.group.WORLD), group_desc=name)
+    timeout = timeout_of(*backends_of(dist.group.WORLD))
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout, group_desc=name)
     return own
