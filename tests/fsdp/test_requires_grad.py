@@ -272,7 +272,7 @@ def _takes_all(self: Any, unit: Any, gradients: Any, index: int, name: str, para
 
 
 def _fills(self: Gradients) -> None:
-    self.claim()
+    self.allocate_sums()
     self.sums.fill_(1.0)
 
 

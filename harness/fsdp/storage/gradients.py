@@ -342,7 +342,7 @@ class Gradients:
             self.memory.free(self.take())
 
     def kept(self) -> list[tuple[str, Tensor, On]]:
-        """What stays until a step's gradients are forgotten, by role, and how it lies."""
+        """Roles, tensors and placements of all that stays until a step's gradients are forgotten."""
         if self._main is None:
             return [("main_grads", self.sums, self.placements.accumulated_grads)]
         return [
