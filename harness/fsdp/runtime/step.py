@@ -244,7 +244,7 @@ class Step:
                 self.num_backwards, self.has_sums = 0, False
             self.shape.check_terms(self.num_backwards + 1)
         except Exception:
-            self.fail()
+            self._fail_at_once()
             raise
         self.plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
         self.has_sums |= self.plan.reduce_units
@@ -257,7 +257,7 @@ class Step:
         if num_updates == self.num_updates and not is_stale:
             return
         if not self.in_backward:  # one that runs is settled when it has raised
-            self.fail()
+            self._fail_at_once()
         raise StepError(
             "a backward through a forward that ran before the weights were updated (optimizer.step(), or a load), or"
             " given other storage (what was frozen when it was sharded is trained now), would mix its activations with"
@@ -269,6 +269,12 @@ class Step:
 
     def fail(self) -> None:
         self.move(Call.fail)
+
+    def _fail_at_once(self) -> None:
+        """A backward that is refused counts as one of the step: gradients of those before it are incomplete."""
+        if self.state is not StepState.FAILED:
+            self.num_backwards = 1 if self.state is StepState.FINISHED else self.num_backwards + 1
+        self.fail()
 
     def finished(self) -> None:
         self.move(Call.finish_grad_sync)
