@@ -46,18 +46,18 @@ def without_portions(rank: int, folder: Path, swaps: bool) -> list[str]:
     """Saved under tensor parallelism, where one `swaps` as if the first rank had the last rows, and loaded without."""
     model, _ = stepped(EVEN)
     wanted = dict(model.full_weights())
-    own = RaggedTensor._chunk
+    own = RaggedTensor.__create_chunk_list__
 
-    def swapped(self: RaggedTensor) -> ChunkStorageMetadata | None:
-        chunk = own(self)
+    def swapped(self: RaggedTensor) -> list[ChunkStorageMetadata]:
+        chunks = own(self)
         dims = [each.dim for each in self.placements[:-1] if isinstance(each, Shard)]
-        if chunk is None or not dims:
-            return chunk
-        offsets = list(chunk.offsets)
+        if not chunks or not dims:
+            return chunks
+        offsets = list(chunks[0].offsets)
         offsets[dims[0]] = (offsets[dims[0]] + self.shape[dims[0]] // 2) % self.shape[dims[0]]
-        return ChunkStorageMetadata(torch.Size(offsets), chunk.sizes)
+        return [ChunkStorageMetadata(torch.Size(offsets), chunks[0].sizes)]
 
-    with mock.patch.object(RaggedTensor, "_chunk", swapped if swaps else own):
+    with mock.patch.object(RaggedTensor, "__create_chunk_list__", swapped if swaps else own):
         dcp.save(model.state_dict(), checkpoint_id=str(folder))
     model.close()
     model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(DP4))
