@@ -109,7 +109,7 @@ class Witness:
         self.note("free", "", "", NAMES[bucket.dtype], "the temporary bucket")
 
 
-WATCHED = (Reduction, "_take_sums"), (Gradients, "copy_in"), (Reduction, "spread"), (Floating, "finish"), (
+WATCHED = (Reduction, "fold"), (Gradients, "copy_in"), (Reduction, "spread"), (Floating, "finish"), (
     Communicator, "all_gather"), (Gradients, "forget"), (BucketMemory, "give_back")  # fmt: skip
 
 
