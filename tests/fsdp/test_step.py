@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.fsdp import StepError, Strategy, fully_shard
+from harness.fsdp.build import engine_of
 from harness.fsdp.runtime.step import (
     REFUSALS,
     TRANSITIONS,
@@ -30,6 +31,7 @@ from harness.fsdp.runtime.step import (
     StepShape,
     StepState,
 )
+from harness.private_torch import references_to
 from tests.fsdp.habits.world import Boom, same_gradients
 from tests.fsdp.test_api import Block, make
 
@@ -322,3 +324,17 @@ def test_a_hole_in_the_table_shows(name: str) -> None:
     with opened(), pytest.raises((AssertionError, RuntimeError)):
         run_all(strategy, calls)
     run_all(strategy, calls)
+
+
+def test_gaps_that_wait_to_be_zeroed_are_not_taken_for_views_that_a_program_keeps() -> None:
+    """A clip whose factor stays on the device opens them; with user buffers, kept views are refused."""
+    pair = Pair("optim")
+    pair.microbatch()
+    found = [bucket.gradients for bucket in engine_of(pair.model).buckets if bucket.gradients is not None]
+    before = [references_to(gradients.main_storage) for gradients in found]
+    for gradients in found:
+        gradients.open_gaps()
+    assert any(gradients.num_open_gaps for gradients in found)
+    after = [references_to(gradients.main_storage) - gradients.num_open_gaps for gradients in found]
+    assert after == before
+    pair.close()

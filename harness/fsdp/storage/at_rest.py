@@ -322,7 +322,7 @@ class ShardedParameters:
             if held is not None and getrefcount(held) > _UNKEPT and index not in shown:
                 self.grads[index], self._references[index] = None, 0
                 set_apart(held)
-        known = gradients.own_references + sum(self._references)
+        known = gradients.own_references + gradients.num_open_gaps + sum(self._references)
         if not shown and references_to(gradients.main_storage) > known:
             gradients.renew()
             self._forget_views()

@@ -125,6 +125,11 @@ class Gradients:
         self.main_storage: int = address_of(main.untyped_storage())
         self.own_references = references_to(self.main_storage)
 
+    @property
+    def num_open_gaps(self) -> int:
+        """Views of the main gradients' storage that wait to be zeroed."""
+        return len(self._gaps) if self.is_in_place and self._main is None else 0
+
     def renew(self) -> None:
         """Leave the memory of main gradients to whoever keeps views of it. Raises RuntimeError for a user buffer."""
         if self._main is not None:
