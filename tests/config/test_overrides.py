@@ -318,3 +318,9 @@ def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
             ask()
         assert not end.value.code
         assert capsys.readouterr().out.startswith("harness ")
+
+
+def test_a_path_that_is_not_there_is_answered_with_no_kinds_of_data() -> None:
+    with pytest.raises(BadRequest, match=r"data\.path=/nope does not exist") as caught:
+        compose(["data=text", "data.path=/nope"])
+    assert "valid:" not in str(caught.value)
