@@ -118,7 +118,7 @@ class Net(nn.Module):
         for place in used:
             layer = self.layers[place]
             # torch declares no types of `Function.apply`
-            x = Inside.apply(x, layer) if place in inside else layer(x)  # type: ignore[no-untyped-call]
+            x = Inside.apply(x, layer) if place in inside else layer(x)
         return self.last(x).square().mean()
 
     def generate(self, x: Tensor, used: tuple[int, ...] = ALL) -> Any:

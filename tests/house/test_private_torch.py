@@ -170,7 +170,7 @@ def test_one_that_is_gone_is_told_where_it_is_used(monkeypatch: pytest.MonkeyPat
         raising(1)
     for use in (private_torch.parameters_of, private_torch.schema_of):
         with pytest.raises(MissingName, match="has no _"):
-            use(SimpleNamespace())  # type: ignore[operator]
+            use(SimpleNamespace())
 
 
 # -- each does what the engine takes it for ----------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_backward_tells_what_runs() -> None:
     assert loss.grad_fn is not None
     assert private_torch.number_of_node(loss.grad_fn) >= first
     assert private_torch.next_number() > private_torch.number_of_node(loss.grad_fn)
-    leaves = [each.view_as(each).grad_fn.next_functions[0][0] for each in (w, v)]  # type: ignore[union-attr]
+    leaves = [each.view_as(each).grad_fn.next_functions[0][0] for each in (w, v)]
 
     def hook(_: Any) -> None:
         told.append(private_torch.running_backward())

@@ -92,7 +92,7 @@ def on_stream(of: Any, method: str, stream: str) -> Callable[[], AbstractContext
 
 
 def forgetful_wait(self: ParamGroup) -> None:
-    self._forgotten = self._unsharding  # type: ignore[attr-defined]
+    self._forgotten = self._unsharding
     self._unsharding = []
     for encoding in self.encodings:
         encoding.is_valid = True
