@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.pages.seed_published import Seed
 from harness.bench import Report, report
-from harness.bench.naming import details, strategy_of
 from harness.bench.report import Row
 from harness.bench.stats import LEAST_BLOCKS
 from harness.config.errors import BadRequest
@@ -19,6 +18,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.seeds import SEED, over_seeds
 from harness.store import provenance
 from harness.store.identity import EXCLUDED
+from harness.store.labels import details, strategy_of
 from harness.store.rundir import RunDir
 from harness.store.study import read_study
 

@@ -1,7 +1,7 @@
 """The store as tables, numbers and pictures.
 
-load: runs and steps as tidy tables. judge: verdicts, evidence and bounds. labels: short names of runs. stats: numbers
-from tables. plot: a table and Axes in, the Axes out.
+load: runs and steps as tidy tables. judge: verdicts, evidence and bounds. stats: numbers from
+tables. plot: a table and Axes in, the Axes out.
 
-All but `labels` import pandas and matplotlib (`pip install '.[analysis]'`); torch never.
+They import pandas and matplotlib (`pip install '.[analysis]'`); torch never.
 """

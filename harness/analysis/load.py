@@ -13,10 +13,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.analysis.labels import labels
 from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.judged import outcomes
+from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
 from harness.store.study import read_study

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.bench.naming import details, differing, strategy_of, title
 from harness.bench.record import PARTS, Process, arm_of, load, median, workload_of
 from harness.bench.stats import Interval, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.study import unknown
 from harness.store.errors import StoreError
+from harness.store.labels import details, differing, strategy_of
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, flatten
 from harness.store.study import read_study
@@ -179,6 +179,12 @@ def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Ite
         rows = {arm: _row(arms, arm, references.get(arm), told[arm]) for arm in arms}
         ordered = sorted(rows.values(), key=lambda row: (row.strategy, not row.is_reference, row.engine, row.detail))
         yield Regime(title(own, keys), own, tuple(ordered), tuple(_targets(arms, rows)))
+
+
+def title(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+    named = [key for key in keys if key.endswith(".name")]
+    named += [key for key in keys if key == "mesh.world_size"]
+    return ", ".join(f"{key}={settings[key]}" for key in named or keys) or str(settings["model.name"])
 
 
 def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list[list[Process]]:

@@ -19,6 +19,7 @@ from harness.launch.waiting import wait_for
 from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
 from harness.store.identity import directory_name
+from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
@@ -167,5 +168,5 @@ class _Request:
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:
     names = {cell.signature: directory_name(cell.config) for cell in cells}
-    short = screen.labels(set(names.values()))
+    short = named(set(names.values()))
     return {signature: short[name] for signature, name in names.items()}

@@ -12,6 +12,7 @@ from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal, duration
 from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
+from harness.store.labels import named
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, Store
 from harness.store.status import JobProbe, State
@@ -118,7 +119,7 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
 def _names(found: Sequence[Row], room: int) -> list[str]:
     several = len({one.study for one in found}) > 1
     studies = [f"{one.study}/" * several for one in found]
-    labels = screen.named({one.name for one in found}, room - max(map(len, studies)))
+    labels = named({one.name for one in found}, room - max(map(len, studies)))
     if len(found) == 1:  # there is nothing that it must be told from
         labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
     return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]

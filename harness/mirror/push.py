@@ -22,9 +22,10 @@ from harness.mirror.pictures import pictures
 from harness.mirror.run import check_place, drop_others, mirror_id, opened, outcome, quiet_settings, settle
 from harness.mirror.sync import margin
 from harness.parity import StudyVerdict, study_text, verdict
-from harness.store import screen, shapes
+from harness.store import shapes
 from harness.store.errors import StoreError
 from harness.store.files import write_json
+from harness.store.labels import named
 from harness.store.reading import read_json
 from harness.store.rundir import RunDir
 from harness.store.study import read_study
@@ -192,7 +193,7 @@ def evidence_rows(found: StudyVerdict) -> Iterator[Row]:
 
 def _names(found: StudyVerdict) -> dict[str, str]:
     paths = {path for arm in found.arms for path in (arm.arm, arm.control)}
-    labels = screen.labels({Path(path).name for path in paths})
+    labels = named({Path(path).name for path in paths})
     return {path: labels[Path(path).name] for path in paths}
 
 

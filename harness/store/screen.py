@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any, cast
 
@@ -106,45 +106,6 @@ def painted(text: str, out: IO[str] | None = None) -> str:
     return "\n".join(
         _WORD.sub(lambda found: f"\x1b[{_CODE[found[1]]}m{found[1]}\x1b[0m", line, count=1) for line in text.split("\n")
     )
-
-
-def labels(names: Collection[str]) -> dict[str, str]:
-    """Name of each run without parts common to all; a name that would be empty stays."""
-    parts = {name: name.split("-") for name in names}
-    common = set.intersection(*(set(each) for each in parts.values())) if len(parts) > 1 else set()
-    return {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}
-
-
-def named(names: Collection[str], room: int) -> dict[str, str]:
-    """Labels of at most `room` characters, if all runs stay distinct; else longer.
-
-    Of names with equally many parts, redundant ones are replaced by an ellipsis, the last first.
-    """
-    parts = {name: name.split("-") for name in names}
-    found = labels(names)
-    if len({len(each) for each in parts.values()}) != 1 or len(parts) < 2:
-        return found
-    rows = list(parts.values())
-    last = len(rows[0]) - 1  # the signature, which stays
-    differ = [place for place in range(last) if len({row[place] for row in rows}) > 1]
-    kept = differ
-    for place in reversed(differ):
-        if max(map(len, found.values())) <= room:
-            break
-        fewer = [each for each in kept if each != place]
-        if fewer and _kinds(rows, fewer) == _kinds(rows, differ):
-            kept = fewer
-            found = {name: "-".join(_elided(row, differ, kept)) for name, row in parts.items()}
-    return found
-
-
-def _kinds(rows: Sequence[Sequence[str]], places: Sequence[int]) -> int:
-    return len({tuple(row[place] for place in places) for row in rows})
-
-
-def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> list[str]:
-    found = [row[place] if place in kept else "…" for place in differ]
-    return [each for place, each in enumerate(found) if each != "…" or found[place - 1 : place] != ["…"]] + [row[-1]]
 
 
 def counted(count: int, what: str) -> str:

@@ -16,14 +16,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from scipy.stats import binomtest
 
-from analysis import judge, labels, load, plot, stats
+from analysis import judge, load, plot, stats
 from benchmarks.pages import readme_figure
 from harness.analysis import drawing, figures
 from harness.analysis import load as harness_load
 from harness.analysis import plot as plot_module
 from harness.analysis import stats as stats_module
 from harness.parity import Outcome
-from harness.store import provenance
+from harness.store import labels, provenance
 from harness.store.rundir import RunDir
 from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS

@@ -12,7 +12,8 @@ import pytest
 from harness.cli.main import main
 from harness.launch import watch
 from harness.parity.telling import render
-from harness.store import provenance, screen, status
+from harness.store import provenance, status
+from harness.store.labels import named
 from harness.store.status import State, Status
 from hydra_plugins.harness_hydra import StudySource
 from tests.parity.arms import Arm, broken
@@ -118,7 +119,7 @@ def test_a_reason_has_its_column_where_there_is_room() -> None:
     rows = the_rows(6)
     lines = watch.render(rows, 112).splitlines()
     assert lines[0].endswith("reason")
-    names = screen.labels([row.name for row in rows])
+    names = named([row.name for row in rows])
     assert [line.split()[0] for line in lines[1:7]] == list(names.values())
 
 
@@ -130,8 +131,8 @@ MUTANTS = {
     "every part": Slip(
         watch,
         "_names",
-        "screen.named({one.name for one in found}, room - max(map(len, studies)))",
-        "screen.labels({one.name for one in found})",
+        "named({one.name for one in found}, room - max(map(len, studies)))",
+        "named({one.name for one in found})",
         "Parts of names that say nothing take the room of reasons",
     ),
 }
@@ -167,7 +168,7 @@ def test_a_verdict_keeps_what_tells_arms_apart(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["verdict", "lab", "--root", str(root)]) == 1
     table = capsys.readouterr().out.partition("control ")[2].partition("\n\n")[0]
-    arms = screen.labels({path.parent.name for path in root.glob("lab/*/config.yaml")})
+    arms = named({path.parent.name for path in root.glob("lab/*/config.yaml")})
     shown = [line for line in table.splitlines()[1:] if re.fullmatch(r"\S+-[0-9a-f]{8}", line)]
     assert len(shown) == 3
     assert set(shown) < set(arms.values())

@@ -103,7 +103,7 @@ from harness.fsdp import OptionKeywords, Options, fully_shard
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.build import cups
 from harness.parity.tiers.admissible import WITHOUT_EFFECT
-from harness.analysis.labels import strategy_of
+from harness.store.labels import strategy_of
 from harness.config.catalog import load_catalog
 from harness.config.capabilities import PACKAGES
 from harness.config.schema import OuterStrategy

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from harness.store import screen
-from harness.store.screen import UNLIMITED, counted, cut, fold, labels, message, named, painted, shorten, table, width
+from harness.store import labels, screen
+from harness.store.labels import named
+from harness.store.screen import UNLIMITED, counted, cut, fold, message, painted, shorten, table, width
 from tests.support.mutants import Slip, kills
 
 table_of = table
@@ -17,9 +18,9 @@ HEAD, ROWS = ("run", "state", "what"), [("a-long-name-of-a-run-0123abcd", "done"
 
 def test_names_are_told_by_what_differs() -> None:
     names = ["tiny-native-optim-dp2-0123abcd", "tiny-ddp-no_shard-dp2-89abcdef"]
-    assert list(labels(names).values()) == ["native-optim-0123abcd", "ddp-no_shard-89abcdef"]
-    assert labels(names[:1]) == {names[0]: names[0]}
-    assert labels(["a", "a-b"]) == {"a": "a", "a-b": "b"}
+    assert list(named(names).values()) == ["native-optim-0123abcd", "ddp-no_shard-89abcdef"]
+    assert named(names[:1]) == {names[0]: names[0]}
+    assert named(["a", "a-b"]) == {"a": "a", "a-b": "b"}
 
 
 GRID = [
@@ -37,17 +38,17 @@ def test_a_shorter_name_keeps_what_tells_it_from_the_others() -> None:
         "native-…-fp32-00000001",
         "native-…-bf16-00000002",
     ]
-    assert named(GRID, 29) == labels(GRID), "what fits is not shortened"
+    assert named(GRID, 29) == named(GRID), "what fits is not shortened"
     assert named(GRID, 1) == named(GRID, 28), "and what would make two alike is not taken away"
     several = [*GRID, "tiny-native-optim-fp32-dp2-k2-ordered-00000003"]
-    assert named(several, 1) == labels(several), "names of other parts have no places"
+    assert named(several, 1) == named(several), "names of other parts have no places"
 
 
 @kills(
     "The terminal", "runs named alike", "Two runs have the same name but for the signature where names are shortened"
 )
 def test_a_name_that_loses_the_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    slip = Slip(screen, "named", "fewer and _kinds(rows, fewer) == _kinds(rows, differ)", "fewer")
+    slip = Slip(labels, "named", "fewer and _kinds(rows, fewer) == _kinds(rows, differ)", "fewer")
     monkeypatch.setitem(globals(), "named", slip.made())
     with pytest.raises(AssertionError):
         test_a_shorter_name_keeps_what_tells_it_from_the_others()

@@ -11,6 +11,7 @@ from harness.parity.telling import explain
 from harness.parity.telling.deciding import ALWAYS
 from harness.store import screen
 from harness.store.commands import shown
+from harness.store.labels import named
 from harness.store.screen import fold
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
@@ -62,7 +63,7 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
     besides = sum(max(map(len, column)) + len(screen.GAP) for column in zip(*texts, strict=True))
     runs = {Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}
     left = room - besides - len(screen.GAP) - screen.LEAST
-    names = screen.named(runs, left)
+    names = named(runs, left)
     breaks = () if max(len(names[Path(arm.arm).name]) for arm in study.arms) <= left else (1,)
     rows = {
         control: [

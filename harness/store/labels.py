@@ -1,4 +1,4 @@
-"""Short names of runs, for axes, legends and tables.
+"""Short names of runs: by their settings, for axes, legends and reports; by their folders' names, for terminals.
 
 [Note: Labels] A study's cells differ in a few settings, each of which may imply others: a dtype policy sets six dtypes.
 A group with a leading setting (`dtype.name`) shows the others only where the leading one does not determine them. How a
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from harness.fsdp.vocabulary import OuterStrategy
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import flatten
+from harness.store.screen import UNLIMITED
 
 Key = TypeVar("Key", bound=Hashable)
 Flat = Mapping[str, Any]
@@ -128,3 +129,48 @@ def _distinct(found: dict[Key, str], flat: Mapping[Key, Flat]) -> dict[Key, str]
             more = _label(own, keys)
             found[key] = text if more == "the only run" else more
     return found
+
+
+def details(arms: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
+    """Settings that distinguish an arm from others of its engine and sharding: `dtype=bf16 nccl_ub.mode=auto`."""
+    flat = {arm: _told(config) for arm, config in arms.items()}
+    kinds = {arm: (own["engine.name"], own["sharding.strategy"]) for arm, own in flat.items()}
+    keys = {kind: _keys({arm: own for arm, own in flat.items() if kinds[arm] == kind}) for kind in kinds.values()}
+    return {
+        arm: " ".join(f"{key.removesuffix('.name')}={own[key]}" for key in keys[kinds[arm]])
+        for arm, own in flat.items()
+    }
+
+
+def named(names: Collection[str], room: int = UNLIMITED) -> dict[str, str]:
+    """Names of folders without parts that all have; of at most `room` characters, if all runs stay distinct.
+
+    Of names with equally many parts, redundant ones are replaced by an ellipsis, the last first. A name that would be
+    empty stays.
+    """
+    parts = {name: name.split("-") for name in names}
+    common = set.intersection(*(set(each) for each in parts.values())) if len(parts) > 1 else set()
+    found = {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}
+    rows = list(parts.values())
+    if len({len(row) for row in rows}) != 1 or len(rows) < 2:
+        return found
+    last = len(rows[0]) - 1  # the signature, which stays
+    differ = [place for place in range(last) if len({row[place] for row in rows}) > 1]
+    kept = differ
+    for place in reversed(differ):
+        if max(map(len, found.values())) <= room:
+            break
+        fewer = [each for each in kept if each != place]
+        if fewer and _kinds(rows, fewer) == _kinds(rows, differ):
+            kept = fewer
+            found = {name: "-".join(_elided(row, differ, kept)) for name, row in parts.items()}
+    return found
+
+
+def _kinds(rows: Sequence[Sequence[str]], places: Sequence[int]) -> int:
+    return len({tuple(row[place] for place in places) for row in rows})
+
+
+def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> list[str]:
+    found = [row[place] if place in kept else "…" for place in differ]
+    return [each for place, each in enumerate(found) if each != "…" or found[place - 1 : place] != ["…"]] + [row[-1]]
