@@ -136,6 +136,8 @@ def at_end_of_backward(then: Callable[[], None]) -> None:
     _at(torch.autograd.Variable, "_execution_engine").queue_callback(then)
 
 
+is_profiled: Callable[[], bool] = _of("torch._C._autograd", "_profiler_enabled", lambda: False)
+"""True while a profiler records this thread; without this name marks are never made."""
 _interpreters: Callable[[], Any] = _of("torch._C._functorch", "peek_interpreter_stack", lambda: None)
 
 

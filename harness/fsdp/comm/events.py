@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch.profiler import record_function
+
+from harness.private_torch import is_profiled
 
 
 class Label(NamedTuple):
@@ -63,6 +66,11 @@ class Watcher(Protocol):
         """The error to raise for one that ended a wait: itself, or one that names ranks."""
 
 
+def marked(what: str, of: str) -> record_function:
+    """Span in torch's profiler, named as FSDP2's are: `FSDP::all_gather (blocks.0/float32)`."""
+    return record_function(f"FSDP::{what} ({of})" if of else f"FSDP::{what}")
+
+
 _local = threading.local()
 _observers: list[Observer] = []
 _watchers: list[Watcher] = []
@@ -76,7 +84,7 @@ def current() -> Label | None:
 class resume:  # used as a function, as what follows: a class is entered in a third of a generator's time
     """Label further operations of a collective announced before (another thread, a second leg)."""
 
-    __slots__ = ("_before", "_label")
+    __slots__ = ("_before", "_label", "_mark")
 
     def __init__(self, label: Label) -> None:
         self._label = label
@@ -84,9 +92,14 @@ class resume:  # used as a function, as what follows: a class is entered in a th
     def __enter__(self) -> None:
         self._before = current()
         _local.label = self._label
+        self._mark = marked(*self._label) if is_profiled() else None
+        if self._mark is not None:
+            self._mark.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _local.label = self._before
+        if self._mark is not None:
+            self._mark.__exit__(kind, error, trace)
 
 
 class begin(resume):
@@ -147,21 +160,28 @@ def _raise_explained(error: BaseException | None) -> None:
 class waiting:
     """The body blocks the host until collectives are done: these, or the one that this thread is issuing."""
 
-    __slots__ = ("_began", "_waited", "_watching")
+    __slots__ = ("_began", "_mark", "_waited", "_watching")
 
     def __init__(self, *waited: Label) -> None:
         self._waited = waited
         self._watching: _watched | None = None
+        self._mark: record_function | None = None
 
     def __enter__(self) -> None:
-        if not _observers and not _watchers:
+        if not (_observers or _watchers or is_profiled()):
             return
         label = current()
         self._began = time.perf_counter()
-        self._watching = _watched(self._waited or ((label,) if label is not None else ()), None)
+        waited = self._waited or ((label,) if label is not None else ())
+        self._watching = _watched(waited, None)
         self._watching.__enter__()
+        if waited and is_profiled():
+            self._mark = marked("wait", ", ".join(map(str, waited)))
+            self._mark.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(*raised)
         if self._watching is None:
             return
         try:

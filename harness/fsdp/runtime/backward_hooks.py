@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from harness.fsdp.comm.events import marked
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import ABOVE_ALL, Call, begin_backward, could_reach, due_among
@@ -42,7 +44,13 @@ from harness.fsdp.storage.codec import BACKWARD
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
-from harness.private_torch import at_end_of_backward, number_of_node, running_backward, without_torch_function
+from harness.private_torch import (
+    at_end_of_backward,
+    is_profiled,
+    number_of_node,
+    running_backward,
+    without_torch_function,
+)
 
 
 class BackwardHooks:
@@ -349,11 +357,12 @@ class BackwardHooks:
     def _post_backward(self, unit: Unit) -> None:
         if unit.is_root:
             return
-        self.gather.reshard(unit)
-        if not self.step.plan.reduce_units:
-            self.reduce.bring_in(unit)
-        elif unit.trainable and not self.reduce.is_done_with(unit):
-            self.reduce.mark_ready(unit)
+        with marked("post_backward", unit.name) if is_profiled() else nullcontext():
+            self.gather.reshard(unit)
+            if not self.step.plan.reduce_units:
+                self.reduce.bring_in(unit)
+            elif unit.trainable and not self.reduce.is_done_with(unit):
+                self.reduce.mark_ready(unit)
 
 
 @by_engine

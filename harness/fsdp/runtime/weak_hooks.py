@@ -26,11 +26,12 @@ from typing import Any, cast
 
 from torch import nn
 
+from harness.fsdp.comm.events import marked
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, by_engine
 from harness.fsdp.tensor_parallel.parameters import handling_of
-from harness.private_torch import accumulation_hooks, leave_to_python
+from harness.private_torch import accumulation_hooks, is_profiled, leave_to_python
 
 Hook = Callable[[Any], Any]
 
@@ -59,7 +60,11 @@ class WeakHook:
                 "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
                 " that was sharded, as long as its parts and outputs are used"
             )
-        return self._function(owner, *map(call, self._weak), *self._args, *args, **kwargs)
+        if not is_profiled():
+            return self._function(owner, *map(call, self._weak), *self._args, *args, **kwargs)
+        given = [*map(call, self._weak)]
+        with marked(self._function.__name__.removeprefix("_"), getattr(given[0], "name", "") if given else ""):
+            return self._function(owner, *given, *self._args, *args, **kwargs)
 
 
 leave_to_python(WeakHook.__call__)

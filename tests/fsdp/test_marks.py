@@ -1,0 +1,117 @@
+"""Marks in a profile: what each unit's hooks do and every collective by its bucket, and nothing without a profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from harness.fsdp import fully_shard
+from harness.fsdp.comm import events
+from harness.fsdp.runtime import weak_hooks
+from tests.fsdp.checked import Mutant, holds, is_found, patched
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.mutants import each
+
+UNITS = ("0", "1", "2")
+
+
+class Seen(events.Observer):
+    """Collectives that the engine announces, by the names their marks should have."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def collective(self, kind: str, bucket: str) -> None:
+        self.names[f"FSDP::{kind} ({bucket})"] += 1
+
+
+def a_step(rank: int, strategy: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in UNITS), nn.Linear(4, 2))
+    fully_shard(model, unit_modules=[nn.Sequential], strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.full((2, 4), 1.0 + rank, requires_grad=True)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return step
+
+
+def marks(profiler: profile) -> Counter[str]:
+    """Marks in the file of a trace, as Perfetto reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json.gz"
+        profiler.export_chrome_trace(str(file))
+        told: list[dict[str, Any]] = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    return Counter(name for each in told if (name := str(each.get("name", ""))).startswith("FSDP::") and "dur" in each)
+
+
+def marked(rank: int, strategy: str) -> list[str]:
+    """Every unit's hooks and every collective are in the trace of a step."""
+    step = a_step(rank, strategy)
+    seen = Seen()
+    seen.attach()
+    try:
+        with profile() as profiler:
+            step()
+    finally:
+        seen.detach()
+    found = marks(profiler)
+    hooks = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+    wanted = {f"FSDP::{hook} ({unit})" for hook in hooks for unit in UNITS} | {"FSDP::root_pre_forward"}
+    wrong = [f"no mark {name}" for name in sorted(wanted - found.keys())]
+    few = {name: (found[name], count) for name, count in seen.names.items() if found[name] < count}
+    return wrong + [f"{name} is marked {has} times, and was issued {count} times" for name, (has, count) in few.items()]
+
+
+def silent(rank: int, strategy: str) -> list[str]:
+    """Without a profiler no mark is made."""
+    step = a_step(rank, strategy)
+    with mock.patch.object(events, "record_function", side_effect=AssertionError("a mark is made")):
+        step()
+    return []
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {"marked": marked, "silent": silent}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_profile_shows_units_and_collectives(strategy: str) -> None:
+    holds(__name__, strategy, "marked")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_marked_without_a_profiler(strategy: str) -> None:
+    holds(__name__, strategy, "silent")
+
+
+MUTANTS = {
+    "no hook marked": Mutant(
+        "Hooks of units are not in a profile", patched(weak_hooks, "is_profiled", lambda: False), "marked"
+    ),
+    "no collective marked": Mutant(
+        "Collectives are not in a profile", patched(events, "is_profiled", lambda: False), "marked", "no_shard"
+    ),
+    "always marked": Mutant(
+        "Hooks are marked without a profiler", patched(weak_hooks, "is_profiled", lambda: True), "silent", "optim"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Marks in a profile", [(n, m.breaks) for n, m in MUTANTS.items()]))
+def test_what_a_profile_lacks_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
