@@ -94,7 +94,6 @@ version_of: Callable[[Tensor], int] = _descriptor(Tensor, "_version")[0]
 foreach_copy_: Any = _of("torch", "_foreach_copy_")
 foreach_add_: Any = _of("torch", "_foreach_add_")
 foreach_mul_: Any = _of("torch", "_foreach_mul_")
-foreach_zero_: Any = _of("torch", "_foreach_zero_")
 foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
 is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
-from harness.private_torch import foreach_add_, foreach_copy_, foreach_mul_, foreach_zero_
+from harness.private_torch import foreach_add_, foreach_copy_, foreach_mul_
 
 
 def _is_one(tensors: Sequence[Tensor]) -> bool:
@@ -68,11 +68,3 @@ def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
         wide = factor.to(torch.float32).reshape(1)
         for each in alike:
             torch.mul(each, wide, out=each)
-
-
-def zero_together(tensors: Sequence[Tensor]) -> None:
-    if _is_one(tensors):
-        foreach_zero_(list(tensors))
-        return
-    for tensor in tensors:
-        tensor.zero_()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.comm.together import copy_together, zero_together
+from harness.fsdp.comm.together import copy_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.memory import BucketMemory
@@ -227,7 +227,7 @@ class Gradients:
     def _close_gaps(self) -> None:
         gaps, self._gaps = self._gaps, []
         if gaps:
-            zero_together(gaps)
+            copy_together(gaps, self._zeros_for(gaps, gaps[0]))
 
     def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Zeros that one launch copies into the gaps beside the gradients."""
