@@ -54,7 +54,7 @@ def study_of(source: Path, root: Path) -> None:
     for seed in range(RUNS):
         own = {**config, "train": {**config["train"], "seed": seed}, "study": {**config["study"], "name": "many"}}
         target = root / "many" / directory_name(own)
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("capture", "vouch", "ckpt"))
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("capture", "step_checks", "ckpt"))
         (target / "config.yaml").write_text(yaml.dump(own, Dumper=Dumper, sort_keys=False), encoding="utf-8")
         checksums.renew(target)
         cells.append(Copied(own))

@@ -56,7 +56,7 @@ COLUMNS = (
 ENGINES = (("harness/fsdp", "our engine,", "usable alone"), ("beside it", "fsdp2, fsdp1, ddp,", "megatron-fsdp, ..."))
 FILES = (
     *("config.yaml", "overrides.txt", "provenance.json", "status.json", "metrics.jsonl"),
-    *("summary.json", "capture/, vouch/", "verdict/", "ckpt/", "attempts/N/"),
+    *("summary.json", "capture/, step_checks/", "verdict/", "ckpt/", "attempts/N/"),
 )
 
 

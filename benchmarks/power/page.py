@@ -67,7 +67,7 @@ where the first finding is in the part of the step where the fault is. Bounds ar
 
 LIMITS = (
     "- Cells of the first steps capture gradients and updates of three, and most faults act there; they were judged",
-    "  before every step vouched for itself.",
+    "  before every step was checked.",
     "- The faults are in the native engine, which has witnesses, as DDP, FSDP2 and one process have. Engines without",
     "  them (FSDP1, megatron-fsdp, DeepSpeed, yours if it shows nothing) are judged as in the last row of the rules.",
     "- Models are small (about 0.2 M weights, 1 to 4 ranks on one machine), and whoever wrote the faults also wrote",

@@ -36,7 +36,7 @@ judges frozen at commit `{{commit}}`: {{runs}} runs, and {{seconds:.0f}} CPU sec
 
 The cell in which late faults were found to pass: {STEPS} steps without warm-up, batch 8, sequences of 32, two layers.
 Late faults begin at step {LATE}; those of a resume act there, one after the last step. Every run is seen with default
-settings (every step vouched for), and the same runs again as if more had been captured, or as if they
+settings (every step checked), and the same runs again as if more had been captured, or as if they
 said nothing of themselves. A third of faults and clean groups was held out by another hash than below; no judge was
 changed for what it showed. All was made anew by commit `09169bc` (streams of version 4) and judged at that of the
 judges, because sketches, the recomputed step and judges had changed since the last time (`af90c65`, and `2a438d7`

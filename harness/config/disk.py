@@ -15,7 +15,7 @@ PROBE_BYTES = 1 << 20
 
 
 class Kept(NamedTuple):
-    """Bytes that runs leave on disk at least, without logs, record and vouchers."""
+    """Bytes that runs leave on disk at least, without logs, record and step checks."""
 
     checkpoints: int
     captures: int

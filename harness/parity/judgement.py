@@ -1,6 +1,6 @@
 """Two comparable runs, each measurement made once, and their verdict.
 
-[Note: Certainty] A run is right up to a step if every step until then was checked in all that `vouched.REQUIRED` names.
+[Note: Certainty] A run is right up to a step if every step until then was checked in all that `every_step.REQUIRED` names.
 Where both runs are, later differences are growth of rounding: no bound on growth applies, and only a jump (`parting`)
 raises a doubt. Elsewhere growth is bounded by expectation and observation while the control is stable; after that
 nothing is refuted. The order of outcomes is that of `harness.parity.compare`.
@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import ending as own_ending
-from harness.parity.alone import fed, optimizer, structure, vouched, witness
+from harness.parity.alone import every_step, fed, optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
@@ -40,7 +40,7 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
         *witness.restored(run),
         *structure.check(run),
         *optimizer.check(run),
-        *vouched.check(run, arithmetic),
+        *every_step.check(run, arithmetic),
         *own_ending.check(run),
         *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
     )
@@ -116,13 +116,13 @@ class Judgement:
 
     @cached_property
     def certain(self) -> int:
-        """Last step up to which both runs are right in all of `vouched.REQUIRED`; 0 if either was not checked."""
-        left = vouched.vouched_until(self.arm, self.envelope.arm)
-        return min(left, vouched.vouched_until(self.control, self.envelope.control))
+        """Last step up to which both runs are right in all of `every_step.REQUIRED`; 0 if either was not checked."""
+        left = every_step.checked_until(self.arm, self.envelope.arm)
+        return min(left, every_step.checked_until(self.control, self.envelope.control))
 
     def _looked_at(self) -> Mapping[str, Sequence[int]]:
-        """Steps in which both runs were observed, by column (`vouched.looked_at`)."""
-        left, right = (vouched.looked_at(run) for run in (self.arm, self.control))
+        """Steps in which both runs were observed, by column (`every_step.looked_at`)."""
+        left, right = (every_step.looked_at(run) for run in (self.arm, self.control))
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
 
     @cached_property

@@ -11,7 +11,8 @@ from typing import Any
 from harness.config.captured import Captured
 from harness.config.doc import unknown_settings, unknown_words
 from harness.parity.tensors import Capture, Unreadable
-from harness.store import checksums, forward, provenance, status, vouching
+from harness.store import check_stream, checksums, forward, provenance, status
+from harness.store.check_stream import Stream
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import read_columns
@@ -19,7 +20,6 @@ from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.screen import counted
 from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
-from harness.store.vouching import Stream
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
@@ -180,7 +180,7 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
         _final(run, plan, problems),
         len(run.attempts()),
         _read(lambda: forward.read(run.path), None, problems),
-        _read(lambda: vouching.read(run.path), None, problems),
+        _read(lambda: check_stream.read(run.path), None, problems),
         tuple(problems),
     )
 

@@ -1,9 +1,9 @@
-"""Outputs of a run's first step by module: `vouch/forward.json`, written by the first rank.
+"""Outputs of a run's first step by module: `step_checks/forward.json`, written by the first rank.
 
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
 
-The sketches are those of `harness.probe.vouching.forward`, in the order in which modules are first called.
+The sketches are those of `harness.probe.step_checks.forward`, in the order in which modules are first called.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.store.check_stream import FOLDER
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
 from harness.store.reading import read_format
 from harness.store.shapes import FORWARD
-from harness.store.vouching import FOLDER
 
 NAME = "forward.json"
 VERSION = 2

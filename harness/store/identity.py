@@ -60,8 +60,8 @@ ADDED: dict[tuple[str, str], Any] = {
     ("optimizer", "target"): None,
     ("optimizer", "options"): {},
     ("measure", "callbacks"): [],
-    ("measure", "vouch"): True,
-    ("measure", "vouch_limit_mib"): 256,
+    ("measure", "step_checks"): True,
+    ("measure", "step_checks_limit_mib"): 256,
     ("fault", "begins_at"): 1,
 }
 """Later settings, each with the value of runs before it existed."""

@@ -31,8 +31,8 @@ from harness.fsdp import Fp8Linear
 from harness.models.registry import workload_for
 from harness.models.workload import TokenWorkload
 from harness.probe.memory import free_bytes
-from harness.probe.vouching.local import LocalWatch
-from harness.probe.vouching.sketch import Signs, Sketch
+from harness.probe.step_checks.local import LocalWatch
+from harness.probe.step_checks.sketch import Signs, Sketch
 from harness.train.session import Session
 
 HANDFUL = 32

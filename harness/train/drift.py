@@ -18,7 +18,7 @@ from harness.config.schema import Config
 from harness.control import Control
 from harness.engines.plain import plain_model
 from harness.models.registry import workload_for
-from harness.probe.vouching.sketch import Signs, Sketch
+from harness.probe.step_checks.sketch import Signs, Sketch
 from harness.train.again import have_room, local_gradients, step_of
 from harness.train.session import Session
 

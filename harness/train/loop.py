@@ -34,7 +34,7 @@ from harness.train.feed import Feed, joined
 from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
-from harness.train.vouching import Vouching
+from harness.train.step_checks import StepChecks
 
 
 def run(session: Session) -> Outcome:
@@ -74,7 +74,7 @@ class Loop:
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
         self.callbacks = Callbacks(session.config)
-        self.vouching: Vouching | None = None
+        self.step_checks: StepChecks | None = None
         self.feed = Feed(self.config, session.ranks.data_rank)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
@@ -93,7 +93,7 @@ class Loop:
         start = self._begin()
         writer, mirror = self._open_record(start)
         with self.session.meters.paused():
-            self.vouching = Vouching.open(self.session, self.control, start)
+            self.step_checks = StepChecks.open(self.session, self.control, start)
         step, stop = start, False
         try:
             while step < self.config.train.steps and not stop:
@@ -108,22 +108,22 @@ class Loop:
             self.checkpoints.finish()
             with self.session.meters.paused():
                 self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
-            self._close_vouching(finished=step == self.config.train.steps)
+            self._close_step_checks(finished=step == self.config.train.steps)
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
             if writer is not None:
                 writer.close()
-            if self.vouching is not None:
-                self.vouching.abandon()
+            if self.step_checks is not None:
+                self.step_checks.abandon()
             mirror.close(hurry=step < self.config.train.steps)
         return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
 
-    def _close_vouching(self, *, finished: bool) -> None:
-        if self.vouching is not None:
+    def _close_step_checks(self, *, finished: bool) -> None:
+        if self.step_checks is not None:
             with self.session.meters.paused():
-                self.vouching.close(finished=finished)
-            self.vouching = None
+                self.step_checks.close(finished=finished)
+            self.step_checks = None
 
     def _begin(self) -> int:
         self.captures.begin()
@@ -170,7 +170,7 @@ class Loop:
         if before is not None:
             self.captures.update(step, before)
         self.last_rows = measured.rows
-        told = self._vouch(step, measured)
+        told = self._check_step(step, measured)
         digests = self.feed.digests(step, self.given)
         del self.given
         exchange = self.control.begin_report(
@@ -197,7 +197,7 @@ class Loop:
         fetched, self.ahead = self.ahead or self._fetch(step), None
         microbatches = fetched.take()
         began = time.perf_counter()
-        witness, vouching = self.captures.witness(step), self.vouching
+        witness, step_checks = self.captures.witness(step), self.step_checks
         with ExitStack() as watches:
             self._outside(lambda: self._watch(step, microbatches, witness, watches))
             with meters.timers.span("forward_backward"):
@@ -206,11 +206,11 @@ class Loop:
                     for number, microbatch in enumerate(microbatches, start=1)
                 ]
             self._outside(watches.close)
-        if vouching is not None or step in self.captures.steps:
+        if step_checks is not None or step in self.captures.steps:
             with meters.timers.span("optimizer"):
                 session.engine.finish_gradients()
-        if vouching is not None:
-            self._outside(vouching.reduced)
+        if step_checks is not None:
+            self._outside(step_checks.reduced)
         if step in self.captures.steps:
             self._outside(lambda: self.captures.gradients(step, witness, microbatches))
         with meters.timers.span("optimizer"):
@@ -224,18 +224,18 @@ class Loop:
     def _watch(
         self, step: int, microbatches: Sequence[Microbatch], witness: Witness | None, watches: ExitStack
     ) -> None:
-        if self.vouching is not None:
-            self.vouching.before()
-            self.vouching.work_out_again(step)
+        if self.step_checks is not None:
+            self.step_checks.before()
+            self.step_checks.work_out_again(step)
         watches.enter_context(witness or nullcontext())
-        watches.enter_context(nullcontext() if self.vouching is None else self.vouching.watch(step))
+        watches.enter_context(nullcontext() if self.step_checks is None else self.step_checks.watch(step))
         self.given = joined(microbatches)
 
-    def _vouch(self, step: int, measured: Measured) -> Callable[[], None]:
-        if self.vouching is None:
+    def _check_step(self, step: int, measured: Measured) -> Callable[[], None]:
+        if self.step_checks is None:
             return lambda: None
         with self.session.meters.paused():
-            return self.vouching.after(step, measured.lr, measured.grad_norm)
+            return self.step_checks.after(step, measured.lr, measured.grad_norm)
 
     def _fetch(self, step: int) -> Fetched:
         began, data, error = time.perf_counter(), None, None
@@ -272,8 +272,8 @@ class Loop:
         if not due or not self.keeps_checkpoints:
             return
         if writer is not None:
-            if self.vouching is not None:
-                self.vouching.sync()
+            if self.step_checks is not None:
+                self.step_checks.sync()
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)

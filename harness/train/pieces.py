@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.control import Control
 from harness.engines.protocol import Engine
-from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.probe.step_checks.pieces import Piece, own_places, shares
 from harness.train.session import Session
 
 WEIGHTS = "weights/"

@@ -145,12 +145,12 @@ EXPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: _flip(run / "capture/step-000001.safetensors"),
         "step-000001.safetensors was changed",
     ),
-    "a cut stream": (lambda run: _cut(run / "vouch/steps.f64"), "vouch/steps.f64 is truncated"),
+    "a cut stream": (lambda run: _cut(run / "step_checks/steps.f64"), "step_checks/steps.f64 is truncated"),
     "a file more": (
         lambda run: shutil.copyfile(run / "capture/step-000001.json", run / "capture/step-000002.json"),
         "capture/step-000002.json was added",
     ),
-    "no stream": (lambda run: shutil.rmtree(run / "vouch"), "vouch/ is missing"),
+    "no stream": (lambda run: shutil.rmtree(run / "step_checks"), "step_checks/ is missing"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "no list": (lambda run: (run / checksums.CHECKSUMS).unlink(), "checksums.json is missing"),
     "a flipped list": (lambda run: _flip(run / checksums.CHECKSUMS), "checksums.json was changed"),
@@ -365,19 +365,19 @@ CLOSED = Slip(
 def _of_another_person(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None:
     """What is seen of damage where nobody but the owner may read: a size tells, and a closed file is no damage."""
     _flip(run / "metrics.jsonl")
-    _cut(run / "vouch/steps.f64")
+    _cut(run / "step_checks/steps.f64")
     monkeypatch.setattr(checksums.os, "access", lambda *_: False)
     return checksums.damage(run)
 
 
 def test_a_closed_file_is_not_damaged(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(_of_another_person(copy, monkeypatch) or ()) == ["vouch/steps.f64"]
+    assert list(_of_another_person(copy, monkeypatch) or ()) == ["step_checks/steps.f64"]
 
 
 @pytest.mark.parametrize("name", each(ROOM, [("closed is damaged", CLOSED.breaks)]))
 def test_a_complaint_about_closed_files_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CLOSED.put(monkeypatch)
-    assert list(_of_another_person(copy, monkeypatch) or ()) != ["vouch/steps.f64"]
+    assert list(_of_another_person(copy, monkeypatch) or ()) != ["step_checks/steps.f64"]
 
 
 def test_a_disk_that_does_not_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

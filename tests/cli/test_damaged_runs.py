@@ -46,8 +46,8 @@ FILES = (
     *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
-    *("capture/rounding-000001.json", "vouch/stream.json", "vouch/steps.f64", "vouch/tensors.f64"),
-    "vouch/forward.json",
+    *("capture/rounding-000001.json", "step_checks/stream.json", "step_checks/steps.f64", "step_checks/tensors.f64"),
+    "step_checks/forward.json",
     *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store"),
 )
 
@@ -61,7 +61,7 @@ LIST = "checksums.json"
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of two runs of one study, one held against the other, every file there may be; and a timed study."""
     root = tmp_path_factory.mktemp("whole")
-    arm = Arm(steps=6, witnessed=True, vouched=True)
+    arm = Arm(steps=6, witnessed=True, checked=True)
     control, other = write(root, arm), write(root, replace(arm, seed=1))
     as_study(root, {control: None, other: control}, "any?")
     store = Store(root)
@@ -240,7 +240,7 @@ TEXTS = {
     ),
     "settings": (
         *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),
-        *("vouch/stream.json", "vouch/forward.json"),
+        *("step_checks/stream.json", "step_checks/forward.json"),
     ),
 }
 """Every file of a store that holds text, by what is planted together."""

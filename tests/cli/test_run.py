@@ -81,7 +81,9 @@ def test_a_study_trains_leaves_nothing_else_and_says_what_is_next(trained: tuple
     for one in runs:
         assert [record["step"] for record in read_metrics(one.metrics)] == [1, 2]
         assert "train.steps=2" in one.overrides()
-        closed = [one.path / name for name in ("capture", "vouch", "ckpt", "attempts/0") if (one.path / name).exists()]
+        closed = [
+            one.path / name for name in ("capture", "step_checks", "ckpt", "attempts/0") if (one.path / name).exists()
+        ]
         assert len(closed) > 2
         assert not [path for path in closed if path.stat().st_mode & 0o077], "their owner's alone"
     record = read_study(here / "runs", "parity_pair")

@@ -330,7 +330,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     decoder = ("model.num_heads", "model.num_kv_heads", "model.rope_theta", "model.tie_embeddings")
     against |= {"train.param_norm_every": ["measure=bench"]} | {key: ["model=odd"] for key in decoder}
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
-    quiet |= {f"measure.{name}": ["measure=bench"] for name in ("vouch", "vouch_limit_mib")}
+    quiet |= {f"measure.{name}": ["measure=bench"] for name in ("step_checks", "step_checks_limit_mib")}
     extra = (needs | against | quiet).get(knob, [])
     value = values.get(knob, "true" if settings()[knob].type is bool else "1e-6" if knob.endswith(".eps") else "1")
     value = "0.5" if knob.endswith("momentum") else value

@@ -41,7 +41,7 @@ CELL = (
     "data.seq_len=32",
     "model.num_layers=2",
     "measure.capture_steps=[]",
-    "measure.vouch=false",
+    "measure.step_checks=false",
 )
 Key = tuple[int, str]
 """A step, and what of it was looked at."""

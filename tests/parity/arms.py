@@ -91,7 +91,7 @@ class Arm:
     updates: tuple[int, ...] = (1, 2, 3)
     witnessed: bool = False
     """Whether local gradients are seen beside the engine in captured steps."""
-    vouched: bool = False
+    checked: bool = False
     """Whether a stream says of every step that it was right (`tests.parity.streams`)."""
     batch: int = 16
     seq_len: int = 16

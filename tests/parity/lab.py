@@ -22,7 +22,7 @@ from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
 from tests.parity.arms import Arm, Params
 from tests.parity.network import Optimizer, add, batch, forward_backward, initial, reduce, rounder
-from tests.parity.streams import Silent, Voucher
+from tests.parity.streams import Checker, Silent
 
 CLEAN = "sources-of-this-test"
 
@@ -45,7 +45,7 @@ class Outcome:
     summary: dict[str, Any]
     witnesses: dict[int, tuple[Params, dict[str, float]]] = field(default_factory=dict)
     """By step: the mean of all local gradients in fp64, and the norms of their terms."""
-    voucher: Silent = field(default_factory=Silent)
+    checker: Silent = field(default_factory=Silent)
 
 
 def witness(grads: list[list[Params]]) -> tuple[Params, dict[str, float]]:
@@ -65,12 +65,12 @@ def train(arm: Arm) -> Outcome:
     compute = {name: rounder(arm.compute)(value) for name, value in weights.items()}
     optimizer, lines, captures, updates = Optimizer(arm, weights), [], {}, {}
     witnesses: dict[int, tuple[Params, dict[str, float]]] = {}
-    voucher = Voucher(arm, weights) if arm.vouched else Silent()
+    checker = Checker(arm, weights) if arm.checked else Silent()
     for step in range(1, arm.steps + 1):
         x, y = batch(arm, step)
         fault.between(step, weights, optimizer)
         used = [*([compute] * (arm.ranks - 1)), fault.used(step, compute)]
-        voucher.before(weights, optimizer, used, {n: rounder(arm.compute)(w) for n, w in weights.items()})
+        checker.before(weights, optimizer, used, {n: rounder(arm.compute)(w) for n, w in weights.items()})
         parts = np.split(np.arange(arm.batch), arm.ranks)
         parts = [parts[0]] * arm.ranks if fault.same_data else parts
         losses, grads = [], []
@@ -89,11 +89,11 @@ def train(arm: Arm) -> Outcome:
         before = {name: value.copy() for name, value in weights.items()}
         clipped = {n: g * g.dtype.type(scale) for n, g in mean.items()}
         had = tuple({n: v.copy() for n, v in each.items()} for each in (weights, optimizer.m, optimizer.v))
-        voucher.step(step, grads, mean, clipped, norm, lr)
+        checker.step(step, grads, mean, clipped, norm, lr)
         if step != fault.skipped:
             optimizer.step(weights, clipped, lr, step)
         fault.moments(step, optimizer)
-        voucher.after(weights, optimizer, had)
+        checker.after(weights, optimizer, had)
         if step in arm.updates:
             updates[step] = {name: weights[name] - before[name] for name in weights}
         for name in weights:
@@ -118,9 +118,9 @@ def train(arm: Arm) -> Outcome:
             }
         )
     fault.between(arm.steps + 1, weights, optimizer)
-    voucher.end(weights, optimizer)
+    checker.end(weights, optimizer)
     summary = {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
-    return Outcome(lines, captures, updates, summary, witnesses, voucher)
+    return Outcome(lines, captures, updates, summary, witnesses, checker)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
         write_capture(run.path, step, changes, "update")
     if 1 in outcome.updates:
         write_capture(run.path, 1, initial(arm.seed), "weights")
-    outcome.voucher.write(run.path)
+    outcome.checker.write(run.path)
     for step, (mean, terms) in outcome.witnesses.items():
         write_capture(run.path, step, mean, "witness", terms=terms, kept={}, wrong_weights=[])
     return run.path

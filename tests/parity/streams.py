@@ -1,5 +1,5 @@
-"""The laboratory's runs vouch for their steps: a stream written beside the simulated engine, by the contract of
-`harness.store.vouching`, in numpy and with signs of its own (any will do, as long as both runs of a pair have them).
+"""The laboratory's runs have their steps checked: a stream written beside the simulated engine, by the contract of
+`harness.store.check_stream`, in numpy and with signs of its own (any will do, as long as both runs of a pair have them).
 
 What is seen stands beside the engine, as in a real run: local gradients as the backward hands them out, weights as each
 rank computes with them, moments and weights as they lie there before and after a step.
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule, UpdateState
+from harness.store.check_stream import MOMENTS, ONCE, CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
-from harness.store.vouching import MOMENTS, ONCE, StreamWriter, VouchedTensor, step_columns, tensor_columns
 
 if TYPE_CHECKING:
     from tests.parity.arms import Arm, Params
@@ -46,7 +46,7 @@ class Silent:
         """Nothing."""
 
 
-class Voucher(Silent):
+class Checker(Silent):
     """Watches one run and keeps its rows."""
 
     def __init__(self, arm: Arm, weights: Params) -> None:
@@ -164,7 +164,7 @@ class Voucher(Silent):
 
     def write(self, run: Path) -> None:
         """The stream, into a run directory."""
-        tensors = [VouchedTensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
+        tensors = [CheckedTensor(name, shape) for name, shape in zip(self.names, self.shapes, strict=True)]
         writer = StreamWriter(run, tensors, SKETCHES, 1, 0)
         empty = np.empty((0,))
         for step, row in enumerate(self.rows, start=1):

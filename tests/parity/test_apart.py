@@ -19,9 +19,9 @@ from harness.parity.tiers.apart import Apart, Jump
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.trajectory import Kick
-from harness.store import vouching
+from harness.store import check_stream
+from harness.store.check_stream import CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
-from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16
 from tests.support.mutants import Slip, each
 
@@ -185,17 +185,17 @@ def test_what_is_a_jump(name: str) -> None:
 
 # -- distances from sketches -------------------------------------------------------------------------------------------
 
-TENSORS = [VouchedTensor(f"w{number}", (4, 4)) for number in range(100)]
+TENSORS = [CheckedTensor(f"w{number}", (4, 4)) for number in range(100)]
 SKETCHES = 4
 
 
-def stream(folder: Path, tables: Sequence[Any]) -> vouching.Stream:
+def stream(folder: Path, tables: Sequence[Any]) -> check_stream.Stream:
     """The stream of a run that kept these tables, [tensors][columns] each."""
     writer = StreamWriter(folder, TENSORS, SKETCHES, 1, 0)
     for step, table in enumerate(tables, start=1):
         writer.write(step, [0.0] * len(step_columns(SKETCHES)), table)
     writer.close()
-    found = vouching.read(folder)
+    found = check_stream.read(folder)
     assert found is not None
     return found
 

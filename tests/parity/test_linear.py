@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from harness.parity import Outcome, compare
-from harness.store.vouching import FOLDER, step_columns
+from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config
@@ -23,7 +23,7 @@ from tests.parity.lab import CLEAN
 from tests.parity.streams import SKETCHES
 
 EXPONENT = 1.1
-ARM, CONTROL = (replace(each, vouched=True, updates=()) for each in (replace(OURS, strategy="optim_grads"), FP32))
+ARM, CONTROL = (replace(each, checked=True, updates=()) for each in (replace(OURS, strategy="optim_grads"), FP32))
 
 
 def lengthened(run: Path, path: Path, steps: int) -> Path:

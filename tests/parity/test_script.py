@@ -24,7 +24,7 @@ from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.telling.explain import CHECKS
 from harness.parity.telling.looks import LOOKS, MEASURES, OF_SERIES, STREAMED
 from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
-from harness.store import vouching
+from harness.store import check_stream
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
 from tests.parity.arms import Arm, broken
@@ -109,7 +109,7 @@ def test_every_check_is_shown_or_known_to_show_nothing(bench: Bench) -> None:
 
 # -- every kind of finding ---------------------------------------------------------------------------------------------
 
-EVERY = {"captures": (1, 2, 3), "updates": (1, 2, 3), "witnessed": True, "vouched": True}
+EVERY = {"captures": (1, 2, 3), "updates": (1, 2, 3), "witnessed": True, "checked": True}
 WHOLE, BARE = replace(OURS, **EVERY), replace(FP32, **EVERY)
 AT, TENSOR = 2, "blocks.1.w_up.weight"
 Spoil = Callable[[Path], None]
@@ -140,11 +140,11 @@ def in_stream(column: str, row: int = AT - 1, value: float = 0.00479) -> Spoil:
     """Change a number of the stream, to a fault of half a per cent if nothing else is said."""
 
     def spoil(run: Path) -> None:
-        stream = vouching.read(run)
+        stream = check_stream.read(run)
         assert stream is not None
         steps = stream.steps.copy()
-        steps[row, vouching.step_columns(stream.sketches).index(column)] = value
-        (run / "vouch" / "steps.f64").write_bytes(steps.tobytes())
+        steps[row, check_stream.step_columns(stream.sketches).index(column)] = value
+        (run / "step_checks" / "steps.f64").write_bytes(steps.tobytes())
 
     return spoil
 
@@ -203,7 +203,7 @@ def whole(run: Path) -> Path:
     edit_json(run / "summary.json", other_replicas=[], structure=STRUCTURE, restored={"step": 1, "wrong": []})
     edit_json(run / OF_WITNESS, kept={name: place for place, name in enumerate(SAME)})
     edit_lines(run, lambda lines: [line.update(param_norm=5.0) for line in lines])
-    for column in vouching.ONCE:
+    for column in check_stream.ONCE:
         in_stream(column, value=1e-9)(run)
     return run
 

@@ -1,5 +1,5 @@
 """What a run says of its steps is judged step by step: each look has a value that is found, at its step, stage and
-tensor; what nobody saw is not vouched for; and each mistake that a judge could make of that breaks something here."""
+tensor; what nobody saw is not checked; and each mistake that a judge could make of that breaks something here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from harness.parity import Outcome, compare, judgement
-from harness.parity.alone import vouched
+from harness.parity.alone import every_step
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers import comparable, parting, placing
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.store.vouching import FOLDER, ONCE, step_columns
+from harness.store.check_stream import FOLDER, ONCE, step_columns
 from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import bf16, stored_as
@@ -27,11 +27,11 @@ from tests.parity.edits import edit_lines
 from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
-from tests.parity.test_vouched import AT, CONTROL, NAME, SEEN
+from tests.parity.test_every_step import AT, CONTROL, NAME, SEEN
 from tests.support.mutants import Slip, each
 
 STEPS = SEEN.steps
-LOOKS = dict(vouched.LOOKS)
+LOOKS = dict(every_step.LOOKS)
 OFF = (
     {"sum": 1e-3, "rule": 5.0}
     | dict.fromkeys(("gather", "kept", "replicas"), 1e-6)
@@ -45,7 +45,7 @@ def column(name: str) -> int:
 
 
 class Witnessed:
-    """A vouched run, and copies of it whose stream or record says other things."""
+    """A checked run, and copies of it whose stream or record says other things."""
 
     def __init__(self, bench: Bench, root: Path) -> None:
         self.bench, self.root = bench, root
@@ -82,7 +82,7 @@ class Witnessed:
 
     def found(self, run: Record) -> list[tuple[str, int | None, str | None, Grade]]:
         """What does not pass of what a run says of itself."""
-        findings = vouched.check(run, self.arithmetic)
+        findings = every_step.check(run, self.arithmetic)
         return [(f.check, f.step, f.tensor, f.grade) for f in findings if f.grade is not Grade.ok]
 
 
@@ -96,14 +96,14 @@ def witnessed(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Witness
 
 def wrong_looks(it: Witnessed) -> Iterator[str]:
     """One run's own word on each step."""
-    third = it.clean.stream.tensors[2].name  # type: ignore[union-attr] # it is vouched for
+    third = it.clean.stream.tensors[2].name  # type: ignore[union-attr] # it is checked
     if it.found(it.clean) or it.found(it.control):
         yield "a clean run is not right"
     for name in LOOKS:
         look, tensor = LOOKS[name], None if name == "norm" else third
         if it.found(it.saying(name, AT, OFF[name])) != [(look.check, AT, tensor, Grade.bad)]:
             yield f"{name} is not found at its step"
-        halfway = 1.5 * vouched.bound(name, it.clean.stream, it.arithmetic)  # type: ignore[arg-type] # it is vouched for
+        halfway = 1.5 * every_step.bound(name, it.clean.stream, it.arithmetic)  # type: ignore[arg-type] # it is checked
         if it.found(it.saying(name, AT, halfway)) != [(look.check, AT, tensor, Grade.doubt)]:
             yield f"{name} is not in doubt within twice its bound"
     after = it.found(it.saying("kept", STEPS + 1, OFF["kept"]))
@@ -111,19 +111,19 @@ def wrong_looks(it: Witnessed) -> Iterator[str]:
         yield "weights that change after the last step are not found"
     for step, stage in ((4, Stage.checkpoint), (5, Stage.weights)):
         resumed = replace(it.saying("kept", 5, OFF["kept"]), summary={**it.clean.summary, "restored": {"step": step}})
-        if [f.stage for f in vouched.check(resumed, it.arithmetic) if f.grade is Grade.bad] != [stage]:
+        if [f.stage for f in every_step.check(resumed, it.arithmetic) if f.grade is Grade.bad] != [stage]:
             yield f"resumed after step {step}, what step 5 does not begin with is not the {stage.value}'s"
 
 
-def wrong_vouching(it: Witnessed) -> Iterator[str]:
+def wrong_step_checks(it: Witnessed) -> Iterator[str]:
     """How far a run, and a pair, was seen to be right."""
-    if vouched.vouched_until(it.clean, it.arithmetic) != STEPS:
-        yield "a clean run is not vouched for to its end"
+    if every_step.checked_until(it.clean, it.arithmetic) != STEPS:
+        yield "a clean run is not checked to its end"
     for name in LOOKS:
         for value in (np.nan, OFF[name]):
-            until = vouched.vouched_until(it.saying(name, 5, value), it.arithmetic)
+            until = every_step.checked_until(it.saying(name, 5, value), it.arithmetic)
             if until != (STEPS if name in ("replicas", *ONCE) else 4):
-                yield f"{name} is {value} at step 5, and vouched for until {until}"
+                yield f"{name} is {value} at step 5, and checked until {until}"
     pairs = ((it.saying("rule", 5, np.nan), it.control, 4), (it.clean, it.saying("sum", 3, np.nan, "control"), 2))
     for arm, control, until in pairs:
         if Judgement(arm, control, []).certain != until:
@@ -209,7 +209,7 @@ def unseen(it: Witnessed, arm: Any) -> Path:
 
 
 ROUNDED = broken(CONTROL, reduced=stored_as(bf16), reduced_from=AT)
-CLAIMS = (wrong_looks, wrong_vouching, wrong_testimony, wrong_data, wrong_losses, wrong_weights, wrong_places)
+CLAIMS = (wrong_looks, wrong_step_checks, wrong_testimony, wrong_data, wrong_losses, wrong_weights, wrong_places)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -224,52 +224,54 @@ def without(name: str) -> Slip:
     def less(looks: dict[str, Any]) -> dict[str, Any]:
         return {each: look for each, look in looks.items() if each != name}
 
-    return Slip(vouched, "LOOKS", "", less, f"`{name}` is not looked at")
+    return Slip(every_step, "LOOKS", "", less, f"`{name}` is not looked at")
 
 
 def not_required(name: str) -> Slip:
     def less(required: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(each for each in required if each != name)
 
-    return Slip(vouched, "REQUIRED", "", less, f"A step is vouched for where nobody saw its `{name}`")
+    return Slip(every_step, "REQUIRED", "", less, f"A step is checked where nobody saw its `{name}`")
 
 
 MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
     **{f"no {name}": (wrong_looks, without(name)) for name in LOOKS},
-    **{f"{name} not required": (wrong_vouching, not_required(name)) for name in vouched.REQUIRED},
+    **{f"{name} not required": (wrong_step_checks, not_required(name)) for name in every_step.REQUIRED},
     "steps from nought": (
         wrong_looks,
-        Slip(vouched, "_column", "np.minimum(rows + 1, run.length)", "rows", "A row is taken for the step before it"),
+        Slip(
+            every_step, "_column", "np.minimum(rows + 1, run.length)", "rows", "A row is taken for the step before it"
+        ),
     ),
     "the row after the end": (
         wrong_looks,
-        Slip(vouched, "_column", "rows >= run.length", "rows > run.length", "The closing row is the last step's"),
+        Slip(every_step, "_column", "rows >= run.length", "rows > run.length", "The closing row is the last step's"),
     ),
     "no doubt": (
         wrong_looks,
-        Slip(vouched, "bounds", "REFUTED * allowed", "allowed", "Beyond its bound all is refuted"),
+        Slip(every_step, "bounds", "REFUTED * allowed", "allowed", "Beyond its bound all is refuted"),
     ),
     "the tensor of another row": (
         wrong_looks,
-        Slip(vouched, "_named", "indices[rows[at]]", "indices[at - 1]", "The tensor is that of another step"),
+        Slip(every_step, "_named", "indices[rows[at]]", "indices[at - 1]", "The tensor is that of another step"),
     ),
     "until the last right step": (
-        wrong_vouching,
+        wrong_step_checks,
         Slip(
-            vouched,
-            "vouched_until",
+            every_step,
+            "checked_until",
             "int(np.argmin(right))",
             "int(np.flatnonzero(right)[-1]) + 1",
-            "A run is vouched for up to its last right step, whatever lies before",
+            "A run is checked up to its last right step, whatever lies before",
         ),
     ),
     "one of two": (
-        wrong_vouching,
+        wrong_step_checks,
         Slip(
             judgement.Judgement,
             "certain",
             "",
-            lambda _: property(lambda self: vouched.vouched_until(self.arm, self.envelope.arm)),
+            lambda _: property(lambda self: every_step.checked_until(self.arm, self.envelope.arm)),
             "A pair is certain as far as its arm is",
         ),
     ),
@@ -356,7 +358,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
 
 
 @pytest.mark.parametrize(
-    "name", each("The comparator: vouched steps", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items()))
+    "name", each("The comparator: steps checked", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items()))
 )
 def test_a_mutant_is_noticed(witnessed: Witnessed, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim, slip = MUTANTS[name]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.probe.vouching.forward import ForwardWatch
-from harness.probe.vouching.sketch import SKETCHES, Signs
+from harness.probe.step_checks.forward import ForwardWatch
+from harness.probe.step_checks.sketch import SKETCHES, Signs
 from tests.support.mutants import Slip, each
 
 SEQUENCES, TOKENS = 6, 4

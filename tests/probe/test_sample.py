@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness.config.update_rule import Rule
-from harness.probe.vouching.pieces import Piece
-from harness.probe.vouching.sample import Made, Sample
+from harness.probe.step_checks.pieces import Piece
+from harness.probe.step_checks.sample import Made, Sample
 from tests.support.mutants import Slip, kills
 
 RULE = Rule("adamw", (0.9, 0.95), 1e-8, 0.0, 0.0)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.probe.vouching import pieces as pieces_module
-from harness.probe.vouching import sketch as module
-from harness.probe.vouching.local import LocalWatch
-from harness.probe.vouching.pieces import Piece, own_places, portions, shares
-from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
+from harness.probe.step_checks import pieces as pieces_module
+from harness.probe.step_checks import sketch as module
+from harness.probe.step_checks.local import LocalWatch
+from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
+from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
 from tests.support.mutants import Slip, each, kills
 
 

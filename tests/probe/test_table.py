@@ -9,10 +9,10 @@ import torch
 
 from harness.config.roundoff import FINEST
 from harness.fsdp.vocabulary import Numerics
-from harness.probe.vouching.sketch import Sketch
-from harness.probe.vouching.table import LargestTable, Looked, SummedTable, step_numbers
-from harness.store.vouching import step_columns
-from harness.train.vouching import integer_floor
+from harness.probe.step_checks.sketch import Sketch
+from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, step_numbers
+from harness.store.check_stream import step_columns
+from harness.train.step_checks import integer_floor
 from tests.support.factory import small_config
 
 M = 4

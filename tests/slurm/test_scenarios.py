@@ -45,7 +45,7 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=10 Pree
 PATIENCE_S = 600.0
 STEPS = 60
 WORDS = [word for word in REQUEST[2:] if not word.startswith(("cluster.nodes", "train.steps", "data.seq_len"))]
-WORDS += ["data.seq_len=32", "measure.vouch=false", "measure.capture_steps=[1]"]
+WORDS += ["data.seq_len=32", "measure.step_checks=false", "measure.capture_steps=[1]"]
 until = partial(test_study.until, pause_s=0.5)  # to ask SLURM takes a process, and most of what is waited for is long
 STANDARD = (f"train.steps={STEPS}", "measure.callbacks=[gate:Gate]")
 """Of every request that says nothing else."""

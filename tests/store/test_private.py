@@ -140,7 +140,7 @@ def written(run: Path) -> dict[str, Path]:
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
-    found = {name: run / name for name in ("capture", "other", "vouch", "ckpt", "verdict")}
+    found = {name: run / name for name in ("capture", "other", "step_checks", "ckpt", "verdict")}
     return found | {"attempt": attempt, "file": run / "other" / "witness-000001.safetensors"}
 
 
@@ -176,4 +176,4 @@ def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
 @kills("The store", "open captures", "Gradients, weights and logs can be read by every user whose umask lets them")
 def test_open_captures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Slip(files, "private_folder", "path.chmod(0o700)", "path.chmod(0o755)").put(monkeypatch)
-    assert {"capture", "other", "vouch", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))
+    assert {"capture", "other", "step_checks", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not SEALED, reason="every fault was shown to the
 
 
 def twin(name: str) -> short.Overrides:
-    quick = (*BASE[:-2], "measure.capture_steps=[]", "measure.vouch=false", "train.steps=3", "model.num_layers=2")
+    quick = (*BASE[:-2], "measure.capture_steps=[]", "measure.step_checks=false", "train.steps=3", "model.num_layers=2")
     return (*quick, *(("ckpt=last",) if FAULTS[name].resumes else ()), *FAULTS[name].cell)
 
 

@@ -35,7 +35,7 @@ def small_config(**changes: Any) -> Config:
     config.sharding.strategy = Strategy.no_shard
     config.engine.name, config.mesh.world_size = EngineName.single, 1
     config.measure.capture_steps = [1]  # what is chosen by default has tests of its own
-    config.measure.vouch = False  # costs a small model as much as its step
+    config.measure.step_checks = False  # costs a small model as much as its step
     for key, value in changes.items():
         *path, last = key.split("__")
         group: Any = config

@@ -22,18 +22,18 @@ from harness.data import loader
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.registry import workload_for
-from harness.parity.alone import vouched
+from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.probe.vouching.sketch import Sketch
+from harness.probe.step_checks.sketch import Sketch
 from harness.train import again
 from tests.support import factory
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import Slip, each
 
 STEPS, BEGINS = 4, 3
-CHECK = vouched.LOOKS["again"].check
+CHECK = every_step.LOOKS["again"].check
 
 
 class Spoiled:
@@ -96,7 +96,7 @@ FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"train__steps": STEPS, "measure__vouch": True, "measure__capture_steps": [1, STEPS]}
+    usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [1, STEPS]}
     return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
 
 
@@ -110,7 +110,7 @@ def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
 
 def found(run: Record) -> list[tuple[int | None, Grade]]:
     """What does not pass of the step that was worked out again."""
-    told = vouched.check(run, Arithmetic.of(run.config))
+    told = every_step.check(run, Arithmetic.of(run.config))
     assert all(finding.grade is Grade.ok for finding in told if finding.check != CHECK), told
     return [
         (finding.step, finding.grade) for finding in told if finding.check == CHECK and finding.grade is not Grade.ok
@@ -141,7 +141,7 @@ def test_what_began_late_is_found_in_the_run_itself(tmp_path: Path, kind: str, f
     """In 16 bits what a few roundings could explain is in doubt: that a CPU's kernels are the same is no promise."""
     run = trained(tmp_path, kind, fault)
     assert found(run) == [(STEPS, Grade.doubt if (kind, fault) == ("bf16", "table") else Grade.bad)]
-    (finding,) = [f for f in vouched.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
+    (finding,) = [f for f in every_step.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
     assert finding.place == "between forward and gradient"
     assert Stage.forward in finding.stages
 
@@ -215,28 +215,28 @@ def wrong_bounds(root: Path) -> Iterator[str]:
     assert run.stream is not None
     of = Arithmetic.of(run.config)
     tied, routed = replace(of, reused="x"), replace(of, num_experts=8)
-    allowed, refuted = vouched.bounds("again", run, run.stream, of)
-    if not allowed <= vouched.EXACT or not 0.02 < refuted < 0.1:
+    allowed, refuted = every_step.bounds("again", run, run.stream, of)
+    if not allowed <= every_step.EXACT or not 0.02 < refuted < 0.1:
         yield f"in bf16: {allowed}, {refuted}"
     own = replace(run, config={**run.config, "engine.name": "ext"})
     for name, bounds in (
-        ("own kernels", vouched.bounds("again", own, run.stream, of)),
-        ("8 bits", vouched.bounds("again", run, run.stream, replace(of, fp8="block"))),
+        ("own kernels", every_step.bounds("again", own, run.stream, of)),
+        ("8 bits", every_step.bounds("again", run, run.stream, replace(of, fp8="block"))),
     ):
         if not bounds[1] > 0.1:
             yield f"{name}: {bounds}"
-    if not 1e-3 < vouched.bounds("again", run, run.stream, tied)[0] < 1e-1:
+    if not 1e-3 < every_step.bounds("again", run, run.stream, tied)[0] < 1e-1:
         yield "gradients of a weight that is used twice"
-    if vouched.bounds("again", run, run.stream, routed)[1] != float("inf"):
+    if every_step.bounds("again", run, run.stream, routed)[1] != float("inf"):
         yield "a route that rounding turned is refuted"
     elsewhere = replace(run, config={**run.config, "cluster.device": "cuda"})
     wider = replace(of, compute="fp32")
     for name, which, least, most in (("fp32", run, 1e-7, 1e-6), ("own", own, 1e-5, 1), ("cuda", elsewhere, 1e-5, 1)):
-        if not least < vouched.bounds("again", which, run.stream, wider)[0] < most:
-            yield f"in fp32, {name}: {vouched.bounds('again', which, run.stream, wider)}"
-    if not vouched.bounds("again", run, run.stream, wider)[1] > 1e-5:
+        if not least < every_step.bounds("again", which, run.stream, wider)[0] < most:
+            yield f"in fp32, {name}: {every_step.bounds('again', which, run.stream, wider)}"
+    if not every_step.bounds("again", run, run.stream, wider)[1] > 1e-5:
         yield "roundings of fp32 are refuted"
-    if not 0.05 < vouched.bounds("again", elsewhere, run.stream, of)[0] < 5:
+    if not 0.05 < every_step.bounds("again", elsewhere, run.stream, of)[0] < 5:
         yield "another device"
 
 
@@ -295,7 +295,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "nothing is told": (
         wrong_runs,
-        Slip(vouched, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "again"}, "Nobody asks"),
+        Slip(every_step, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "again"}, "Nobody asks"),
     ),
     "a quotient for a product": (
         wrong_numbers,
@@ -312,21 +312,27 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "bits are owed twice": (
         wrong_bounds,
         Slip(
-            vouched, "bounds", "if arithmetic.reused else EXACT", "if True else EXACT", "A rounding is allowed to all"
+            every_step,
+            "bounds",
+            "if arithmetic.reused else EXACT",
+            "if True else EXACT",
+            "A rounding is allowed to all",
         ),
     ),
     "bits are owed anywhere": (
         wrong_bounds,
-        Slip(vouched, "bounds", 'run.config.get("cluster.device") == "cpu"', "True", "Kernels of any device are one"),
+        Slip(
+            every_step, "bounds", 'run.config.get("cluster.device") == "cpu"', "True", "Kernels of any device are one"
+        ),
     ),
     "fp32 is not asked": (
         wrong_bounds,
-        Slip(vouched, "bounds", "elif shared and on_cpu", "elif False", "A factor of 1e-5 passes in hot training"),
+        Slip(every_step, "bounds", "elif shared and on_cpu", "elif False", "A factor of 1e-5 passes in hot training"),
     ),
     "own kernels are ours": (
         wrong_bounds,
         Slip(
-            vouched,
+            every_step,
             "bounds",
             'run.config.get("engine.name") != "ext"',
             "True",
@@ -335,11 +341,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "cast weights are ours": (
         wrong_bounds,
-        Slip(vouched, "bounds", "not arithmetic.fp8", "True", "8 bits of weights that were cast are a fault"),
+        Slip(every_step, "bounds", "not arithmetic.fp8", "True", "8 bits of weights that were cast are a fault"),
     ),
     "routes are refuted": (
         wrong_bounds,
-        Slip(vouched, "bounds", "arithmetic.num_experts > 1", "False", "A token that took another route is a fault"),
+        Slip(every_step, "bounds", "arithmetic.num_experts > 1", "False", "A token that took another route is a fault"),
     ),
 }
 

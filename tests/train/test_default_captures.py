@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two runs of one training, in two and in one microbatch."""
     paths = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     for path, size in zip(paths, (4, 8), strict=True):
-        config = configured(train__microbatch_size=size, measure__vouch=True)
+        config = configured(train__microbatch_size=size, measure__step_checks=True)
         train(config, path)
         freeze(config, path)
     return paths

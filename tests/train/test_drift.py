@@ -17,16 +17,16 @@ from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, Fp8, ModelFamily
 from harness.models import llama
-from harness.parity.alone import vouched
+from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.train import again, drift, vouching
+from harness.train import again, drift, step_checks
 from tests.support.factory import freeze, small_config, stopping, train, with_dtypes
 from tests.support.mutants import Slip, each
 
 STEPS, BEGINS = 4, 3
-CHECK = vouched.LOOKS["drift"].check
+CHECK = every_step.LOOKS["drift"].check
 FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "fp64": (Dtype.fp64, Dtype.fp64)}
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """Whose attribute is another from some step on, which, and what is made of the one that was there."""
@@ -106,7 +106,7 @@ FAULTS: dict[str, Patch] = {
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"train__steps": STEPS, "measure__vouch": True, "measure__capture_steps": [1, STEPS]}
+    usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [1, STEPS]}
     return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
 
 
@@ -121,7 +121,7 @@ def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
 
 def found(run: Record) -> list[tuple[int | None, Grade]]:
     """What does not pass of the first step, worked out once more; all else must pass."""
-    told = vouched.check(run, Arithmetic.of(run.config))
+    told = every_step.check(run, Arithmetic.of(run.config))
     assert all(finding.grade is Grade.ok for finding in told if finding.check != CHECK), told
     return [
         (finding.step, finding.grade) for finding in told if finding.check == CHECK and finding.grade is not Grade.ok
@@ -161,7 +161,7 @@ def test_what_the_models_own_code_does_otherwise_since_some_step_is_found(
     run = trained(tmp_path, kind, fault)
     is_small = (kind == "bf16" and fault != "a softcap") or fault == "a wide softcap"
     assert found(run) == [(STEPS, Grade.doubt if is_small else Grade.bad)]
-    (finding,) = [f for f in vouched.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
+    (finding,) = [f for f in every_step.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
     assert Stage.forward in finding.stages
 
 
@@ -215,11 +215,11 @@ def wrong_bounds(root: Path) -> Iterator[str]:
         run = trained(root / kind, kind)
         assert run.stream is not None
         of = Arithmetic.of(run.config)
-        allowed, refuted = vouched.bounds("drift", run, run.stream, of)
-        if allowed > vouched.EXACT or not least < refuted < most:
+        allowed, refuted = every_step.bounds("drift", run, run.stream, of)
+        if allowed > every_step.EXACT or not least < refuted < most:
             yield f"in {kind}: {allowed}, {refuted}"
         elsewhere = replace(run, config={**run.config, "cluster.device": "cuda"})
-        if not vouched.bounds("drift", elsewhere, run.stream, of)[0] > 1e-5:
+        if not every_step.bounds("drift", elsewhere, run.stream, of)[0] > 1e-5:
             yield f"another device, {kind}"
     if drift.is_looked_for(configured("fp32"), STEPS - 1):
         yield "a step is held against itself"
@@ -241,7 +241,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "asked once": (
         wrong_runs,
         Slip(
-            vouching.Vouching,
+            step_checks.StepChecks,
             "work_out_again",
             "step not in (self.done + 1, self.again_at)",
             "step != self.again_at",
@@ -250,25 +250,37 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "it is its own witness": (
         wrong_runs,
-        Slip(vouching.Vouching, "_tell_local", "self.drift, self.first,", "self.first, self.first,", "Nothing differs"),
+        Slip(
+            step_checks.StepChecks,
+            "_tell_local",
+            "self.drift, self.first,",
+            "self.first, self.first,",
+            "Nothing differs",
+        ),
     ),
     "nobody looks": (
         wrong_runs,
-        Slip(vouching, "step_numbers", "if seen.drift and", "if False and", "What was found is not written down"),
+        Slip(step_checks, "step_numbers", "if seen.drift and", "if False and", "What was found is not written down"),
     ),
     "nothing is told": (
         wrong_runs,
-        Slip(vouched, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "drift"}, "Nobody reads it"),
+        Slip(
+            every_step, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "drift"}, "Nobody reads it"
+        ),
     ),
     "roundings are allowed": (
         wrong_bounds,
         Slip(
-            vouched, "bounds", 'name == "drift" and on_cpu', "False", "One process may compute otherwise by roundings"
+            every_step,
+            "bounds",
+            'name == "drift" and on_cpu',
+            "False",
+            "One process may compute otherwise by roundings",
         ),
     ),
     "bits are owed anywhere": (
         wrong_bounds,
-        Slip(vouched, "bounds", 'name == "drift" and on_cpu', 'name == "drift"', "A GPU owes the same bits twice"),
+        Slip(every_step, "bounds", 'name == "drift" and on_cpu', 'name == "drift"', "A GPU owes the same bits twice"),
     ),
     "a step against itself": (
         wrong_bounds,

@@ -15,7 +15,7 @@ from harness import control
 from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
 from harness.data.loader import Loader, Microbatch
 from harness.parity import judgement
-from harness.parity.alone import fed, vouched
+from harness.parity.alone import every_step, fed
 from harness.parity.outcome import Grade, Outcome, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
@@ -115,7 +115,7 @@ def trains(rank: int, folder: str) -> None:
             run(config, Path(folder, "hot", case), rank)
 
 
-HOT = {"measure__vouch": True, "measure__capture_steps": None, "optimizer__lr": 0.3}
+HOT = {"measure__step_checks": True, "measure__capture_steps": None, "optimizer__lr": 0.3}
 
 
 def run(config: Config, path: Path, rank: int = 0) -> None:
@@ -176,7 +176,7 @@ def wrong_feeds(root: Path) -> Iterator[str]:
 def wrong_verdicts(root: Path) -> Iterator[str]:
     """A run that was fed wrongly, and two that do not say, or not of all steps, what they were fed."""
     with wrong_loader("targets"):
-        run(config_of("one", measure__vouch=True), root / "wrong")
+        run(config_of("one", measure__step_checks=True), root / "wrong")
     wrong = load(root / "wrong")
     if verdict_of(wrong, wrong).outcome is not Outcome.DIFFERENT:
         yield "two runs that were both fed wrongly pass"
@@ -184,10 +184,10 @@ def wrong_verdicts(root: Path) -> Iterator[str]:
     for known, until in ((0, 0), (4, 4), (8, 8)):
         columns = {**wrong.columns, "fed_digest": [*digests[:known], *[None] * (STEPS - known)]}
         mended = replace(wrong, columns=columns)
-        if vouched.vouched_until(mended, Arithmetic.of(mended.config)) != until:
+        if every_step.checked_until(mended, Arithmetic.of(mended.config)) != until:
             yield f"fed right in {known} steps, vouched otherwise"
-    if vouched.vouched_until(wrong, Arithmetic.of(wrong.config)) != BEGINS - 1:
-        yield "vouched for, though fed wrongly"
+    if every_step.checked_until(wrong, Arithmetic.of(wrong.config)) != BEGINS - 1:
+        yield "checked, though fed wrongly"
 
 
 def wrong_peers(_: Path) -> Iterator[str]:
@@ -233,11 +233,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
         wrong_verdicts,
         Slip(judgement, "_alone", "*fed.check(run),", "", "The verdict does not ask what a run was fed"),
     ),
-    "fed wrongly and vouched for": (
+    "fed wrongly and checked": (
         wrong_verdicts,
         Slip(
-            vouched,
-            "vouched_until",
+            every_step,
+            "checked_until",
             "np.array(fed.right_at(run), dtype=bool)",
             "np.ones(run.length, dtype=bool)",
             "A run that was fed wrongly is right given its past",

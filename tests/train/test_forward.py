@@ -24,7 +24,7 @@ from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
-from tests.train.test_vouching import SEEN, configured
+from tests.train.test_step_checks import SEEN, configured
 
 TWIN = "native-optim_grads_params"
 CLEAN: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ CLEAN: dict[str, dict[str, Any]] = {
 
 
 def bf16(kind: str) -> Config:
-    changes = {"train__steps": 2, "measure__vouch": True, **CLEAN.get(kind, {})}
+    changes = {"train__steps": 2, "measure__step_checks": True, **CLEAN.get(kind, {})}
     if kind == "one rank":
         return with_dtypes(small_config(**changes), Dtype.bf16, Dtype.fp32)
     return with_dtypes(configured(kind if kind in SEEN else TWIN, **changes), Dtype.bf16, Dtype.fp32)
@@ -95,7 +95,7 @@ FP32 = {
 def fp32(name: str) -> Config:
     """Captured in step 1, of which gradients then say that the forward, too, may be another."""
     kind = "fsdp2" if name == "fp32, fsdp2" else TWIN
-    return configured(kind, train__steps=2, measure__vouch=True, measure__capture_steps=[1])
+    return configured(kind, train__steps=2, measure__step_checks=True, measure__capture_steps=[1])
 
 
 def trains(rank: int, folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName
-from harness.parity.alone import optimizer, vouched
+from harness.parity.alone import every_step, optimizer
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Grade, Outcome
 from harness.parity.record import Record, load
@@ -33,7 +33,7 @@ def configured(**changes: Any) -> Config:
     config = small_config(
         engine__name=EngineName.native,
         train__steps=STEPS,
-        measure__vouch=True,
+        measure__step_checks=True,
         measure__capture_steps=CAPTURED,
         measure__update_steps=CAPTURED,
         dtype__compute=Dtype.fp16,
@@ -86,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Record]:
 
 def own(run: Record) -> list[tuple[str, int | None, Grade]]:
     """What does not pass of what a run says of itself."""
-    told = [*vouched.check(run, Arithmetic.of(run.config)), *optimizer.check(run)]
+    told = [*every_step.check(run, Arithmetic.of(run.config)), *optimizer.check(run)]
     return [(finding.check, finding.step, finding.grade) for finding in told if finding.grade is not Grade.ok]
 
 
@@ -107,9 +107,9 @@ def wrong_own(runs: Mapping[str, Record]) -> Iterator[str]:
     for name in ("clean", "resumed"):
         if told := own(runs[name]):
             yield f"{name}: {told}"
-        until = vouched.vouched_until(runs[name], Arithmetic.of(runs[name].config))
+        until = every_step.checked_until(runs[name], Arithmetic.of(runs[name].config))
         if until != STEPS:
-            yield f"{name} is vouched for until {until}"
+            yield f"{name} is checked until {until}"
     if own(runs["wrong"])[:1] != [("update left out", AT, Grade.bad)]:
         yield f"an update that was left out for nothing: {own(runs['wrong'])[:1]}"
 
@@ -141,11 +141,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "a step without a sum is not right": (
         wrong_own,
-        Slip(vouched, "OF_GRADIENTS", "", lambda _: (), "A run is vouched for until it leaves an update out"),
+        Slip(every_step, "OF_GRADIENTS", "", lambda _: (), "A run is checked until it leaves an update out"),
     ),
     "left out for nothing": (
         wrong_own,
-        Slip(vouched, "_left_out", "known[step - 1]", "False", "Any update may be left out"),
+        Slip(every_step, "_left_out", "known[step - 1]", "False", "Any update may be left out"),
     ),
     "one alone": (
         wrong_pairs,

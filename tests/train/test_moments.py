@@ -13,11 +13,11 @@ from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
 from tests.support.factory import freeze, train
 from tests.support.spawn import run_ranks
-from tests.train.test_vouching import configured
+from tests.train.test_step_checks import configured
 
 KINDS = ("native-optim_grads_params", "native-hybrid", "fsdp2", "ddp-optim")
 CAPTURED = [1, 2, 4]
-CHANGES = {"measure__capture_steps": CAPTURED, "measure__update_steps": CAPTURED, "measure__vouch": False}
+CHANGES = {"measure__capture_steps": CAPTURED, "measure__update_steps": CAPTURED, "measure__step_checks": False}
 
 
 def trains(rank: int, folder: str) -> None:

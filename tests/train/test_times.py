@@ -16,9 +16,9 @@ import torch
 
 from harness.config.schema import EngineName, Strategy
 from harness.probe import hooks
+from harness.probe.step_checks.forward import ForwardWatch
+from harness.probe.step_checks.local import LocalWatch
 from harness.probe.timers import ASIDE, Timers
-from harness.probe.vouching.forward import ForwardWatch
-from harness.probe.vouching.local import LocalWatch
 from harness.store.metrics import read_metrics
 from harness.train import loop, record
 from tests.support.factory import small_config, train
@@ -41,7 +41,7 @@ RUNS = [
 
 def trains(rank: int, folder: str) -> None:
     for engine, k, looks in RUNS:
-        changes = {**ENGINES[engine], "train__microbatch_size": 4 // k, "measure__vouch": looks}
+        changes = {**ENGINES[engine], "train__microbatch_size": 4 // k, "measure__step_checks": looks}
         captured = [2] if looks else []
         config = small_config(mesh__world_size=2, train__steps=5, measure__capture_steps=captured, **changes)
         train(config, Path(folder, f"{engine}-{k}-{looks}"), rank)
@@ -93,7 +93,7 @@ def wrong_steps(root: Path) -> Iterator[str]:
     with ExitStack() as stack:
         for owner, name in LOOKS:
             stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name), f"{owner.__name__}.{name}")))
-        train(small_config(train__steps=1, measure__vouch=True, measure__capture_steps=[]), root)
+        train(small_config(train__steps=1, measure__step_checks=True, measure__capture_steps=[]), root)
     (line,) = read_metrics(root / "metrics.jsonl")
     if not line["step_time_s"] < LOOK_S * min(slept[f"{owner.__name__}.{name}"] for owner, name in LOOKS):
         yield f"a step took {line['step_time_s']} with looks {slept} of {LOOK_S} s"

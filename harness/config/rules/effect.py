@@ -67,10 +67,10 @@ _BENCH = Condition(
     lambda c: c.measure.mode is MeasureMode.bench, "measure=bench", lambda c: f"measure.mode={c.measure.mode.name}"
 )
 _RECORD = Condition(lambda c: c.measure.mode is MeasureMode.record, "measure=default", lambda c: "measure=bench")
-_VOUCH = Condition(
-    lambda c: c.measure.mode is MeasureMode.record and c.measure.vouch,
-    "measure.vouch=true",
-    lambda c: "measure.vouch=false",
+_STEP_CHECKS = Condition(
+    lambda c: c.measure.mode is MeasureMode.record and c.measure.step_checks,
+    "measure.step_checks=true",
+    lambda c: "measure.step_checks=false",
 )
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
 _NARROW_SUMS = Condition(
@@ -184,8 +184,8 @@ CONDITIONS: dict[str, Condition] = {
         "measure.rounding_draws=8",
         lambda c: f"measure.rounding_draws={c.measure.rounding_draws}",
     ),
-    "measure.vouch": _RECORD,
-    "measure.vouch_limit_mib": _VOUCH,
+    "measure.step_checks": _RECORD,
+    "measure.step_checks_limit_mib": _STEP_CHECKS,
     "measure.warmup_steps": _BENCH,
     "train.param_norm_every": _RECORD,
     "study.order_seed": _BENCH,

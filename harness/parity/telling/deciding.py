@@ -16,7 +16,7 @@ from harness.store.rundir import CONFIG
 
 ALWAYS = "launch.rerun=always"
 
-VOUCH = "measure.vouch"
+STEP_CHECKS = "measure.step_checks"
 
 
 def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
@@ -61,8 +61,8 @@ def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence
     wanted = _steps(first, arm)
     if missing := [run for run in (arm, control) if not wanted <= run.captures.keys()]:
         return tuple(_again(run, _capturing(run, wanted)) for run in missing)
-    if silent := [run for run in (arm, control) if run.stream is None and run.config.get(VOUCH) is False]:
-        return tuple(_again(run, f"{VOUCH}=true") for run in silent)
+    if silent := [run for run in (arm, control) if run.stream is None and run.config.get(STEP_CHECKS) is False]:
+        return tuple(_again(run, f"{STEP_CHECKS}=true") for run in silent)
     if outcome is Outcome.UNDECIDED:
         seed = int(arm.config["train.seed"]) + 1
         return tuple(_again(run, f"train.seed={seed}") for run in (arm, control))

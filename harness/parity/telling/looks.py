@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.store.vouching import ONCE
+from harness.store.check_stream import ONCE
 
 PAIR = (("arm", "step"), ("control", "step"))
 UPDATES = (("arm", "update"), ("control", "update"))

@@ -21,10 +21,10 @@ from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.store import commands
+from harness.store.check_stream import ONCE
 from harness.store.files import private_folder, write_atomic
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, flatten, read_summary
-from harness.store.vouching import ONCE
 
 FOLDER = "verdict"
 

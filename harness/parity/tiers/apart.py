@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.parity.tiers.arithmetic import SAFETY
-from harness.store.vouching import tensor_columns
+from harness.store.check_stream import tensor_columns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from harness.parity.tiers.envelope import Envelope
     from harness.parity.tiers.trajectory import Kick
-    from harness.store.vouching import Stream
+    from harness.store.check_stream import Stream
 
     Float64 = NDArray[np.float64]
 

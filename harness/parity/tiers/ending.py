@@ -15,7 +15,7 @@ the check's name says which.
 
 That needs no stability and no estimate of growth, so what lies beyond twice it is refuted even in hot training. It is
 wide: a weight that was doubled, zeroed or exchanged shows, and one that a run shows to be wrong by itself is found long
-before (`alone.ending`, `alone.vouched`). An optimizer of one's own has no reach that is known here.
+before (`alone.ending`, `alone.every_step`). An optimizer of one's own has no reach that is known here.
 """
 
 from __future__ import annotations

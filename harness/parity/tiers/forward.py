@@ -1,7 +1,7 @@
 """Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the twin's own kernels.
 
 Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
-(`harness.probe.vouching.forward`), and with m sketches S_j
+(`harness.probe.step_checks.forward`), and with m sketches S_j
 
     d = sqrt(mean over j of (S_j(a) - S_j(c))^2) / |c|
 

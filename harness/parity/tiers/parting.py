@@ -1,4 +1,4 @@
-"""How two runs part that both vouch for their steps: by chaos, each right given its own past, or by something else.
+"""How two runs part whose steps are all checked: by chaos, each right given its own past, or by something else.
 
 Where every step of both runs was seen to be right, a difference between them is no difference of what they do. What the
 streams cannot see is the forward and the backward of a later step: that they compute the model; and what an optimizer

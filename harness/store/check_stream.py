@@ -1,17 +1,17 @@
 """Stream of a run's observations: one row of numbers a step, and one for every tensor at kept steps.
 
-[Note: Stream of vouching] `metrics.jsonl` says what a step came to; these files say that it was right: what was found
+[Note: Stream of step checks] `metrics.jsonl` says what a step came to; these files say that it was right: what was found
 beside the engine at every step (`STEP_COLUMNS`), and sketches of every tensor (`TENSOR_COLUMNS`) by which any two runs
 can be compared at a step that nobody captured. All are little-endian float64, appended to, and cut back on resume as
 `metrics.jsonl` is. NaN means that the engine shows nothing of that kind; 0 that it was looked at and is right.
 
-    vouch/stream.json   version, sketches (m), every, columns of steps.f64, tensors (name and shape, in model order)
-    vouch/steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
+    step_checks/stream.json   version, sketches (m), every, columns of steps.f64, tensors (name and shape, in model order)
+    step_checks/steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
                         weights and moments it ended with against those that its last step left
-    vouch/tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
+    step_checks/tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
 
 A sketch S_j, j < m, is a signed sum over a tensor's elements in fp64, whose signs depend on j, the tensor's name and
-the element's place alone (`harness.probe.vouching.sketch`).
+the element's place alone (`harness.probe.step_checks.sketch`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FOLDER = "vouch"
+FOLDER = "step_checks"
 VERSION = 4
 DENSE = 512
 BYTES = 8
@@ -47,7 +47,7 @@ They are compared with those of the same run alone, after a resume.
 """
 
 
-class VouchedTensor(NamedTuple):
+class CheckedTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
@@ -105,7 +105,7 @@ def cadence(steps: int, tensors: int, sketches: int, limit_bytes: int) -> int:
 class StreamWriter:
     """Appends to the stream of one run; of a resumed one, after the steps it has done."""
 
-    def __init__(self, run_dir: Path, tensors: Sequence[VouchedTensor], sketches: int, every: int, done: int) -> None:
+    def __init__(self, run_dir: Path, tensors: Sequence[CheckedTensor], sketches: int, every: int, done: int) -> None:
         """Raises `OSError`: the folder cannot be written.
 
         Args: tensors: in model order. sketches: m. every: cadence of kept steps beyond `DENSE`. done: steps to keep.
@@ -165,7 +165,7 @@ def _packed(values: Sequence[float]) -> bytes:
 @dataclass(frozen=True, eq=False)
 class Stream:
     folder: Path
-    tensors: tuple[VouchedTensor, ...]
+    tensors: tuple[CheckedTensor, ...]
     sketches: int
     every: int
 
@@ -243,7 +243,7 @@ def read(run_dir: Path) -> Stream | None:
 def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:
     if facts["version"] != VERSION:
         raise ValueError(f"version={facts['version']!r}")
-    tensors = tuple(VouchedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
+    tensors = tuple(CheckedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
     sketches, every = int(facts["sketches"]), int(facts["every"])
     if sketches < 1 or every < 1:
         raise ValueError(f"sketches={sketches}, every={every}")

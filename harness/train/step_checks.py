@@ -1,6 +1,6 @@
 """Observations of every step of a run beside the engine.
 
-[Note: Vouching] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
+[Note: StepChecks] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
 
     before      weights and a sample of moments against what the step before left; weights as forwards should see them.
@@ -37,16 +37,16 @@ from harness.control import Control
 from harness.engines import optim
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
-from harness.probe.vouching.forward import ForwardWatch
-from harness.probe.vouching.local import LocalWatch
-from harness.probe.vouching.pieces import Piece, own_places, portions, shares
-from harness.probe.vouching.sample import Made, Sample, Values, unit_of
-from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
-from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
-from harness.store import vouching as stream
+from harness.probe.step_checks.forward import ForwardWatch
+from harness.probe.step_checks.local import LocalWatch
+from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
+from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
+from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
+from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
+from harness.store import check_stream as stream
+from harness.store.check_stream import CheckedTensor, StreamWriter
 from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
-from harness.store.vouching import StreamWriter, VouchedTensor
 from harness.train import drift
 from harness.train.again import off_by, step_of, worked_out
 from harness.train.pieces import WEIGHTS, pieces_of
@@ -76,7 +76,7 @@ def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | 
     return np.array([lost_in_integers(bits, terms, math.prod(shape)) / FINEST for shape in shapes])
 
 
-class Vouching:
+class StepChecks:
     """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks.
 
     Order in a step: `before`, `work_out_again`, `watch` around the forwards and backwards, `reduced`, `after`; `close`
@@ -111,18 +111,18 @@ class Vouching:
         if self.is_first_rank:
             self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
             self.moments = None if not done else stream.last_moments(session.run_dir, done, self.names)
-            shapes = [VouchedTensor(piece.name, piece.shape) for piece in pieces]
-            limit = config.measure.vouch_limit_mib << 20
+            shapes = [CheckedTensor(piece.name, piece.shape) for piece in pieces]
+            limit = config.measure.step_checks_limit_mib << 20
             every = stream.cadence(config.train.steps, len(pieces), SKETCHES, limit)
             self.writer = StreamWriter(session.run_dir, shapes, SKETCHES, every, done)
         self._begin()
 
     @classmethod
-    def open(cls, session: Session, control: Control, done: int) -> Vouching | None:
+    def open(cls, session: Session, control: Control, done: int) -> StepChecks | None:
         """Observer of a run resumed after `done` steps; None if not configured, or if the state has no places.
         Collective over all ranks."""
         config = session.config
-        if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
+        if not config.measure.step_checks or config.measure.mode is MeasureMode.bench:
             return None
         found = pieces_of(session.engine)
         if found is None:

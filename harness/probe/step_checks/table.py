@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.probe.vouching.sketch import Sketch
-from harness.store.vouching import MOMENTS
+from harness.probe.step_checks.sketch import Sketch
+from harness.store.check_stream import MOMENTS
 
 Table = NDArray[np.float64]
 
@@ -134,7 +134,7 @@ def step_numbers(
     norm: float,
     least: Table | float = 0.0,
 ) -> tuple[list[float], Table]:
-    """Row of the stream for a step, and for its tensors (`harness.store.vouching`).
+    """Row of the stream for a step, and for its tensors (`harness.store.check_stream`).
 
     Args: summed, largest: over all ranks. divisor: of the sum of local gradients. norm: logged gradient norm. least:
     norm [tensors] that a sum is at least compared with, where rounding does not shrink with it.

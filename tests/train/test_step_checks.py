@@ -15,10 +15,10 @@ from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
-from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
-from harness.store import vouching
+from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
+from harness.store import check_stream
+from harness.store.check_stream import ONCE, Stream
 from harness.store.rundir import RunDir, read_summary
-from harness.store.vouching import ONCE, Stream
 from tests.support.factory import small_config, train, with_dtypes
 from tests.support.spawn import run_ranks
 
@@ -40,7 +40,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"mesh__world_size": 2, "measure__vouch": True, "train__steps": 5}
+    usual = {"mesh__world_size": 2, "measure__step_checks": True, "train__steps": 5}
     return small_config(**{**usual, **SEEN[kind], **changes})
 
 
@@ -51,7 +51,7 @@ def trains(rank: int, folder: str, kinds: list[str], changes: dict[str, Any]) ->
 
 
 def read(run_dir: Path) -> Stream:
-    found = vouching.read(run_dir)
+    found = check_stream.read(run_dir)
     assert found is not None
     return found
 
@@ -75,7 +75,7 @@ FEW = [*OURS, "fsdp2"]
         pytest.param(OptimizerName.adam, UNEVEN, list(SEEN), id="adam, uneven rows", marks=pytest.mark.full),
     ],
 )
-def test_every_step_of_every_engine_vouches_for_itself(
+def test_every_step_of_every_engine_is_checked(
     tmp_path: Path, optimizer: OptimizerName, changes: dict[str, Any], kinds: list[str]
 ) -> None:
     changes = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, "measure__capture_steps": [4], **changes}
@@ -114,7 +114,7 @@ def looks_or_not(rank: int, folder: str) -> None:
     for kind in ("native-no_shard", "native-hybrid"):
         for looks in (True, False):
             captured = [5] if looks else []
-            config = configured(kind, measure__vouch=looks, measure__capture_steps=captured)
+            config = configured(kind, measure__step_checks=looks, measure__capture_steps=captured)
             train(config, Path(folder, f"{kind}-{looks}"), rank)
 
 
@@ -161,7 +161,7 @@ def test_weights_in_their_place_are_looked_at_once_before_an_update(tmp_path: Pa
 def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:
     """To what their own sums are rounded by: the layouts add local gradients in other orders."""
     run_ranks(trains, 2, str(tmp_path), list(SEEN), {"train__steps": 2})
-    alike = len(vouching.tensor_columns(SKETCHES)) - len(vouching.MOMENTS)  # which are of one run alone
+    alike = len(check_stream.tensor_columns(SKETCHES)) - len(check_stream.MOMENTS)  # which are of one run alone
     rows = {kind: read(tmp_path / kind).kept()[1][..., :alike] for kind in SEEN}
     first = rows.pop("ddp")
     for kind, found in rows.items():
@@ -316,7 +316,7 @@ def test_what_goes_wrong_later_is_there_at_its_step(tmp_path: Path, kind: str) -
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-SPOILED = {"weights": [f"after_{number}" for number in range(SKETCHES)], "moments": [vouching.MOMENTS[1]]}
+SPOILED = {"weights": [f"after_{number}" for number in range(SKETCHES)], "moments": [check_stream.MOMENTS[1]]}
 """Columns of what a step left, by what a checkpoint that was saved wrong is made to differ in."""
 
 
@@ -325,8 +325,8 @@ def resumes(rank: int, folder: str, spoil: str) -> None:
     stopping = iter([False, False, True])
     train(config, Path(folder), rank, should_stop=lambda: next(stopping))
     if spoil and rank == 0:
-        path = Path(folder, "vouch", "tensors.f64")
-        names = vouching.tensor_columns(SKETCHES)
+        path = Path(folder, "step_checks", "tensors.f64")
+        names = check_stream.tensor_columns(SKETCHES)
         table = np.fromfile(path).reshape(-1, len(names))
         table[:, [names.index(name) for name in SPOILED[spoil]]] *= 1 + 1e-6
         path.write_bytes(table.tobytes())

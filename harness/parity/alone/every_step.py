@@ -1,4 +1,4 @@
-"""Checks of one run at every step by its own stream (`harness.store.vouching`), without another run.
+"""Checks of one run at every step by its own stream (`harness.store.check_stream`), without another run.
 
 Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; two
 more once:
@@ -64,13 +64,13 @@ from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.graded import Series
-from harness.store.vouching import ONCE
+from harness.store.check_stream import ONCE
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from harness.store.vouching import Stream
+    from harness.store.check_stream import Stream
 
 EXACT = 1e-9
 """Largest relative difference of fp64 sums of equal numbers."""
@@ -262,7 +262,7 @@ def _deviations(draws: int) -> float:
     return NormalDist().inv_cdf(1 - RARE / (2 * max(1, draws)))
 
 
-def vouched_until(run: Record, arithmetic: Arithmetic) -> int:
+def checked_until(run: Record, arithmetic: Arithmetic) -> int:
     """Last step up to which data and all of `REQUIRED` are right at every step; 0 for none."""
     import numpy as np
 

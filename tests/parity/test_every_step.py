@@ -1,4 +1,4 @@
-"""Runs that vouch for every step: what begins late is found at its step, stage and tensor; chaos alone is no fault."""
+"""Runs with every step checked: what begins late is found at its step, stage and tensor; chaos alone is no fault."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from harness.parity import Grade, Outcome, Verdict, compare, judgement
-from harness.parity.alone import vouched
+from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
 from harness.parity.telling import wording
 from harness.parity.tiers import apart, parting
-from harness.store.vouching import FOLDER, step_columns
+from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, SGD, bf16, scaled, stored_as
@@ -28,8 +28,8 @@ from tests.support.mutants import Slip, each
 
 AT = 8
 """Step at which faults begin here; nothing but step 1 is captured."""
-CONTROL = replace(FP32, vouched=True)
-SEEN = replace(OURS, vouched=True, strategy="optim_grads", updates=())
+CONTROL = replace(FP32, checked=True)
+SEEN = replace(OURS, checked=True, strategy="optim_grads", updates=())
 HOT = {"lr": 0.1}
 NAME = "blocks.1.w_up.weight"
 
@@ -145,8 +145,8 @@ def test_a_late_backward_is_in_doubt_where_it_begins(bench: Bench, name: str) ->
 
 SHARPER: dict[str, tuple[Arm, Arm]] = {
     "in bf16, by a third": (
-        broken(replace(OURS_BF16, vouched=True, steps=12), local=late(scaled_down(0.1))),
-        replace(BF16, vouched=True, steps=12),
+        broken(replace(OURS_BF16, checked=True, steps=12), local=late(scaled_down(0.1))),
+        replace(BF16, checked=True, steps=12),
     ),
     "in hot training, while weights are close": (
         broken(replace(SEEN, **HOT), local=late(scaled_down(0.87))),
@@ -168,12 +168,12 @@ CLEAN_PAIRS: list[tuple[Arm, Arm]] = [
     *((replace(SEEN, seed=seed), replace(CONTROL, seed=seed)) for seed in range(3)),
     *((replace(SEEN, k=k), CONTROL) for k in (1, 4)),
     (replace(SEEN, captures=()), replace(CONTROL, captures=())),
-    (replace(OURS_SGD, vouched=True, k=1), replace(SGD, vouched=True)),
-    (replace(OURS_BF16, vouched=True, k=1), replace(BF16, vouched=True)),
+    (replace(OURS_SGD, checked=True, k=1), replace(SGD, checked=True)),
+    (replace(OURS_BF16, checked=True, k=1), replace(BF16, checked=True)),
     (replace(SEEN, captures=(1, 2, 3), updates=(1, 2, 3)), replace(CONTROL, captures=(1, 2, 3), updates=(1, 2, 3))),
     (replace(SEEN, steps=40), replace(CONTROL, steps=40)),
     *((replace(SEEN, k=1, seed=seed, **HOT), replace(CONTROL, seed=seed, **HOT)) for seed in range(3)),
-    (replace(OURS_SGD, vouched=True, k=1, lr=1.0, clip=None), replace(SGD, vouched=True, lr=1.0, clip=None)),
+    (replace(OURS_SGD, checked=True, k=1, lr=1.0, clip=None), replace(SGD, checked=True, lr=1.0, clip=None)),
 ]
 
 
@@ -182,13 +182,13 @@ def test_a_clean_pair_passes_hot_or_not(bench: Bench, pair: tuple[Arm, Arm]) -> 
     verdict = held(bench, *pair)
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
     assert said_of(verdict) == SAID or verdict.outcome is Outcome.EQUAL
-    looks = {look.check for look in vouched.LOOKS.values()}
+    looks = {look.check for look in every_step.LOOKS.values()}
     assert max(row.ratio for row in verdict.evidence if row.check in looks) < 0.7
 
 
-def test_chaos_is_equivalent_where_both_vouch_and_in_doubt_where_they_do_not(bench: Bench) -> None:
+def test_chaos_is_equivalent_where_both_are_checked_and_in_doubt_where_they_are_not(bench: Bench) -> None:
     assert held(bench, CHAOS, CONTROL).outcome is Outcome.EQUIVALENT
-    verdict = held(bench, *(replace(arm, **CAPTURED, vouched=False) for arm in (CHAOS, CONTROL)))
+    verdict = held(bench, *(replace(arm, **CAPTURED, checked=False) for arm in (CHAOS, CONTROL)))
     assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
 
 
@@ -230,10 +230,10 @@ def test_a_factor_that_sgd_takes_gradients_with_is_not_called_clipping(
     def dampened(rows: Any) -> None:
         rows[AT - 1 : -1, step_columns(SKETCHES).index("norm")] = 0.1
 
-    arm = replace(OURS_SGD, vouched=True, k=1, clip=clip)
+    arm = replace(OURS_SGD, checked=True, k=1, clip=clip)
     verdict = compare(
         damaged(bench.run(arm), tmp_path / "lab" / "arm", dampened),
-        bench.run(replace(SGD, vouched=True, clip=clip)),
+        bench.run(replace(SGD, checked=True, clip=clip)),
         sources=CLEAN,
     )
     found = first(verdict)
@@ -244,13 +244,13 @@ def test_a_wrong_norm_is_called_clipping_under_sgd(bench: Bench) -> None:
     """The logged norm is off itself: that is no factor of the momentum."""
     verdict = held(
         bench,
-        broken(replace(OURS_SGD, vouched=True, k=1), logged_norm_factor=1.01),
-        replace(SGD, vouched=True),
+        broken(replace(OURS_SGD, checked=True, k=1), logged_norm_factor=1.01),
+        replace(SGD, checked=True),
     )
     assert first(verdict).stage is Stage.clipping, verdict.sentence
 
 
-def test_steps_that_nobody_saw_are_not_vouched_for(bench: Bench, tmp_path: Path) -> None:
+def test_steps_that_nobody_saw_are_not_checked(bench: Bench, tmp_path: Path) -> None:
     """NaN is no zero: what was not looked at is not right."""
 
     def blind(rows: Any) -> None:
@@ -306,7 +306,7 @@ def wrong_words(bench: Bench, folder: Path) -> Iterator[str]:
         yield "one step that was worked out again"
     if "fed" in told("unfed", list, lambda lines: [line.pop("fed_digest") for line in lines]):
         yield "nobody looked at what it was fed"
-    silent = said_of(held(bench, *(replace(arm, vouched=False) for arm in (SEEN, CONTROL))))
+    silent = said_of(held(bench, *(replace(arm, checked=False) for arm in (SEEN, CONTROL))))
     if silent != f"{LOOKED_AT}; {AGAIN}: at no step":
         yield f"of two without a stream: {silent}"
 
@@ -320,7 +320,9 @@ WORDINGS = {
     "of either run": Slip(
         judgement.Judgement, "_looked_at", "left[name] & right[name]", "left[name] | right[name]", "Seen in one"
     ),
-    "of what was not seen": Slip(vouched, "looked_at", "= ~np.isnan(values)", "= True", "What was not seen was right"),
+    "of what was not seen": Slip(
+        every_step, "looked_at", "= ~np.isnan(values)", "= True", "What was not seen was right"
+    ),
     "worked out again or not": Slip(wording, "_of_steps", "at no step", "at every step", "What is nowhere is anywhere"),
 }
 
@@ -354,10 +356,10 @@ def while_stable(jumps: Callable[..., apart.Jump]) -> Callable[..., apart.Jump]:
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "no look at every step": (vouched, "check", lambda _: lambda *a: []),
-    "bounds a thousand times as wide": (vouched, "bound", lambda bound: lambda *a: 1000 * bound(*a)),
-    "bounds a thousandth": (vouched, "bound", lambda bound: lambda *a: bound(*a) / 1000),
-    "nothing is vouched for": (vouched, "vouched_until", lambda _: lambda *a: 0),
+    "no look at every step": (every_step, "check", lambda _: lambda *a: []),
+    "bounds a thousand times as wide": (every_step, "bound", lambda bound: lambda *a: 1000 * bound(*a)),
+    "bounds a thousandth": (every_step, "bound", lambda bound: lambda *a: bound(*a) / 1000),
+    "nothing is checked": (every_step, "checked_until", lambda _: lambda *a: 0),
     "no jump of gradients": (apart, "JUMP", lambda _: 1e9),
     "no jump in hot training": (parting, "gradient_jumps", while_stable),
     "every step is a jump": (apart, "DRAW", lambda _: 1e-4),
@@ -379,7 +381,7 @@ def broken_expectations(bench: Bench) -> list[str]:
     for name, pair in SHARPER.items():
         steps = [each.step for each in held(bench, *pair).findings if each.grade is not Grade.ok]
         wrong += [] if steps[:1] == [AT] else [name]
-    unseen = (replace(arm, **CAPTURED, vouched=False) for arm in (CHAOS, CONTROL))
+    unseen = (replace(arm, **CAPTURED, checked=False) for arm in (CHAOS, CONTROL))
     if held(bench, *unseen).outcome is not Outcome.UNDECIDED:
         wrong.append("chaos without witnesses is not in doubt")
     clean = [held(bench, arm, CONTROL) for arm in (SEEN, CHAOS)]
@@ -394,7 +396,7 @@ def test_the_judge_as_it_is_breaks_nothing(bench: Bench) -> None:
     assert broken_expectations(bench) == []
 
 
-@pytest.mark.parametrize("mutant", each("The comparator: vouched steps", ((name, name) for name in MUTANTS)))
+@pytest.mark.parametrize("mutant", each("The comparator: steps checked", ((name, name) for name in MUTANTS)))
 def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     module, name, change = MUTANTS[mutant]
     monkeypatch.setattr(module, name, change(getattr(module, name)))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.probe.hooks import Aside
-from harness.probe.vouching.sketch import SKETCHES, Place, Signs
+from harness.probe.step_checks.sketch import SKETCHES, Place, Signs
 
 ROWS = 1 << 20
 

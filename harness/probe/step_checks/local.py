@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks
-from harness.probe.vouching.sketch import Place, Signs, Sketch
+from harness.probe.step_checks.sketch import Place, Signs, Sketch
 
 
 class LocalWatch:

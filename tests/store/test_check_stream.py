@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.store import forward, reading, vouching
-from harness.store.errors import StoreError
-from harness.store.vouching import (
+from harness.store import check_stream, forward, reading
+from harness.store.check_stream import (
     DENSE,
+    CheckedTensor,
     StreamWriter,
-    VouchedTensor,
     cadence,
     is_kept,
     kept_until,
@@ -22,9 +21,10 @@ from harness.store.vouching import (
     step_columns,
     tensor_columns,
 )
+from harness.store.errors import StoreError
 from tests.support.mutants import Slip, kills
 
-TENSORS = [VouchedTensor("a", (3, 2)), VouchedTensor("b", ())]
+TENSORS = [CheckedTensor("a", (3, 2)), CheckedTensor("b", ())]
 M = 4
 
 
@@ -39,7 +39,7 @@ def write(run_dir: Path, steps: range, *, every: int = 1, done: int = 0) -> None
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, range(1, 8))
-    found = vouching.read(tmp_path)
+    found = check_stream.read(tmp_path)
     assert found is not None
     assert found.tensors == tuple(TENSORS)
     assert found.column("rule").tolist() == [1, 2, 3, 4, 5, 6, 7]
@@ -47,15 +47,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert rows.shape == (7, 2, len(tensor_columns(M)))
     assert rows[4, 1, 0] == 5.0
-    assert vouching.read(tmp_path / "nowhere") is None
+    assert check_stream.read(tmp_path / "nowhere") is None
 
 
 def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     write(tmp_path, range(1, 8))
-    with open(tmp_path / "vouch" / "steps.f64", "ab") as file:
+    with open(tmp_path / "step_checks" / "steps.f64", "ab") as file:
         file.write(b"torn")
     write(tmp_path, range(5, 7), done=4)
-    found = vouching.read(tmp_path)
+    found = check_stream.read(tmp_path)
     assert found is not None
     assert found.column("sum").tolist() == [1, 2, 3, 4, 5, 6]
     assert found.kept()[0].tolist() == [1, 2, 3, 4, 5, 6]
@@ -63,7 +63,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
 
 def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
     write(tmp_path, range(4, 6), done=3)
-    found = vouching.read(tmp_path)
+    found = check_stream.read(tmp_path)
     assert found is not None
     assert [math.isnan(value) for value in found.column("sum")] == [True, True, True, False, False]
     assert last_weights(tmp_path, 3, ["a", "b"]) is None
@@ -74,7 +74,7 @@ def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
 def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
     every = 100
     write(tmp_path, range(1, DENSE + 350), every=every)
-    found = vouching.read(tmp_path)
+    found = check_stream.read(tmp_path)
     assert found is not None
     steps, rows = found.kept()
     assert steps.tolist() == [*range(1, DENSE + 1), 600, 700, 800]
@@ -91,9 +91,9 @@ def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "made"), [(1, "older"), (99, "newer")])
 def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) -> None:
     """It was `damaged: StoreError('... has version 1 ...')`; its shape is another one too, and is not spoken of."""
-    for name, read in (("stream.json", vouching.read), ("forward.json", forward.read)):
-        (tmp_path / "vouch").mkdir(exist_ok=True)
-        (tmp_path / "vouch" / name).write_text(json.dumps({"version": version, "modules": 3}))
+    for name, read in (("stream.json", check_stream.read), ("forward.json", forward.read)):
+        (tmp_path / "step_checks").mkdir(exist_ok=True)
+        (tmp_path / "step_checks" / name).write_text(json.dumps({"version": version, "modules": 3}))
         with pytest.raises(StoreError, match=rf"{name} has format {version}, .*: {made} code made the run") as caught:
             read(tmp_path)
         assert "damaged" not in str(caught.value)
@@ -115,13 +115,13 @@ UNSAID = '{"tensors": [], "sketches": 4, "every": 1}'
 )
 def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
     write(tmp_path, range(1, 3))
-    (tmp_path / "vouch" / "stream.json").write_text(text)
+    (tmp_path / "step_checks" / "stream.json").write_text(text)
     with pytest.raises(StoreError, match="stream"):
-        vouching.read(tmp_path)
+        check_stream.read(tmp_path)
 
 
 @kills("The store", "a stream of no version", "A stream that does not say its format is read as one of today's")
 def test_a_stream_that_is_trusted_without_a_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(vouching, "_stream", 'facts["version"]', 'facts.get("version", VERSION)').put(monkeypatch)
+    Slip(check_stream, "_stream", 'facts["version"]', 'facts.get("version", VERSION)').put(monkeypatch)
     with pytest.raises((pytest.fail.Exception, KeyError)):
         test_a_damaged_description_is_named(tmp_path, UNSAID)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from harness.config.update_rule import Rule, Units, UpdateState
-from harness.probe.vouching.pieces import Piece
-from harness.store.vouching import MOMENTS
+from harness.probe.step_checks.pieces import Piece
+from harness.store.check_stream import MOMENTS
 
 PER_TENSOR = 32
 """Elements followed of each tensor, over all ranks.

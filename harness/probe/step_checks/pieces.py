@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.probe.vouching.sketch import Place
+from harness.probe.step_checks.sketch import Place
 
 
 @dataclass(frozen=True)

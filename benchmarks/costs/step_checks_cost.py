@@ -1,6 +1,6 @@
-"""What it costs that every step is looked at (`measure.vouch`). Writes data/vouching_cost.json.
+"""What it costs that every step is looked at (`measure.step_checks`). Writes data/step_checks_cost.json.
 
-    python benchmarks/costs/vouching_cost.py [CELL ...]
+    python benchmarks/costs/step_checks_cost.py [CELL ...]
 
 Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32 on 4096 tokens a rank and
 step, in one microbatch or in two: local gradients, and weights as forwards see them, are looked at in each. Every other
@@ -35,14 +35,14 @@ from benchmarks.costs.capture_cost import interval
 from harness.bench.stats import median_ratio
 from harness.config.schema import CkptPolicy, Config, EngineName, Strategy
 from harness.train import loop
-from harness.train.vouching import Vouching
+from harness.train.step_checks import StepChecks
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
 BLOCKS = 8
 WARMUP = 2
 SEQUENCES = 16
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "vouching_cost.json"
+OUTPUT = Path(__file__).resolve().parents[1] / "data" / "step_checks_cost.json"
 IN_TWO = ", two microbatches"
 
 CELLS = {
@@ -67,7 +67,7 @@ def config_of(name: str) -> Config:
         train__microbatch_size=SEQUENCES // (4 if name.endswith(IN_TWO) else 2),
         train__param_norm_every=0,
         measure__capture_steps=[],
-        measure__vouch=True,
+        measure__step_checks=True,
         ckpt__policy=CkptPolicy.none,
     )
     model = config.model
@@ -88,9 +88,9 @@ class Step(NamedTuple):
 class EveryOther:
     """Looks at every second step only, and counts what that takes."""
 
-    def __init__(self, vouching: Vouching) -> None:
-        self.vouching, self.step, self.seconds = vouching, 0, 0.0
-        timers = vouching.session.meters.timers
+    def __init__(self, step_checks: StepChecks) -> None:
+        self.step_checks, self.step, self.seconds = step_checks, 0, 0.0
+        timers = step_checks.session.meters.timers
         inner = timers.aside
 
         @contextmanager
@@ -116,26 +116,26 @@ class EveryOther:
     def before(self) -> None:
         self.step += 1  # what the last step that was looked at left is another's by now, and costs as much to compare
         if self.looks:
-            self.vouching.before()
+            self.step_checks.before()
 
     def work_out_again(self, step: int) -> None:
         """Once in a run, and no part of a step's cost."""
 
     def watch(self, step: int) -> Any:
-        return self.vouching.watch(step) if self.looks else nullcontext()
+        return self.step_checks.watch(step) if self.looks else nullcontext()
 
     def reduced(self) -> None:
         if self.looks:
-            self.vouching.reduced()
+            self.step_checks.reduced()
 
     def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
         if not self.looks:
             return lambda: None
-        told = self._timed(self.vouching.after, step, lr, norm)
+        told = self._timed(self.step_checks.after, step, lr, norm)
         return lambda: self._timed(told)
 
     def close(self, *, finished: bool) -> None:
-        self.vouching.abandon()
+        self.step_checks.abandon()
 
     def abandon(self) -> None:
         pass
@@ -154,12 +154,12 @@ def one_cell(rank: int, name: str) -> list[Step]:
     class Opened:
         @staticmethod
         def open(*args: Any) -> EveryOther:
-            vouching = Vouching.open(*args)
-            assert vouching is not None
-            found.append(EveryOther(vouching))
+            step_checks = StepChecks.open(*args)
+            assert step_checks is not None
+            found.append(EveryOther(step_checks))
             return found[0]
 
-    loop.Vouching = Opened  # type: ignore[misc, assignment] # in this process alone
+    loop.StepChecks = Opened  # type: ignore[misc, assignment] # in this process alone
     steps: list[Step] = []
     with tempfile.TemporaryDirectory() as folder:
         began = [time.perf_counter(), time.process_time()]
