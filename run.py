@@ -41,7 +41,7 @@ from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
 from harness.study.file import register as register_study
-from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
+from harness.study.rendezvous import Answer, Host, ask, lead, rendezvous_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import JobFailed, carry_out, refuse_study, run_job
 
@@ -125,7 +125,7 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
         )
     if arguments.starts_nothing:
         return 0 if place.rank else request(arguments)
-    folder = meeting_folder(shared_root(arguments.overrides), os.environ)
+    folder = rendezvous_folder(shared_root(arguments.overrides), os.environ)
     if place.rank:
         return work(ask(folder, place), place)
     host = Host(folder, place)

@@ -1,4 +1,4 @@
-"""The Pythons and torches that the package names: the desk without torch, and two ranks wherever there is a torch.
+"""The Pythons and torches that the package names: the front end without torch, and two ranks wherever there is a torch.
 
 Interpreters are looked for on PATH as python3.11 to python3.13; HARNESS_PYTHONS lists others, with `:` between them. A
 torch is never fetched, as it may come with gigabytes of CUDA: it is tried where an interpreter has it.
@@ -72,7 +72,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without_torch() -> list[str]:
-    """What the desk and its readers need."""
+    """What the front end and its readers need."""
     needed = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["analysis"][:2]]
     return [each for each in needed if not each.startswith("torch")]
 
@@ -100,14 +100,14 @@ def rooms(title: str) -> list[str]:
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
 def test_the_desk_judges_without_torch(version: str, wheel: Path, tmp_path: Path) -> None:
-    """Another interpreter imports every room of the desk, previews a request, judges and reports as this one does."""
+    """Another interpreter imports every room of the front end, previews a request, judges and reports as this one does."""
     if not known()[version]:
         pytest.skip(f"no python{version} on PATH or in HARNESS_PYTHONS")
     python = environment(known()[version][0][0], tmp_path / "venv", wheel, without_torch())
     home = ran(python, "-c", "import harness, os; print(os.path.dirname(harness.__file__))", cwd=tmp_path).strip()
     assert Path(home).is_relative_to(tmp_path)
     ran(python, "-W", "error", "-m", "compileall", "-q", "-f", home, cwd=tmp_path)
-    for title in ("The desk, the store and the readers", "The engine's words and declarations"):
+    for title in ("The front end, the store and the readers", "The engine's words and declarations"):
         assert imported(python, rooms(title), tmp_path).endswith(" False\n"), "none of them imports torch"
     arm = whole(tmp_path / "runs")
     typed = python.with_name("harness")

@@ -169,7 +169,9 @@ def poison_torch(folder: Path) -> None:
     package = folder / "poison" / "torch"
     package.mkdir(parents=True)
     mark = folder / "torch-was-imported"
-    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise ImportError('torch on the desk')\n")
+    (package / "__init__.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nraise ImportError('torch on the front end')\n"
+    )
 
 
 def ask(request: BadRequest, folder: Path, full: Path | None) -> Outcome:

@@ -58,7 +58,7 @@ processes that are killed. {tests}
 
 
 def package_of(path: str) -> str:
-    """The row of a file: its folder, of the engine's rooms the room."""
+    """The row of a file: its folder, of the engine's packages the package."""
     parts = path.split("/")
     return "/".join(parts[: min(3 if parts[1] == "fsdp" else 2, len(parts) - 1)])
 

@@ -47,7 +47,7 @@ HEAD = """# Who imports the engine
 inside. Made by `python benchmarks/checks/doors.py`; the data are in `benchmarks/data/doors.json`.*
 
 The *door* is the package `harness.fsdp`; its *declarations*, `vocabulary` and `options`, need no torch. All other
-modules of the engine are its *inside*. Import-linter keeps `harness` out of the inside, `tests/house/test_doors.py`
+modules of the engine are its *inside*. Import-linter keeps `harness` out of the inside, `tests/architecture/test_doors.py`
 everything else but the engine's own tests and benchmarks. A file is counted once a row; an import of several names is
 as many imports; a dotted path in a string, by which a test patches, counts as an import.
 """
@@ -81,8 +81,8 @@ def _use(path: str) -> Use | None:
         return Use("declarations", path)
     name = path.removeprefix(f"{ENGINE}.")
     is_module = "." in name or (ROOT / "harness" / "fsdp" / f"{name}.py").exists()
-    is_room = (ROOT / "harness" / "fsdp" / name / "__init__.py").exists()
-    return Use("inside" if is_module or is_room else "door", name if name.isidentifier() else path)
+    is_package = (ROOT / "harness" / "fsdp" / name / "__init__.py").exists()
+    return Use("inside" if is_module or is_package else "door", name if name.isidentifier() else path)
 
 
 def package_of(path: str) -> str:

@@ -13,23 +13,23 @@ WIDTH, HEIGHT = 960, 540
 DESK, STORE, RANK, READ, ENGINE = "#dcebf7", "#fdf0d5", "#dff1e4", "#efe3f3", "#bfe3cb"
 INK, PALE = "#1c2733", "#4d5964"
 TOP, ROOM, GAP = 20, 40, 8
-"""Upper edge of the columns; height of a room; between two of them."""
+"""Upper edge of the columns; height of a package; between two of them."""
 
 
 class Column(NamedTuple):
-    """A part of the house: its rooms stand above each other, and each imports only those below it."""
+    """A part of the architecture: its packages stand above each other, and each imports only those below it."""
 
     title: str
     what: str
     fill: str
     left: int
     width: int
-    rooms: tuple[str, ...]
+    packages: tuple[str, ...]
 
 
 COLUMNS = (
     Column(
-        "the desk",
+        "the front end",
         "composes and starts, without torch",
         DESK,
         20,
@@ -50,7 +50,7 @@ COLUMNS = (
         READ,
         690,
         250,
-        ("notebooks, reports", "harness/bench, mirror", "harness/parity", "harness/config", "harness/store"),
+        ("notebooks, reports", "harness/bench, wandb_sync", "harness/parity", "harness/config", "harness/store"),
     ),
 )
 ENGINES = (("harness/fsdp", "our engine,", "usable alone"), ("beside it", "fsdp2, fsdp1, ddp,", "megatron-fsdp, ..."))
@@ -79,18 +79,18 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def column(each: Column) -> Iterator[str]:
-    """One part of the house."""
+    """One part of the architecture."""
     yield box(each.left, TOP, each.width, 326, each.fill)
     yield text(each.left + 14, TOP + 28, each.title, 18, style=BOLD)
     yield text(each.left + 14, TOP + 48, each.what, 13, colour=PALE)
-    for place, room in enumerate(each.rooms):
+    for place, package in enumerate(each.packages):
         y = TOP + 62 + (ROOM + GAP) * place
         yield box(each.left + 12, y, each.width - 24, ROOM, "white")
-        yield text(each.left + each.width / 2, y + 25, room, style=MIDDLE)
+        yield text(each.left + each.width / 2, y + 25, package, style=MIDDLE)
 
 
 def engines() -> Iterator[str]:
-    """What the rank's last room adapts: ours and the others."""
+    """What the rank's last package adapts: ours and the others."""
     left, half = COLUMNS[1].left + 12, (COLUMNS[1].width - 24 - GAP) / 2
     for place, (title, *lines) in enumerate(ENGINES):
         x, y = left + (half + GAP) * place, TOP + 62 + (ROOM + GAP) * 4
@@ -116,7 +116,7 @@ def directory() -> Iterator[str]:
 
 def picture() -> str:
     """The whole drawing."""
-    title = "The desk composes and starts, the ranks train, readers judge; they meet in the run directory"
+    title = "The front end composes and starts, the ranks train, readers judge; they meet in the run directory"
     arrows = (
         (arrow(150, 346, 150, 406), text(160, 382, "freezes the cell", 14, colour=PALE)),
         (arrow(485, 346, 485, 406), text(495, 382, "records every step", 14, colour=PALE)),

@@ -2,9 +2,9 @@
 
     python benchmarks/pages/checkpoints.py                  the page, from the data that is there
     python benchmarks/pages/checkpoints.py --run            all parts (about half an hour), then the page
-    python benchmarks/pages/checkpoints.py --run matrix     one part: matrix, portions, kills or cost
+    python benchmarks/pages/checkpoints.py --run matrix     one part: matrix, tp_shards, kills or cost
 
-`matrix` saves and loads every pair of layouts and compares bit by bit (tests/support/layouts.py says how), `portions`
+`matrix` saves and loads every pair of layouts and compares bit by bit (tests/support/layouts.py says how), `TP shards`
 the same of layouts under tensor parallelism, in fp64 and under each FP8 recipe; `kills`
 kills a rank at fifty random moments of a save; `cost` needs a machine that does nothing else.
 """
@@ -31,7 +31,7 @@ from harness.store.provenance import versions
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, DATA = ROOT / "docs" / "checkpoints.md", ROOT / "benchmarks" / "data" / "checkpoints.json"
 PROSE = ROOT / "benchmarks" / "pages" / "checkpoints_prose.md"
-PARTS = ("matrix", "portions", "kills", "cost")
+PARTS = ("matrix", "TP shards", "kills", "cost")
 KILLS, KILL_SEED = 50, 1
 GIB = 1 << 30
 
@@ -43,11 +43,11 @@ def run_matrix() -> dict[str, Any]:
     return run_family(LAYOUTS)
 
 
-def run_portions() -> dict[str, Any]:
+def run_tp_shards() -> dict[str, Any]:
     """Every pair of each family of layouts under tensor parallelism."""
-    from tests.support.layouts import PORTIONS
+    from tests.support.layouts import TP_LAYOUTS
 
-    return {"families": {name: run_family(layouts) for name, layouts in PORTIONS.items()}}
+    return {"families": {name: run_family(layouts) for name, layouts in TP_LAYOUTS.items()}}
 
 
 def run_family(layouts: Sequence[Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def page(data: dict[str, Any]) -> str:
     """The Markdown of docs/checkpoints.md."""
     parts = [PROSE.read_text(encoding="utf-8").rstrip()]
     parts += [_matrix(data["matrix"])] if "matrix" in data else []
-    parts += [_portions(data["portions"])] if "portions" in data else []
+    parts += [_tp_shards(data["TP shards"])] if "TP shards" in data else []
     parts += [_kills(data["kills"])] if "kills" in data else []
     parts += [_cost(data["cost"])] if "cost" in data else []
     return "\n\n".join(parts) + "\n"
@@ -141,7 +141,7 @@ def _table(part: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _portions(part: dict[str, Any]) -> str:
+def _tp_shards(part: dict[str, Any]) -> str:
     families = part["families"]
     held = {name: sum(cell["holds"] for cell in family["cells"]) for name, family in families.items()}
     told = {name: f"{held[name]} of {len(family['cells'])}" for name, family in families.items()}
@@ -150,15 +150,15 @@ def _portions(part: dict[str, Any]) -> str:
     lines = [
         "## Under tensor parallelism, and in 8 bits",
         "",
-        _made(part, "portions"),
+        _made(part, "TP shards"),
         "",
         f"Cells that hold: {', '.join(f'{name} {text}' for name, text in told.items())}. Compared as above, with the"
         " decoder that declares how it is cut; checkpoints put together without DCP have the reference's bits too"
         + (f", but for {wrong}" if wrong else "")
         + f". In fp64 the next update lands within {families['fp64']['tolerance']:.0e} of the one process's (largest"
         f" distance {plain:.1e}). Under FP8, main weights, moments, amax histories and scales have the one process's"
-        " bits, and what layers of `native` multiply is, to the bit, the whole weight quantized, or a rank's portion of"
-        " that; the next update is another one where ranks multiply other portions of activations, and is not compared."
+        " bits, and what layers of `native` multiply is, to the bit, the whole weight quantized, or a rank's TP shard of"
+        " that; the next update is another one where ranks multiply other TP shards of activations, and is not compared."
         " `2 TP 2` is 2 data-parallel by 2 tensor-parallel ranks.",
     ]
     for name, family in families.items():
@@ -228,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
     if arguments.run is not None:
-        runs = {"matrix": run_matrix, "portions": run_portions, "kills": run_kills, "cost": run_cost}
+        runs = {"matrix": run_matrix, "TP shards": run_tp_shards, "kills": run_kills, "cost": run_cost}
         for name in arguments.run or PARTS:
             held = {key: value for key, value in versions().items() if key in ("python", "torch", "safetensors")}
             told = ", ".join(f"{key} {value}" for key, value in held.items())
@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
             write_json(DATA, data)
     write_atomic(PAGE, page(data))
     wrong = [cell for cell in data.get("matrix", {}).get("cells", []) if not cell["holds"]]
-    families = data.get("portions", {}).get("families", {})
+    families = data.get("TP shards", {}).get("families", {})
     wrong += [cell for family in families.values() for cell in family["cells"] if not cell["holds"]]
     wrong += [kill for kill in data.get("kills", {}).get("kills", []) if not kill["holds"]]
     print(f"{PAGE.relative_to(ROOT)}: {Counter(name for name in PARTS if name in data)}, {len(wrong)} do not hold")

@@ -25,12 +25,12 @@ def guide() -> str:
         'Non-finite numbers are the strings `"nan"`, `"inf"` and `"-inf"`; null is what cannot be observed. *Resume*:',
         "whether a run that was interrupted must have the same bits; a cost may differ.",
         "",
-        "| metric | unit | meaning | resume | mirrored |",
+        "| metric | unit | meaning | resume | synced |",
         "|---|---|---|---|---|",
     ]
     lines += [
         f"| `{each.path}` | {each.unit or '-'} | {each.meaning} | {'cost' if each.cost else 'same bits'} |"
-        f" {'yes' if each.mirrored else 'no'} |"
+        f" {'yes' if each.synced else 'no'} |"
         for each in METRICS
     ]
     return "\n".join(lines) + "\n"

@@ -79,18 +79,18 @@ def run(files: Sequence[str]) -> tuple[int, Rows]:
 def merged(rows: Rows, found: Rows, files: Sequence[str]) -> Rows:
     """`found`, with the rows of what was not run."""
     kept = [row for row in rows if files and not any(row["test"].startswith(name) for name in files)]
-    return sorted([*kept, *found], key=lambda row: (row["room"], row["test"]))
+    return sorted([*kept, *found], key=lambda row: (row["area"], row["test"]))
 
 
 def page(rows: Rows) -> str:
-    """The page; rows of a room lie side by side."""
-    rooms = [(room, list(of_room)) for room, of_room in groupby(rows, key=lambda row: str(row["room"]))]
+    """The page; rows of a area lie side by side."""
+    areas = [(area, list(of_area)) for area, of_area in groupby(rows, key=lambda row: str(row["area"]))]
     parts = [HEAD + "| | mutants | seconds |", "|---|---|---|"]
-    parts += [f"| {room} | {len(each)} | {_seconds(_sum(each), 1)} |" for room, each in rooms]
+    parts += [f"| {area} | {len(each)} | {_seconds(_sum(each), 1)} |" for area, each in areas]
     parts.append(f"| together | {len(rows)} | {_seconds(_sum(rows), 1)} |")
-    for room, each in rooms:
+    for area, each in areas:
         parts += (
-            ["", f"## {room}", "", f"Killed by `{_test(each[0])}`.", ""] if _is_one(each) else ["", f"## {room}", ""]
+            ["", f"## {area}", "", f"Killed by `{_test(each[0])}`.", ""] if _is_one(each) else ["", f"## {area}", ""]
         )
         parts += ["| mutant | what it breaks | test | seconds |", "|---|---|---|---|"]
         parts += [_line(row, _is_one(each)) for row in each]
@@ -103,7 +103,7 @@ def page(rows: Rows) -> str:
         "|---|---|---|---|",
     ]
     gone = json.loads(GONE.read_text(encoding="utf-8"))
-    parts += [f"| {' | '.join(_plain(each[key]) for key in ('name', 'room', 'breaks', 'gone'))} |" for each in gone]
+    parts += [f"| {' | '.join(_plain(each[key]) for key in ('name', 'area', 'breaks', 'gone'))} |" for each in gone]
     return "\n".join(parts) + "\n"
 
 

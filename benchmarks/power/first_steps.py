@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the study, or a part of it; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are stored (default: runs)")
-    parser.add_argument("--short", action="store_true", help="every fault at full strength, and its twin: what CI runs")
+    parser.add_argument(
+        "--short", action="store_true", help="every fault at full strength, and its baseline: what CI runs"
+    )
     parser.add_argument("--only", metavar="TEXT", help="faults and differences whose name contains it")
     parser.add_argument("--part", choices=PARTS, default="fixed", help="which pairs (default: those not held out)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write every judgement as JSON")

@@ -29,10 +29,10 @@ PARTS = {"tolerances were fixed on": False, "held out": True}
 
 
 SAID_OF_LATER = (
-    "Not in the campaign above, and held against a twin at full strength alone, as `tests/study/test_power.py` does:",
+    "Not in the campaign above, and held against a baseline at full strength alone, as `tests/study/test_power.py` does:",
     "of weights in 8 bits, of tensor parallelism, of HFSDP's outer axis, five that passed when they began late, and",
     "the second edition, by the judges of the fresh part. Bold: not the fault's stage, nor an interval that has it.",
-    "Their twins pass against DDP, FP8 ones with factors from 1e-6 seen. No witness sees whole weights under tensor",
+    "Their baselines pass against DDP, FP8 ones with factors from 1e-6 seen. No witness sees whole weights under tensor",
     "parallelism, so that a wrong gather shows in the loss.",
 )
 HEAD = """# Power: what the verdicts are worth
@@ -42,7 +42,7 @@ Made by `python benchmarks/power/first_steps.py --part all --out benchmarks/data
 benchmarks/power/page.py --frozen {frozen}`; {made}.*
 
 Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
-*twin*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
+*baseline*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
 in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
 with which messages. What each fault is, and how it is done, stands in `tests/faults/`;
 `python run.py fault.name=tests.faults.FILE:NAME` puts it into any run. F numbers are silent bugs that were reported
@@ -110,9 +110,9 @@ def _page(judged: Sequence[Judged]) -> list[str]:
         "",
         "## Fault by fault",
         "",
-        "Verdict against twin / reference (D different, U undecided, N not comparable, = passed), step and tier of the",
+        "Verdict against baseline / reference (D different, U undecided, N not comparable, = passed), step and tier of the",
         "first finding, and the stage it names (bold where it is another one than the fault's). The last columns: does",
-        "the published rule stop the full fault (twin / reference)?",
+        "the published rule stop the full fault (baseline / reference)?",
         "",
         *_faults(judged),
         "",
@@ -183,7 +183,9 @@ def _faults(judged: Sequence[Judged]) -> list[str]:
     by = {(each.fault, each.strength, each.against): each for each in judged if each.kind == "faulty"}
     rows = []
     for fault in (each for each in corpus().values() if each.measured):
-        each = [[by.get((fault.name, strength, against)) for against in ("twin", "reference")] for strength in AMOUNTS]
+        each = [
+            [by.get((fault.name, strength, against)) for against in ("baseline", "reference")] for strength in AMOUNTS
+        ]
         rules = [_stops([pair for pair in each[0] if pair], rule.name) for rule in RULES]
         held = any(pair.held_out for pairs in each for pair in pairs if pair)
         rows.append((f"{fault.name}{' (held out)' if held else ''}", _says(fault), *map(_cell, each), *rules))
@@ -193,12 +195,12 @@ def _faults(judged: Sequence[Judged]) -> list[str]:
 def _later() -> list[str]:
     found = (read_json(LATER) or {})["pairs"]
     rows = []
-    for fault in (each for each in corpus().values() if not (each.measured or each.is_sealed)):
+    for fault in (each for each in corpus().values() if not (each.measured or each.is_held_out)):
         each = found[fault.name]
         is_right = fault.stage in each.get("stages", (each["named"],))
         named = each["named"] if is_right else f"**{each['named']}**"
         rows.append((fault.name, _says(fault), f"{LETTERS[each['outcome']]} {each['step']} {each['tier']} {named}"))
-    return _rows(("fault", "what it does", "full, against its twin"), rows)
+    return _rows(("fault", "what it does", "full, against its baseline"), rows)
 
 
 def _says(fault: Fault) -> str:

@@ -1,6 +1,6 @@
 """The power study: every fault of the corpus at every strength, and pairs that differ only in what must not matter.
 
-A faulty run is held against two clean ones: its *twin*, the same cell without the fault, and a *reference*, the same
+A faulty run is held against two clean ones: its *baseline*, the same cell without the fault, and a *reference*, the same
 training by torch's DDP, as one would hold a new engine against one that is trusted. A clean pair are two runs of one
 world: the same model, data, optimizer and seed, otherwise sharded, cut, sent or promised.
 
@@ -81,38 +81,40 @@ def _third(text: str) -> bool:
 
 
 def pairs(*, short: bool = False) -> list[Pair]:
-    """Every pair; `short`, for CI, takes each fault at full strength against its twin, and each twin against its
+    """Every pair; `short`, for CI, takes each fault at full strength against its baseline, and each baseline against its
     reference, which it must pass."""
     return [*_shortly()] if short else [*(pair for pair in faulty() if corpus()[pair.name].measured), *clean()]
 
 
 def _shortly() -> Iterator[Pair]:
-    twins: dict[tuple[str, ...], Pair] = {}
+    baselines: dict[tuple[str, ...], Pair] = {}
     for pair in faulty():
-        if pair.strength == "full" and pair.against == "twin":
+        if pair.strength == "full" and pair.against == "baseline":
             yield pair
             reference = _reference(pair.control)
-            said = f"twin of {pair.name}"
-            twins.setdefault(pair.control, Pair(Kind.clean, said, "", "reference", pair.control, reference, group=said))
-    yield from twins.values()
+            said = f"baseline of {pair.name}"
+            baselines.setdefault(
+                pair.control, Pair(Kind.clean, said, "", "reference", pair.control, reference, group=said)
+            )
+    yield from baselines.values()
 
 
 def faulty() -> Iterator[Pair]:
-    """Every fault that judges may see, at every strength, against its twin and against a reference."""
-    for fault in (each for each in corpus().values() if not each.is_sealed):
+    """Every fault that judges may see, at every strength, against its baseline and against a reference."""
+    for fault in (each for each in corpus().values() if not each.is_held_out):
         for strength in AMOUNTS:
-            twin = (*BASE, *(RESUMED if fault.resumes else ()), *fault.cell)
-            arm = (*twin, *fault.asked(strength=strength))
-            yield Pair(Kind.faulty, fault.name, strength, "twin", arm, twin, fault.resumes)
-            yield Pair(Kind.faulty, fault.name, strength, "reference", arm, _reference(twin), fault.resumes)
+            baseline = (*BASE, *(RESUMED if fault.resumes else ()), *fault.cell)
+            arm = (*baseline, *fault.asked(strength=strength))
+            yield Pair(Kind.faulty, fault.name, strength, "baseline", arm, baseline, fault.resumes)
+            yield Pair(Kind.faulty, fault.name, strength, "reference", arm, _reference(baseline), fault.resumes)
 
 
 RESUMED = ("ckpt=last",)
 
 
-def _reference(twin: tuple[str, ...]) -> tuple[str, ...]:
+def _reference(baseline: tuple[str, ...]) -> tuple[str, ...]:
     """Overrides of the same training by DDP on as many ranks."""
-    kept = [text for text in twin if not text.startswith(("sharding=", "ckpt=", "numerics="))]
+    kept = [text for text in baseline if not text.startswith(("sharding=", "ckpt=", "numerics="))]
     flat = ["mesh.world_size=4" if text == "mesh=two_by_two" else text for text in kept]  # DDP knows no outer axis
     return (*flat, "engine=ddp", "ckpt=none")
 

@@ -135,7 +135,7 @@ FRESH_ARMS = {
 class WholePair:
     """An arm and what it is held against, as overrides.
 
-    name: of the fault, or of the two arms. begins: `late` or `early`; empty for clean pairs. against: `twin` (the same
+    name: of the fault, or of the two arms. begins: `late` or `early`; empty for clean pairs. against: `baseline` (the same
     cell without the fault), `reference` (the same training by DDP) or `arm`.
     """
 
@@ -173,11 +173,11 @@ def fresh() -> list[WholePair]:
 
 
 def faulty(edition: int = 1) -> Iterator[WholePair]:
-    """Every fault of an edition that can act in the cell, late and early, against its twin and against DDP."""
+    """Every fault of an edition that can act in the cell, late and early, against its baseline and against DDP."""
     for fault in (each for each in corpus().values() if each.edition == edition):
         if (
             fault.recipes or fault.tensor_parallel
-        ):  # of 8 bits and of cut weights: other twins, in docs/records/power.md
+        ):  # of 8 bits and of cut weights: other baselines, in docs/records/power.md
             continue
         for world, strengths in FAULTY.items():
             yield from _in_world(fault, WORLDS[world], strengths)
@@ -185,8 +185,8 @@ def faulty(edition: int = 1) -> Iterator[WholePair]:
 
 def _in_world(fault: Fault, world: World, strengths: tuple[str, ...]) -> Iterator[WholePair]:
     own = (*(("ckpt=last",) if fault.resumes else ()), *fault.cell)
-    twin = world.cell(*own, EVERY)
-    flat = [text for text in twin if not text.startswith(("sharding=", "ckpt=", "numerics=", "mesh=two"))]
+    baseline = world.cell(*own, EVERY)
+    flat = [text for text in baseline if not text.startswith(("sharding=", "ckpt=", "numerics=", "mesh=two"))]
     reference = (*flat, "engine=ddp", "ckpt=none")
     late_only = fault.resumes or fault.ends or world.name != EARLY
     for begins in ("late",) if late_only else ("late", "early"):
@@ -194,7 +194,7 @@ def _in_world(fault: Fault, world: World, strengths: tuple[str, ...]) -> Iterato
         for strength in strengths if begins == "late" else ("full",):
             every = (EVERY,) if strength == "full" else ()
             arm = (*world.cell(*own, *every), *fault.asked(strength=strength, begins_at=at))
-            for against, control in (("twin", twin), ("reference", reference)):
+            for against, control in (("baseline", baseline), ("reference", reference)):
                 yield WholePair(
                     Kind.faulty, fault.name, world.name, begins, strength, against, arm, control, fault.resumes
                 )

@@ -174,7 +174,7 @@ def judged(
             **facts,
             "held_out": pair.held_out,
             "stage": stage,
-            "acts": _acts(arm, control) if pair.against == "twin" else None,
+            "acts": _acts(arm, control) if pair.against == "baseline" else None,
             "views": {view: asdict(_seen(arm, control, view)) for view in _views(pair)},
         }
         if number % 100 == 0:
@@ -229,9 +229,9 @@ def _seen(arm: Path, control: Path, view: str) -> Found:
     return Found(verdict.outcome.value, first.step, stages, first.tensor, first.check)
 
 
-def _acts(arm: Path, twin: Path) -> bool:
-    """Whether a faulty run has other losses, norms or weights than its twin."""
-    left, right = _record(arm), _record(twin)
+def _acts(arm: Path, baseline: Path) -> bool:
+    """Whether a faulty run has other losses, norms or weights than its baseline."""
+    left, right = _record(arm), _record(baseline)
     same = left.columns == right.columns and left.summary.get("final_weights") == right.summary.get("final_weights")
     return not same
 

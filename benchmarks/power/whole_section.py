@@ -42,7 +42,7 @@ changed for what it showed. All was made anew by commit `09169bc` (streams of ve
 judges, because sketches, the recomputed step and judges had changed since the last time (`af90c65`, and `2a438d7`
 before). The section on first steps below is older.
 A fault is *found* where a run is DIFFERENT or UNDECIDED; its *stage is right* where the one that is named is, or the
-interval ("between A and B") that is named has it. Each is held against its twin and against DDP.
+interval ("between A and B") that is named has it. Each is held against its baseline and against DDP.
 """
 
 MENDED = """What the campaign found in the part that judges were mended on, and what was mended. Late faults of a

@@ -45,7 +45,7 @@ def projections(m: ModelConfig) -> list[Projection]:
     return [Projection(name, rows, cols, m.num_layers * n, paths) for name, rows, cols, n, paths in of_all]
 
 
-def portion(of: Projection, tp: int) -> tuple[int, int]:
+def tp_shard(of: Projection, tp: int) -> tuple[int, int]:
     """Rows and columns on each of `tp` ranks.
 
     Matrices into heads and hidden units are cut by rows, matrices out of them by columns; see
@@ -55,7 +55,7 @@ def portion(of: Projection, tp: int) -> tuple[int, int]:
 
 
 def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
-    sizes = [size for each in projections(m) for size in portion(each, tp)]
+    sizes = [size for each in projections(m) for size in tp_shard(each, tp)]
     return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]
 
 

@@ -1,6 +1,6 @@
 """`python -m harness.engines.describe package.module:Class`: an adapter's declarations as JSON, or its faults.
 
-Run by the desk (`harness.config.adapter`), which never loads torch itself. Exit code 0 for a usable adapter.
+Run by the front end (`harness.config.adapter`), which never loads torch itself. Exit code 0 for a usable adapter.
 """
 
 from __future__ import annotations

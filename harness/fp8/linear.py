@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from harness.fp8.delayed import Column, History
 from harness.fp8.formats import is_8_bit
 from harness.fp8.matmul import multiply
-from harness.fp8.portions import adds_bias, gradient_of, input_here, output_of, portion_here, take_largest
 from harness.fp8.quantize import WHOLE, Quantized, amax_grid, quantize, scales_of
 from harness.fp8.recipes import Recipe, recipe_of
+from harness.fp8.tp_shards import adds_bias, gradient_of, input_here, output_of, take_largest, tp_shard_here
 from harness.private_torch import version_of
 
 HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
@@ -115,7 +115,7 @@ class Fp8Linear(nn.Linear):
 
         Args:
             module: what has the layers, the same on all ranks.
-            reduce: replaces a tensor in place by its maximum over all ranks that have other data or other portions;
+            reduce: replaces a tensor in place by its maximum over all ranks that have other data or other TP shards;
                 None with a single such rank.
 
         Raises:
@@ -159,7 +159,7 @@ class Fp8Linear(nn.Linear):
         for name in names:
             held = self.get_buffer(name)
             if isinstance(held, DTensor):
-                setattr(self, name, portion_here(held))
+                setattr(self, name, tp_shard_here(held))
         return {name: self.get_buffer(name) for name in names}
 
     @property
@@ -196,10 +196,10 @@ class Fp8Linear(nn.Linear):
     def weight_for(self, *, transposed: bool) -> Quantized:
         """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
 
-        Of a weight that is cut, this rank's portion: *collective* over the axis that cuts it, where it does not hold 8
+        Of a weight that is cut, this rank's tp_shard: *collective* over the axis that cuts it, where it does not hold 8
         bits and its one scale is made now. RuntimeError if it holds 8 bits without scales, or of one direction alone.
         """
-        operand, weight = self.recipe.weights, portion_here(self.weight)
+        operand, weight = self.recipe.weights, tp_shard_here(self.weight)
         if not is_8_bit(weight.dtype):
             held = self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
         elif self.encoded_weight is not None:
@@ -228,7 +228,7 @@ class Fp8Linear(nn.Linear):
     def _quantize(self, column: Column, values: Tensor, cut: Tensor, *, transposed: bool, trains: bool) -> Quantized:
         """The values as they lie, in tiles for a product with them or with their transpose.
 
-        cut: the tensor of which they are this rank's portion.
+        cut: the tensor of which they are this rank's TP shard.
         """
         operand, scaling = self.recipe.operands[column], self.recipe.scaling
         history, scale = self.history, None
@@ -253,7 +253,7 @@ class _Product(torch.autograd.Function):
         for_y, for_dw = layer.quantize_pair(Column.activations, x, trains=trains)
         y = multiply(for_y, layer.weight_for(transposed=False))
         if bias is not None and adds_bias(weight):
-            y = y + portion_here(bias).float()
+            y = y + tp_shard_here(bias).float()
         ctx.layer, ctx.tile, ctx.dtype, ctx.bias = layer, for_dw.tile, x.dtype, bias
         ctx.cut = _CutWeight(weight) if isinstance(weight, DTensor) and trains else None
         ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight if ctx.cut is None else None)
@@ -318,9 +318,9 @@ _MADE: dict[Any, type] = {nn.Linear: Fp8Linear}
 
 def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
     """The reason why a layer cannot have a recipe; "" where it can."""
-    shape = portion_here(layer.weight).shape
+    shape = tp_shard_here(layer.weight).shape
     if not recipe.fits(shape):
-        which = "a portion of its weight" if isinstance(layer.weight, DTensor) else "its weight"
+        which = "a TP shard of its weight" if isinstance(layer.weight, DTensor) else "its weight"
         return f"{which} has shape {list(shape)}: both sizes must be multiples of {recipe.multiple}"
     if owners[id(layer.weight)] > 1:
         return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"

@@ -11,7 +11,7 @@ from harness.fp8.quantize import Scaling, Tile, amax_grid, encode, scales_of, sp
 
 
 class TileScales:
-    """Scales of one encoding of one weight [out, in], or of a rank's portion of it, the same on every rank.
+    """Scales of one encoding of one weight [out, in], or of a rank's TP shard of it, the same on every rank.
 
     Under `Scaling.exponent` ranks agree on exponents and keep these alone, one byte a tile: the exponent of the largest
     amax is the largest of the exponents. Elsewhere ranks agree on amaxes, and keep fp32 scales and their reciprocals.

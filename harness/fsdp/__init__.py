@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from harness.fsdp.state.named import ShardedState as ShardedState
     from harness.fsdp.state.named import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
-    from harness.fsdp.tensor_parallel.parameters import Portion as Portion
+    from harness.fsdp.tensor_parallel.parameters import TpShard as TpShard
     from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
@@ -72,7 +72,7 @@ _EXPORTS = {
     "state.named": "ShardedState StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
-    "tensor_parallel.parameters": "Portion UnknownPlan",
+    "tensor_parallel.parameters": "TpShard UnknownPlan",
     "update.rules": "create_state",
     "update.norms": "sum_of_squares",
     "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",

@@ -114,7 +114,7 @@ class FSDPModule(nn.Module):
         optimizers are not copied. *Collective.*
 
         Raises:
-            NotImplementedError: parameters are portions of a tensor-parallel plan, or kept in 8 bits.
+            NotImplementedError: parameters are TP shards of a tensor-parallel plan, or kept in 8 bits.
         """
         made: FSDPModule = copied(self, memo)
         return made

@@ -153,7 +153,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
     """
     for bucket in engine.buckets:
         if bucket.tp is not None or bucket.codec.is_lossy:
-            kind = "kept in 8 bits" if bucket.codec.is_lossy else "portions of a tensor-parallel plan"
+            kind = "kept in 8 bits" if bucket.codec.is_lossy else "TP shards of a tensor-parallel plan"
             raise NotImplementedError(
                 f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
                 " state_dict() of this one"

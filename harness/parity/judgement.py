@@ -1,7 +1,7 @@
 """Two comparable runs, each measurement made once, and their verdict.
 
 [Note: Certainty] A run is right up to a step if every step until then was checked in all that `every_step.REQUIRED` names.
-Where both runs are, later differences are growth of rounding: no bound on growth applies, and only a jump (`parting`)
+Where both runs are, later differences are growth of rounding: no bound on growth applies, and only a jump (`divergence`)
 raises a doubt. Elsewhere growth is bounded by expectation and observation while the control is stable; after that
 nothing is refuted. The order of outcomes is that of `harness.parity.compare`.
 """
@@ -19,16 +19,16 @@ from harness.parity.alone import every_step, fed, optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import bitwise, ending, finite, forward, numeric, parting, placing, trajectory, updates
+from harness.parity.tiers import bitwise, divergence, ending, finite, forward, numeric, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import unlisted
+from harness.parity.tiers.divergence import Divergence
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import listed
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
-from harness.parity.tiers.parting import Parting
 from harness.parity.tiers.stability import grown, stable_until
-from harness.parity.tiers.trajectory import Kick, Span
+from harness.parity.tiers.trajectory import Perturbation, Span
 
 
 @lru_cache(maxsize=64)
@@ -98,7 +98,7 @@ class Judgement:
                 kinds.setdefault(finding.check, []).append(finding)
         return list(kinds.values())
 
-    def _locally_equal(self, step: int, push: Kick) -> bool:
+    def _locally_equal(self, step: int, push: Perturbation) -> bool:
         left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
         if left is None or right is None:
             return False
@@ -111,7 +111,7 @@ class Judgement:
         return bool(pairs) and all(finding.grade is Grade.ok for finding in found)
 
     @cached_property
-    def steady(self) -> int:
+    def last_stable(self) -> int:
         return stable_until(self.control.series("grad_norm"), self.control.series("loss"))
 
     @cached_property
@@ -127,7 +127,7 @@ class Judgement:
 
     @cached_property
     def broken(self) -> list[Finding]:
-        return finite.check(self.arm, self.control, self.pairs, self.steady)
+        return finite.check(self.arm, self.control, self.pairs, self.last_stable)
 
     @cached_property
     def last(self) -> int:
@@ -135,14 +135,16 @@ class Judgement:
         return self.control.length if broken_at is None else broken_at - 1
 
     @cached_property
-    def push(self) -> Kick:
+    def push(self) -> Perturbation:
         observed = pool(self.pairs[1]).distance if 1 in self.steps and self.last else None
-        return trajectory.kick(self.envelope, str(self.control.config["optimizer.name"]), observed)
+        return trajectory.perturbation(self.envelope, str(self.control.config["optimizer.name"]), observed)
 
     @cached_property
-    def parting(self) -> Parting | None:
+    def divergence(self) -> Divergence | None:
         captured = 1 in self.steps and not self.mismatches[1]
-        return Parting.of(self.arm, self.control, self.envelope, self.push, self.steady, first_captured=captured)
+        return Divergence.of(
+            self.arm, self.control, self.envelope, self.push, self.last_stable, first_captured=captured
+        )
 
     @cached_property
     def bits(self) -> list[Finding]:
@@ -161,23 +163,23 @@ class Judgement:
         kinds += forward.check(self.arm, self.control, self.envelope) if self.last else []
         kinds += [self._logged_norms(usable), *self._captured(usable)]
         observed = pool(self.pairs[1]).distance if 1 in usable else None
-        span = Span(self.last, min(self.last, self.steady))
+        span = Span(self.last, min(self.last, self.last_stable))
         whole = self.last == self.control.length and not self._is_certain(self.last)
         steps = trajectory.check(self.arm, self.control, self.envelope, observed, span, whole=whole)
         kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
-        if self.parting is not None:
+        if self.divergence is not None:
             wide = all(run.config["dtype.main_params"] not in SIXTEEN_BITS for run in (self.arm, self.control))
-            kinds += self.parting.check(self.certain, wide=wide)
+            kinds += self.divergence.check(self.certain, wide=wide)
         if self.certain:
             until = min(self.last, self.certain + 1)
-            kinds += [parting.losses(self.arm, self.control, self.envelope, until, self.steady)]
+            kinds += [divergence.losses(self.arm, self.control, self.envelope, until, self.last_stable)]
         if self.last == self.control.length:
-            sketches = None if self.parting is None else self.parting.found
+            sketches = None if self.divergence is None else self.divergence.found
             kinds += [ending.check(self.arm, self.control, self.envelope, sketches)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
-        span = Span(self.last, min(self.last, self.steady))
+        span = Span(self.last, min(self.last, self.last_stable))
         parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, span)
         return [finding for part in parts for finding in part.every()]
 
@@ -206,7 +208,7 @@ class Judgement:
         off = [max((p.distance for p in pairs[step] if math.isfinite(p.distance)), default=0.0) for step in steps]
         bounds = grown(np.array(off), trajectory.ROUNDED, steps)
         found = zip(steps.tolist(), bounds.tolist(), strict=True)
-        return {step: math.inf if step > self.steady else bound for step, bound in found}
+        return {step: math.inf if step > self.last_stable else bound for step, bound in found}
 
     def _placed(self, kinds: list[list[Finding]]) -> list[list[Finding]]:
         """Findings placed at their stage, as near as is known.
@@ -259,7 +261,7 @@ class Judgement:
 
     @cached_property
     def blindness(self) -> list[Finding]:
-        if 1 not in self.steps and self.certain and self.parting is not None and self.parting.sees_gradients:
+        if 1 not in self.steps and self.certain and self.divergence is not None and self.divergence.sees_gradients:
             return []
         if 1 not in self.steps:
             note = "no gradients were captured at step 1, and Adam can hide a wrong one from every later number"

@@ -120,7 +120,7 @@ def free_bytes(device: torch.device, sharing: int) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def note_before_meeting(device: torch.device) -> None:
+def note_before_rendezvous(device: torch.device) -> None:
     torch.empty(1, device=device)  # makes the context
     _BEFORE[device] = outside_allocator(device)
 

@@ -45,10 +45,10 @@ def quantizing(model: nn.Module, recipe: str, rounded: Rounded) -> Iterator[None
 class _Forward:
     def __init__(self, layer: nn.Linear, recipe: str, rounded: Rounded) -> None:
         self.layer, self.rounded = layer, rounded
-        twin = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
-        Fp8Linear.convert(twin, recipe, history=1, device=layer.weight.device)
-        assert isinstance(twin, Fp8Linear)
-        self.recipe = twin
+        baseline = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+        Fp8Linear.convert(baseline, recipe, history=1, device=layer.weight.device)
+        assert isinstance(baseline, Fp8Linear)
+        self.recipe = baseline
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

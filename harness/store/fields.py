@@ -1,6 +1,6 @@
 """Fields of `metrics.jsonl`: every metric declared once, with its unit, meaning and readers.
 
-The recorder writes these, in this order, and refuses any other; the mirror, the rehearsal and `show` use the
+The recorder writes these, in this order, and refuses any other; the copy, the rehearsal and `show` use the
 declarations, and docs/metrics.md is made from them (`benchmarks/pages/metrics_page.py`).
 """
 
@@ -20,7 +20,7 @@ class Metric:
     cost: bool = False
     """True if it differs between executions of a run. All others have the same bits in an interrupted and resumed
     run."""
-    mirrored: bool = True
+    synced: bool = True
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ METRICS = (
         "data_digest",
         "",
         "Hash (16 hex digits) of all tokens that the data source holds for the step; the same in every layout.",
-        mirrored=False,
+        synced=False,
     ),
     Metric(
         "fed_digest",
         "",
         "The same hash of the tokens and targets that the engine was given; another one where a rank was fed wrongly.",
-        mirrored=False,
+        synced=False,
     ),
     Metric(
         "step_time_s",
@@ -204,9 +204,9 @@ def compared(record: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value, metric in declared if metric is None or not metric.cost}
 
 
-def mirrored(record: Mapping[str, Any]) -> dict[str, Any]:
+def synced(record: Mapping[str, Any]) -> dict[str, Any]:
     declared = ((path, value, metric_of(path)) for path, value in leaves(record) if value is not None)
-    return {path: value for path, value, metric in declared if metric is None or metric.mirrored}
+    return {path: value for path, value, metric in declared if metric is None or metric.synced}
 
 
 def with_unit(path: str, value: Any) -> str:

@@ -2,7 +2,7 @@
 
 [Note: Labels] A study's cells differ in a few settings, each of which may imply others: a dtype policy sets six dtypes.
 A group with a leading setting (`dtype.name`) shows the others only where the leading one does not determine them. How a
-run is started, watched and mirrored is shown only where nothing else differs.
+run is started, watched and synced is shown only where nothing else differs.
 """
 
 from __future__ import annotations

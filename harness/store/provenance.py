@@ -1,6 +1,6 @@
 """Provenance of a result: versions, machine, git, and a digest of the sources that can change a number.
 
-The desk writes its part at the start of a run; rank 0 completes it (`merge`). Environment variables are recorded by an
+The front end writes its part at the start of a run; rank 0 completes it (`merge`). Environment variables are recorded by an
 allow-list of names, so that no token can reach a file.
 """
 
@@ -35,7 +35,7 @@ SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
     *("config/derived.py", "config/schedule.py", "config/data_source.py"),
 )
-"""Sources that can change a number, relative to the package; not meters, records and the desk."""
+"""Sources that can change a number, relative to the package; not meters, records and the front end."""
 
 PACKAGES = (
     "torch",
@@ -107,7 +107,7 @@ OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTOR
 
 
 def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
-    """Facts of the desk at a run's start. Args: peers: distributions of engines, recorded besides `PACKAGES`."""
+    """Facts of the front end at a run's start. Args: peers: distributions of engines, recorded besides `PACKAGES`."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "sources_digest": sources_digest(),
@@ -269,7 +269,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def record_start(run: Path, facts: Mapping[str, Any], diff: str, same: SameFiles | None = None) -> None:
-    """Write the desk's part of `provenance.json`, and `diff.patch` with changes to the commit.
+    """Write the front end's part of `provenance.json`, and `diff.patch` with changes to the commit.
 
     Args: facts: `desk_facts`, and the user's own classes. same: shared by runs that start together.
     """

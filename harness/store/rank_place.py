@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-LEASH = "HARNESS_LEASH_FD"
+PARENT_PIPE = "HARNESS_LEASH_FD"
 PROGRESS = "HARNESS_PROGRESS_FD"
 """Descriptor of a rank's progress, a JSON object a line."""
 START = "HARNESS_START"
-FORK_FDS = (LEASH, PROGRESS, "")
+FORK_FDS = (PARENT_PIPE, PROGRESS, "")
 """Variables of a forked rank's descriptors, in order; the last, the run's lock, has none."""
 DIES_WITH = "HARNESS_DIES_WITH"
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -54,8 +54,8 @@ class RankPlace:
         return self.launcher == "local"
 
 
-def meeting_folder(attempt: Path, start: str) -> Path:
-    return attempt / f"meeting-{start}"
+def rendezvous_folder(attempt: Path, start: str) -> Path:
+    return attempt / f"rendezvous-{start}"
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:
@@ -67,7 +67,7 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
 
 
 def _place(environment: Mapping[str, str]) -> RankPlace:
-    if LEASH in environment:
+    if PARENT_PIPE in environment:
         return _numbered(environment, "local", environment.get(START, ""))
     if is_torchrun(environment):
         return _numbered(environment, "torchrun", "")

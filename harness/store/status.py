@@ -76,7 +76,7 @@ class Status:
     """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
     index: int = 0
     mirror: str = ""
-    """Why the wandb mirror of this attempt failed; may be empty."""
+    """Why the wandb copy of this attempt failed; may be empty."""
     steps: int = 0
     """Steps of the run, so that a table of a thousand runs reads no configuration; 0: unknown."""
     checksums: str = ""

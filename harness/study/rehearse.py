@@ -103,7 +103,7 @@ def rehearse(
 
 
 ALONE = ("ckpt.policy=last", "wandb.mode=disabled", "launch.inline=false", "launch.rerun=never")
-"""Overrides of both parts: they save, and have no mirror, because the run's own has the same id."""
+"""Overrides of both parts: they save, and have no copy, because the run's own has the same id."""
 
 
 def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:

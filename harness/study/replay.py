@@ -17,7 +17,7 @@ from harness.config.words import in_store
 from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import CONFIG, RunDir, Store
-from harness.study.meeting import shared_root
+from harness.study.rendezvous import shared_root
 
 
 def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[str]) -> Cell:

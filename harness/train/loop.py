@@ -31,10 +31,10 @@ from harness.train.bench import Bench
 from harness.train.callbacks import Callbacks
 from harness.train.captures import Captures
 from harness.train.feed import Feed, joined
-from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
 from harness.train.step_checks import StepChecks
+from harness.train.wandb_sync import WandbSync
 
 
 def run(session: Session) -> Outcome:
@@ -91,7 +91,7 @@ class Loop:
     def run(self) -> Outcome:
         began = time.perf_counter()
         start = self._begin()
-        writer, mirror = self._open_record(start)
+        writer, wandb_sync = self._open_record(start)
         with self.session.meters.paused():
             self.step_checks = StepChecks.open(self.session, self.control, start)
         step, stop = start, False
@@ -102,7 +102,7 @@ class Loop:
                 stop = report.stop
                 if writer is not None:
                     writer.write(record)
-                mirror.check()
+                wandb_sync.check()
                 self.session.progress(self._progress(record))
                 self._save_if_due(step, writer, report)
             self.checkpoints.finish()
@@ -116,7 +116,7 @@ class Loop:
                 writer.close()
             if self.step_checks is not None:
                 self.step_checks.abandon()
-            mirror.close(hurry=step < self.config.train.steps)
+            wandb_sync.close(hurry=step < self.config.train.steps)
         return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
 
     def _close_step_checks(self, *, finished: bool) -> None:
@@ -154,12 +154,12 @@ class Loop:
                 self.session.engine.named_weights(), torch.float32, alive=self.session.alive
             )
 
-    def _open_record(self, start: int) -> tuple[MetricsWriter | None, Mirror]:
+    def _open_record(self, start: int) -> tuple[MetricsWriter | None, WandbSync]:
         if not self.is_first_rank:
-            return None, Mirror.disabled()
+            return None, WandbSync.disabled()
         path = self.session.run_dir / "metrics.jsonl"
         cut_back(path, start, self.begins_after)
-        return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir, self.session.warn)
+        return MetricsWriter(path), WandbSync.open(self.config, self.session.run_dir, self.session.warn)
 
     def _step(self, step: int) -> tuple[dict[str, Any], StepReport]:
         session = self.session

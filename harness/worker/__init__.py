@@ -1,4 +1,4 @@
-"""One rank's process, from frozen cell to exit code. Nothing here is imported by the desk."""
+"""One rank's process, from frozen cell to exit code. Nothing here is imported by the front end."""
 
 from harness.worker.rank import main
 

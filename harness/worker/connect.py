@@ -18,7 +18,7 @@ from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
-from harness.probe.memory import note_before_meeting
+from harness.probe.memory import note_before_rendezvous
 from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
 from harness.worker.binding import bind, device_index, near
@@ -52,7 +52,7 @@ def set_up_torch(config: Config, place: RankPlace) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     if config.cluster.bind_to_device:
         bind(near(index))
-    note_before_meeting(device)
+    note_before_rendezvous(device)
     return device
 
 
@@ -147,7 +147,7 @@ def leave(ranks: Ranks, met_in: Path | None) -> None:
     """Leave the default group after a barrier, so that no rank takes another's end for a fault. Collective over all
     ranks.
 
-    met_in: folder of their meeting, which rank 0 removes; None if a launcher does.
+    met_in: folder of their rendezvous, which rank 0 removes; None if a launcher does.
     """
     if ranks.world_size > 1:
         dist.barrier()

@@ -1,7 +1,7 @@
 """Description of the user's own classes and faults as JSON: imported and tried, or refused.
 
 `python -m harness.worker.describe`, with {"targets": [[kind, setting, name], ...], "config"} on its input, is run by
-the desk (`harness.config.own`), which never loads torch itself.
+the front end (`harness.config.own`), which never loads torch itself.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.store import first_failure
 from harness.store.errors import StoreError
-from harness.store.rank_place import RankPlace, meeting_folder, rank_place
+from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
-from harness.worker import lifeline, requeue
+from harness.worker import parent_pipe, requeue
 from harness.worker.hang import HangWatch, dump_on_request
 from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag
@@ -46,7 +46,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
     its launcher.
     """
     place = place or rank_place(os.environ)
-    lifeline.hold_on(os.environ)
+    parent_pipe.hold_on(os.environ)
     reporter = Reporter(run_dir, attempt, place, listener)
     stop = StopFlag(_after_interrupt(place))
     try:
@@ -110,7 +110,7 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
             outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(run, place, reporter, stop, outcome, seen)
-            connect.leave(ranks, None if place.watched else meeting_folder(reporter.folder, place.start))
+            connect.leave(ranks, None if place.watched else rendezvous_folder(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
                 connect.abandon()

@@ -26,7 +26,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from harness.store.errors import StoreError
 from harness.store.files import PRIVATE
-from harness.store.rank_place import RankPlace, meeting_folder
+from harness.store.rank_place import RankPlace, rendezvous_folder
 from harness.store.reading import read_own_json
 from harness.worker.signed_store import SignedStore
 from harness.worker.signing import KEY_BYTES, Signer
@@ -56,7 +56,7 @@ def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapp
     if not place.start:
         raise ValueError(f"{place.launcher} started these ranks, and they know no common start: let it start run.py")
     _check_private(attempt)
-    folder, limit = meeting_folder(attempt, place.start), timedelta(seconds=timeout_s)
+    folder, limit = rendezvous_folder(attempt, place.start), timedelta(seconds=timeout_s)
     if place.rank == 0:
         folder.mkdir(mode=0o700)
         host, key = reachable_host(place, environment), secrets.token_bytes(KEY_BYTES)

@@ -16,9 +16,9 @@ from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.storage import whole_tensor
 from tests.support.layouts import (
     LAYOUTS,
-    PORTIONS,
     SAVED,
     SINGLE,
+    TP_LAYOUTS,
     Layout,
     build,
     checkpoints_of,
@@ -48,10 +48,10 @@ def test_any_layout_takes_what_any_other_wrote(count: int, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", PORTIONS)
-def test_any_layout_of_portions_takes_what_any_other_wrote(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", TP_LAYOUTS)
+def test_any_layout_of_tp_shards_takes_what_any_other_wrote(family: str, tmp_path: Path) -> None:
     """Under tensor parallelism, in fp64 and under each FP8 recipe."""
-    _draw_and_run(tmp_path, 6, PORTIONS[family])
+    _draw_and_run(tmp_path, 6, TP_LAYOUTS[family])
 
 
 def _draw_and_run(folder: Path, count: int, layouts: Sequence[Layout]) -> None:

@@ -13,7 +13,6 @@ from harness.cli import convert
 from harness.config.compose import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
-from harness.mirror import sync
 from harness.parity.telling import zoom
 from harness.report import origin
 from harness.store import provenance, show, status
@@ -21,6 +20,7 @@ from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir
 from harness.study import rehearse, replay
+from harness.wandb_sync import sync
 from harness.worker.report import Reporter
 from tests.cli.damages import flip_letter
 from tests.parity.edits import edit_json

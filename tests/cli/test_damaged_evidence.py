@@ -32,7 +32,7 @@ from tests.support.mutants import Slip, each
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOM = "Evidence with integrity"
+AREA = "Evidence with integrity"
 SMALL = (
     *("model.dim=32", "model.num_layers=1", "data=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
     *("train.microbatch_size=2", "sharding=no_shard", "mesh.world_size=1", "train.steps=4", "study.name=pair"),
@@ -235,7 +235,7 @@ def test_what_is_demanded_of_the_list(pair: Pair, tmp_path: Path) -> None:
     assert not [*expectations_that_fail(pair, tmp_path)]
 
 
-@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, slip in MUTANTS.items()]))
 def test_a_mutant_of_the_list_is_noticed(
     name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,7 +260,7 @@ def test_a_reader_tells_of_damage(name: str, damaged: Path) -> None:
     assert told in read(damaged)
 
 
-@pytest.mark.parametrize("name", each(ROOM, [(name, f"{name} passes on what was damaged") for name in READERS]))
+@pytest.mark.parametrize("name", each(AREA, [(name, f"{name} passes on what was damaged") for name in READERS]))
 def test_a_reader_that_does_not_ask_is_noticed(name: str, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "_convert", lambda *_: 0)
     read, told, slip = READERS[name]
@@ -350,7 +350,7 @@ def test_the_list_is_that_of_the_last_end(name: str, copy: Path) -> None:
     assert LIFE[name][0](copy)
 
 
-@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (_, slip) in LIFE.items()]))
+@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, (_, slip) in LIFE.items()]))
 def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holds, slip = LIFE[name]
     slip.put(monkeypatch)
@@ -374,7 +374,7 @@ def test_a_closed_file_is_not_damaged(copy: Path, monkeypatch: pytest.MonkeyPatc
     assert list(_of_another_person(copy, monkeypatch) or ()) == ["step_checks/steps.f64"]
 
 
-@pytest.mark.parametrize("name", each(ROOM, [("closed is damaged", CLOSED.breaks)]))
+@pytest.mark.parametrize("name", each(AREA, [("closed is damaged", CLOSED.breaks)]))
 def test_a_complaint_about_closed_files_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CLOSED.put(monkeypatch)
     assert list(_of_another_person(copy, monkeypatch) or ()) != ["step_checks/steps.f64"]

@@ -106,7 +106,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
 """Characters that no verb prints where its output is no terminal."""
 
 
-def _mirrors(root: Path) -> list[list[str]]:
+def _copies(root: Path) -> list[list[str]]:
     """Verbs that send what is stored; a stand-in for wandb refuses what wandb cannot hold, or drops."""
     run = min(str(path) for path in (root / "lab").glob("*-*"))
     said = [["sync", "lab"], ["sync", run], ["sync", "lab"], ["wandb", "push", "lab"], ["wandb", "push", "timed"]]
@@ -338,20 +338,20 @@ def quick_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_wandb")
 @pytest.mark.parametrize(("kinds", "seeds"), [(DAMAGE, range(2)), (MORE_DAMAGE, range(2))])
-def test_no_damage_makes_the_mirror_fall(
+def test_no_damage_makes_the_copy_fail(
     kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.mirror.push.pictures", lambda *_: [])
-    assert not found_wrong(whole, tmp_path, seeds, kinds, _mirrors)
+    monkeypatch.setattr("harness.wandb_sync.push.pictures", lambda *_: [])
+    assert not found_wrong(whole, tmp_path, seeds, kinds, _copies)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("quick_wandb")
 @pytest.mark.parametrize("part", range(4))
-def test_no_damage_at_all_makes_the_mirror_fall(part: int, whole: Path, tmp_path: Path) -> None:
+def test_no_damage_at_all_makes_the_copy_fail(part: int, whole: Path, tmp_path: Path) -> None:
     for kinds in (DAMAGE, MORE_DAMAGE):
-        assert not found_wrong(whole, tmp_path, range(1000 + 60 * part, 1060 + 60 * part), kinds, _mirrors)
+        assert not found_wrong(whole, tmp_path, range(1000 + 60 * part, 1060 + 60 * part), kinds, _copies)
 
 
 @pytest.mark.full

@@ -204,7 +204,7 @@ def test_studies_are_completed() -> None:
     assert found == sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 
 
-def test_a_status_without_a_mirror_is_read(tmp_path: Path) -> None:
+def test_a_status_without_a_copy_is_read(tmp_path: Path) -> None:
     """As earlier versions wrote it."""
     written = status.write(tmp_path, Status(State.running, "r", 0))
     edit_json(tmp_path / "status.json")

@@ -288,9 +288,12 @@ def test_variables_that_no_launcher_sets_are_a_bad_request(
 @pytest.mark.parametrize(
     ("words", "others"),
     [
-        (["--help"], ("bisect", "parity", "launch.slurm", "report", "mirror", "bench")),
-        (["watch", "--once"], ("bisect", "parity.tiers", "report", "mirror", "bench")),
-        (["completion", "bash", "--line", "python run.py shard"], ("bisect", "parity", "report", "mirror", "bench")),
+        (["--help"], ("bisect", "parity", "launch.slurm", "report", "wandb_sync", "bench")),
+        (["watch", "--once"], ("bisect", "parity.tiers", "report", "wandb_sync", "bench")),
+        (
+            ["completion", "bash", "--line", "python run.py shard"],
+            ("bisect", "parity", "report", "wandb_sync", "bench"),
+        ),
     ],
 )
 def test_a_verb_loads_no_other_verbs_modules(words: list[str], others: tuple[str, ...], tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_missing_torch_is_missed_without_its_rule(monkeypatch: pytest.MonkeyPatc
         test_missing_tools_are_named(monkeypatch)
 
 
-def test_a_mirror_nobody_could_log_into_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_copy_nobody_could_log_into_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):

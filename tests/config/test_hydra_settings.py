@@ -138,19 +138,21 @@ def test_no_shipped_option_asks_anything_of_hydra() -> None:
         pytest.param(
             Slip(hydra_settings, "_in_default", "is_hydra(path) or is_hydra(package)", "is_hydra(package)"),
             "override",
-            marks=kills("the desk", "a launcher in a file", "A launcher named in an option file is silently ignored"),
+            marks=kills(
+                "the front end", "a launcher in a file", "A launcher named in an option file is silently ignored"
+            ),
             id="a launcher in a file",
         ),
         pytest.param(
             Slip(hydra_settings, "_in_file", "for key in filter(is_hydra, map(str, values)):", "for key in ():"),
             "params",
-            marks=kills("the desk", "sweeper's parameters", "hydra.sweeper.params in a file is an internal error"),
+            marks=kills("the front end", "sweeper's parameters", "hydra.sweeper.params in a file is an internal error"),
             id="sweeper's parameters",
         ),
         pytest.param(
             Slip(hydra_settings, "_in_default", "yield from _in_file(", "yield from () and _in_file("),
             "through",
-            marks=kills("the desk", "files of files", "Only the chosen file is looked into, none that it names"),
+            marks=kills("the front end", "files of files", "Only the chosen file is looked into, none that it names"),
             id="files of files",
         ),
     ],
@@ -161,7 +163,9 @@ def test_what_is_let_through_is_found(slip: Slip, name: str, conf: Path, monkeyp
         test_a_launcher_in_a_file_of_one_cell_is_refused(name, conf)
 
 
-@kills("the desk", "advice that fits nothing", "Who typed Hydra's launcher is told to leave it out, not cluster=slurm")
+@kills(
+    "the front end", "advice that fits nothing", "Who typed Hydra's launcher is told to leave it out, not cluster=slurm"
+)
 def test_advice_that_fits_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hydra_settings, "INSTEAD", {})
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""docs/architecture.svg is what its script draws, and every room it names is there."""
+"""docs/architecture.svg is what its script draws, and every package it names is there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ def test_the_picture_is_what_its_script_draws() -> None:
 
 
 def test_every_room_is_there() -> None:
-    rooms = [
-        room for column in COLUMNS for text in column.rooms for room in re.findall(r"\w+\.py|harness/[\w, ]+", text)
+    packages = [
+        package
+        for column in COLUMNS
+        for text in column.packages
+        for package in re.findall(r"\w+\.py|harness/[\w, ]+", text)
     ]
-    for room in rooms:
-        folder, *others = room.removeprefix("harness/").split(", ")
+    for package in packages:
+        folder, *others = package.removeprefix("harness/").split(", ")
         for name in (folder, *others):
             assert (ROOT / name).exists() or (ROOT / "harness" / name).exists(), name
     page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")

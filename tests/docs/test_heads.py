@@ -23,7 +23,7 @@ SOURCES = {
     "records/doors.md": "benchmarks/checks/doors.py",
     "records/branches.md": "benchmarks/checks/branches.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
-    "records/house.md": "benchmarks/checks/house.py",
+    "records/structure.md": "benchmarks/checks/structure.py",
     "records/power.md": "benchmarks/power/page.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
     "records/step_trace.md": "benchmarks/checks/step_trace.py",

@@ -23,16 +23,16 @@ MODULES = sorted(
 def test_the_page_names_every_mutant() -> None:
     for module in MODULES:
         import_module(module)
-    recorded = {Mutant(row["room"], row["name"], row["breaks"]) for row in read()}
+    recorded = {Mutant(row["area"], row["name"], row["breaks"]) for row in read()}
     assert recorded == set(DECLARED), "run python benchmarks/pages/mutants.py"
 
 
 def test_what_is_gone_is_declared_no_more() -> None:
     for module in MODULES:
         import_module(module)
-    gone = {(row["room"], row["name"]) for row in json.loads(GONE.read_text(encoding="utf-8")) if row["gone"]}
+    gone = {(row["area"], row["name"]) for row in json.loads(GONE.read_text(encoding="utf-8")) if row["gone"]}
     assert len(gone) > 60
-    assert not gone & {(mutant.room, mutant.name) for mutant in DECLARED}
+    assert not gone & {(mutant.area, mutant.name) for mutant in DECLARED}
 
 
 def test_the_page_is_made_from_the_data() -> None:
@@ -40,7 +40,7 @@ def test_the_page_is_made_from_the_data() -> None:
 
 
 def test_rows_of_files_that_were_not_run_are_kept() -> None:
-    rows = [{"room": "r", "test": f"tests/{name}::test", "seconds": 1.0} for name in ("a/test_x.py", "a/y.py", "b.py")]
+    rows = [{"area": "r", "test": f"tests/{name}::test", "seconds": 1.0} for name in ("a/test_x.py", "a/y.py", "b.py")]
     again = [rows[0] | {"seconds": 2.0}]
     assert merged(rows, again, ["tests/a"]) == [again[0], rows[2]]
     assert merged(rows, again, []) == again
@@ -56,7 +56,7 @@ class Report:
 
 
 def test_only_what_was_killed_is_recorded_with_its_own_seconds(tmp_path) -> None:
-    told = (PROPERTY, ["room", "name", "breaks"])
+    told = (PROPERTY, ["area", "name", "breaks"])
     recorder = Recorder(tmp_path / "found.json")
     for report in (Report(True, told), Report(True, told, ("seconds", 0.5)), Report(False, told), Report(True)):
         recorder.pytest_runtest_logreport(report)

@@ -16,7 +16,7 @@ from tests.engines.conformance.test_conformance import failures
 from tests.engines.conformance.trial import Evidence, Failure
 from tests.support.mutants import kills
 
-ROOM = "Engines, by the conformance suite"
+AREA = "Engines, by the conformance suite"
 pytestmark = pytest.mark.timeout(1200)  # the first one runs them all
 
 BASE = Case("ext", "optim", None, 2, 2, "adamw", True, "bf16", "odd", "deterministic")
@@ -45,7 +45,7 @@ def found(case: Case) -> list[Failure]:
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(each, id=each.__name__, marks=kills(ROOM, each.__name__, each.__doc__)) for each in MUTANTS]
+    "mutant", [pytest.param(each, id=each.__name__, marks=kills(AREA, each.__name__, each.__doc__)) for each in MUTANTS]
 )
 def test_a_wrong_engine_is_found(mutant: type[Adapter], killed_in: Callable[[float], None]) -> None:
     case = case_of(mutant)

@@ -68,7 +68,7 @@ class Fault:
     """When the fault came into the corpus; see [Note: Edition]."""
 
     @property
-    def is_sealed(self) -> bool:
+    def is_held_out(self) -> bool:
         """Whether no judge has seen the fault."""
         return self.edition == SEALED
 

@@ -25,7 +25,7 @@ from tests.faults.site import Site, blend, fault
 def tp_gradient_reduced_twice(site: Site) -> None:
     """Ranks hold the same gradient of such a weight, so a sum of them is as many times as large."""
     factor = 1.0 + site.amount * (site.config.mesh.tp - 1)
-    _on_portions(site, lambda param, found, _: found * factor if _is_whole(param) else found)
+    _on_tp_shards(site, lambda param, found, _: found * factor if _is_whole(param) else found)
 
 
 @fault(
@@ -38,14 +38,14 @@ def tp_gradient_reduced_twice(site: Site) -> None:
 def sequence_parallel_norm_not_reduced(site: Site) -> None:
     """The engine looks for this itself in the first update. Here it is an engine that does not."""
     site.around(site.model._parts.gradients.copies, "check", lambda _: lambda: None)
-    _on_portions(site, lambda _, found, term: found if term is None else torch.lerp(found, term, site.amount))
+    _on_tp_shards(site, lambda _, found, term: found if term is None else torch.lerp(found, term, site.amount))
 
 
 def _is_whole(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor) and all(each.is_replicate() for each in param.placements)
 
 
-def _on_portions(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | None], Tensor]) -> None:
+def _on_tp_shards(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | None], Tensor]) -> None:
     """Change gradients that come from autograd, given the parameter and this rank's term where it is but one."""
 
     def wrap(gradient_here: Callable[..., Tensor]) -> Callable[..., Tensor]:

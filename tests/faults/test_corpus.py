@@ -9,9 +9,9 @@ import pytest
 
 from harness.store.provenance import files_digest
 from harness.train import faults
+from tests.architecture.places import SMALLEST
 from tests.faults import corpus
 from tests.faults.corpus import Fault
-from tests.house.places import SMALLEST
 from tests.support.factory import small_config
 from tests.support.programs import run_program
 

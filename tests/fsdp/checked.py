@@ -30,13 +30,13 @@ BROKEN = ("AttributeError", "TypeError", "NameError")
 
 @dataclass(frozen=True)
 class Mutant:
-    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy. room: for `rooms_of`."""
+    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy. area: for `areas_of`."""
 
     breaks: str
     patch: Callable[[], Any]
     check: str
     strategy: str = ZERO3
-    room: str = ""
+    area: str = ""
 
 
 def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Callable[[], Any]:
@@ -44,9 +44,9 @@ def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Ca
     return lambda: mock.patch.object(where, name, value, **more)
 
 
-def rooms_of(mutants: Mapping[str, Mutant]) -> list[Any]:
-    """Parameters of a test, one a mutant that says its room: its name."""
-    return [param for name, mutant in mutants.items() for param in each(mutant.room, [(name, mutant.breaks)])]
+def areas_of(mutants: Mapping[str, Mutant]) -> list[Any]:
+    """Parameters of a test, one a mutant that says its area: its name."""
+    return [param for name, mutant in mutants.items() for param in each(mutant.area, [(name, mutant.breaks)])]
 
 
 def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Dtype policies before anything runs: what None means, what is refused and what it says, and the desk's twin rules."""
+"""Dtype policies before anything runs: what None means, what is refused and what it says, and the front end's baseline rules."""
 
 from __future__ import annotations
 

@@ -277,23 +277,23 @@ def test_random_programs_train_as_plain_torch_does(index: int) -> None:
 # -- numerics=ordered --------------------------------------------------------------------------------------------------
 
 ALIKE = (("no_shard", "optim"), ("optim_grads", "optim_grads_params"))
-TWIN = {one: other for pair in ALIKE for one, other in (pair, pair[::-1])}
+BASELINE = {one: other for pair in ALIKE for one, other in (pair, pair[::-1])}
 """The strategy that sums microbatches and ranks in the same order."""
 ORDERED = [index for index in INDICES if draw(index).options.get("numerics") == "ordered"]
 
 
 @once
-def twins(place: int) -> dict[int, Record]:
+def baselines(place: int) -> dict[int, Record]:
     """Programs of one mesh under the other strategy, by number; of the first rank."""
     programs = [draw(index) for index in ORDERED if index % len(MESHES) == place]
-    others = [replace(program, strategy=TWIN[program.strategy]) for program in programs]
+    others = [replace(program, strategy=BASELINE[program.strategy]) for program in programs]
     first = run_ranks(train_all, programs[0].world, others)[0]
     return {program.index: record for program, record in zip(programs, first, strict=True)}
 
 
 @pytest.mark.parametrize("index", ORDERED)
 def test_strategies_that_sum_in_one_order_have_the_same_bits(index: int) -> None:
-    one, other = trained(draw(index))[0], twins(index % len(MESHES))[index]
+    one, other = trained(draw(index))[0], baselines(index % len(MESHES))[index]
     assert (one.norms, one.losses, one.last) == (other.norms, other.losses, other.last)
     for step in range(STEPS):
         assert not [n for n, value in one.weights[step].items() if not torch.equal(value, other.weights[step][n])]

@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.store import status
 from harness.store.rank_place import rank_place, stop_reason
 from harness.store.status import State
-from harness.worker import lifeline
+from harness.worker import parent_pipe
 from harness.worker.hang import dump_on_request
 from harness.worker.report import Reporter
 
@@ -97,7 +97,7 @@ place = rank_place(os.environ)
 # Before any thread starts, for threads inherit the mask: one that lacked it would take the signal, and die of it,
 # whenever the main thread is not inside sigwait yet.
 signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-lifeline.hold_on(os.environ)
+parent_pipe.hold_on(os.environ)
 reporter = Reporter(run, attempt, place)
 dump_on_request(reporter.folder, place.rank)
 faulthandler.enable()

@@ -125,7 +125,7 @@ def test_a_rank_that_no_message_can_ask_for_is_not_forked(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("asked", "code", "says"),
     [
-        ((), 1, "failed, rank [01]: ImportError: torch on the desk"),
+        ((), 1, "failed, rank [01]: ImportError: torch on the front end"),
         (("launch.fork=true",), 2, "launch.fork=true: .*fork server.*; leave it out"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_server_that_dies_leaves_ranks_that_tell_why(
     found = status.read(run.path)
     assert found is not None
     assert found.state is State.failed
-    assert "torch on the desk" in (run.attempt_dir(0) / "rank0.log").read_text()
+    assert "torch on the front end" in (run.attempt_dir(0) / "rank0.log").read_text()
 
 
 def hanging(folder: Path, *words: str) -> subprocess.Popen[str]:

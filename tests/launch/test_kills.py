@@ -142,9 +142,9 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     both = launch("-m", "train.steps=70", "train.replicate=0,1", forked=True)
     assert both.end().count("done, 70 steps") == 2
     assert run.attempts() == [0, 1, 2]
-    twin = next(one for one in Store(both.root).runs() if one != run)
-    assert numbers(run) == numbers(twin)
-    assert final_weights(run) == final_weights(twin)
+    baseline = next(one for one in Store(both.root).runs() if one != run)
+    assert numbers(run) == numbers(baseline)
+    assert final_weights(run) == final_weights(baseline)
 
 
 def state_of(run: RunDir) -> State:

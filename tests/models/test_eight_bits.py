@@ -190,8 +190,8 @@ def cut(rank: int, root: Path, world: int) -> None:
             train(config, root / folder_of(config), rank)
 
 
-def test_portions_are_multiplied_alike_whoever_shards_them(tmp_path: Path) -> None:
-    """Each rank multiplies its portion with an amax of its own, so that two tensor-parallel ranks do not repeat one
+def test_tp_shards_are_multiplied_alike_whoever_shards_them(tmp_path: Path) -> None:
+    """Each rank multiplies its TP shard with an amax of its own, so that two tensor-parallel ranks do not repeat one
     process: to the bit they repeat each other, whatever shards what they keep; peers as without the axis."""
     for world in (2, 4):
         run_ranks(cut, world, tmp_path, world)

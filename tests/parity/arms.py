@@ -137,6 +137,6 @@ class Arm:
 
 def broken(arm: Arm, **changes: Any) -> Arm:
     """The same arm with a fault."""
-    twin = copy.copy(arm)
-    twin.fault = Fault(**changes)
-    return twin
+    baseline = copy.copy(arm)
+    baseline.fault = Fault(**changes)
+    return baseline

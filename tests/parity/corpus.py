@@ -1,6 +1,6 @@
-"""Faults and their clean twins: what the comparator must refuse, and what it must let pass.
+"""Faults and their clean baselines: what the comparator must refuse, and what it must let pass.
 
-Every fault is one mechanism in the simulated engine; its twin is the same arm without it. Named after the mechanism,
+Every fault is one mechanism in the simulated engine; its baseline is the same arm without it. Named after the mechanism,
 and where there is one, after the public report.
 """
 

@@ -18,7 +18,7 @@ from harness.parity.tiers import apart
 from harness.parity.tiers.apart import Apart, Jump
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.trajectory import Kick
+from harness.parity.tiers.trajectory import Perturbation
 from harness.store import check_stream
 from harness.store.check_stream import CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
@@ -54,15 +54,17 @@ def parted(weights: Any, given: dict[tuple[int, int], float], steps: Any = None,
     return Apart(numbers, NAMES, NUMEL, each, local, local, np.full(each.shape, 1e-2), whole, np.ones(each.shape))
 
 
-def jumps(found: Apart, steady: int = STEPS, envelope: Envelope = ENVELOPE) -> dict[int, str]:
+def jumps(found: Apart, last_stable: int = STEPS, envelope: Envelope = ENVELOPE) -> dict[int, str]:
     """Steps at which a gradient jumps, and whose."""
-    return beyond(found, apart.gradient_jumps(found, found.local, envelope, steady))
+    return beyond(found, apart.gradient_jumps(found, found.local, envelope, last_stable))
 
 
-def strides(found: Apart, kick: float = 1e-9, steady: int = STEPS, gradients: float = 0.0) -> dict[int, str]:
+def strides(
+    found: Apart, perturbation: float = 1e-9, last_stable: int = STEPS, gradients: float = 0.0
+) -> dict[int, str]:
     """Steps at which weights jump, with gradients so many times as far apart as they are."""
     found = replace(found, local=gradients * found.local, reduced=gradients * found.reduced)
-    return beyond(found, apart.weight_jumps(found, Kick(kick, kick), steady))
+    return beyond(found, apart.weight_jumps(found, Perturbation(perturbation, perturbation), last_stable))
 
 
 def beyond(found: Apart, jump: Jump) -> dict[int, str]:
@@ -81,7 +83,7 @@ def overtaken() -> Apart:
     return parted([*CLOSE[:8], *[1e-2] * 4], {(9, 1): 300.0}, before=np.array([0.0, *CLOSE[:8], *[1e-2] * 3]))
 
 
-def twins(first: float = 0.0, shown: float = 0.0, off: float = 2e-3) -> Apart:
+def baselines(first: float = 0.0, shown: float = 0.0, off: float = 2e-3) -> Apart:
     """Two runs that agree in every bit up to step 9, where a gradient is off by less than bf16 rounds it."""
     weights = np.zeros((STEPS, 3))
     weights[:, 2] = shown
@@ -123,21 +125,21 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
         lambda: jumps(parted(BENT, {(4, 2): 25.0, (9, 1): 60.0})),
         {},
     ),
-    "a burst once training is not stable": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=7), {}),
-    "the same burst in stable training": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=9), {9: NAMES[1]}),
-    "more than bursts were seen to be": (lambda: jumps(parted(CLOSE, {(9, 1): 4e4}), steady=7), {9: NAMES[1]}),
-    "a gradient of twins in 16 bits": (lambda: jumps(twins(), envelope=ENVELOPE_BF16), {9: NAMES[1]}),
-    "the same, where kernels did not agree": (lambda: jumps(twins(first=1e-3), envelope=ENVELOPE_BF16), {}),
+    "a burst once training is not stable": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), last_stable=7), {}),
+    "the same burst in stable training": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), last_stable=9), {9: NAMES[1]}),
+    "more than bursts were seen to be": (lambda: jumps(parted(CLOSE, {(9, 1): 4e4}), last_stable=7), {9: NAMES[1]}),
+    "a gradient of baselines in 16 bits": (lambda: jumps(baselines(), envelope=ENVELOPE_BF16), {9: NAMES[1]}),
+    "the same, where kernels did not agree": (lambda: jumps(baselines(first=1e-3), envelope=ENVELOPE_BF16), {}),
     "the same, where it is off by more": (
-        lambda: jumps(twins(first=1e-3, off=0.25), envelope=ENVELOPE_BF16),
+        lambda: jumps(baselines(first=1e-3, off=0.25), envelope=ENVELOPE_BF16),
         {9: NAMES[1]},
     ),
     "the same, where gradients of step 1 overflowed": (
-        lambda: jumps(twins(first=np.nan), envelope=ENVELOPE_BF16),
+        lambda: jumps(baselines(first=np.nan), envelope=ENVELOPE_BF16),
         {},
     ),
-    "the same, where weights are not all shown": (lambda: jumps(twins(shown=np.nan), envelope=ENVELOPE_BF16), {}),
-    "the same, where weights do not agree": (lambda: jumps(twins(shown=1e-9), envelope=ENVELOPE_BF16), {}),
+    "the same, where weights are not all shown": (lambda: jumps(baselines(shown=np.nan), envelope=ENVELOPE_BF16), {}),
+    "the same, where weights do not agree": (lambda: jumps(baselines(shown=1e-9), envelope=ENVELOPE_BF16), {}),
     "steps between kept ones": (
         lambda: jumps(parted([*[1e-6] * 4, 1e-3, 1e-1], {}, SPARSE, np.array([0.0, *[1e-6] * 3, 5e-4, 5e-2]))),
         {},
@@ -151,12 +153,12 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
         lambda: strides(parted(_one_tensor(1000), {(9, 1): 1e4}), gradients=1.0),
         {},
     ),
-    "the same, where training is not stable": (lambda: strides(parted(_one_tensor(1000), {}), steady=4), {}),
+    "the same, where training is not stable": (lambda: strides(parted(_one_tensor(1000), {}), last_stable=4), {}),
     "weights that were equal, in training that is not stable": (
-        lambda: strides(parted([0.0] * 8 + [1e-3] * 4, {}), steady=4),
+        lambda: strides(parted([0.0] * 8 + [1e-3] * 4, {}), last_stable=4),
         {9: NAMES[0]},
     ),
-    "the kick of an update": (lambda: strides(parted([1e-9] + [1e-5] * 11, {}), kick=1e-3), {}),
+    "the perturbation of an update": (lambda: strides(parted([1e-9] + [1e-5] * 11, {}), perturbation=1e-3), {}),
     "the first weights there are": (lambda: strides(parted([1e-5] * STEPS, {})), {}),
 }
 """What two runs do, and where that is a jump."""
@@ -247,14 +249,18 @@ def test_distances_are_those_of_what_was_sketched(tmp_path: Path) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-ROOM = "The comparator: how runs part"
+AREA = "The comparator: how runs part"
 MUTANTS: dict[str, Slip] = {
     "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),
     "JUMP x 5": Slip(apart, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
     "BURST is 1": Slip(apart, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
     "BURST x 100": Slip(apart, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
     "BURST always": Slip(
-        apart, "gradient_jumps", "found.steps <= steady", "found.steps <= 0", "Stable training gets the room of hot"
+        apart,
+        "gradient_jumps",
+        "found.steps <= last_stable",
+        "found.steps <= 0",
+        "Stable training gets the room of hot",
     ),
     "STRIDE / 10": Slip(apart, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"),
     "STRIDE x 10": Slip(apart, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
@@ -265,20 +271,20 @@ MUTANTS: dict[str, Slip] = {
         "whole",
         "In 16 bits a gradient is allowed what one that cancels may be off by",
     ),
-    "twins are rounded too": Slip(
+    "baselines are rounded too": Slip(
         apart,
         "gradient_jumps",
         "np.minimum(sums, floors)",
         "floors",
         "Gradients of equal weights by equal kernels are allowed what rounding explains",
     ),
-    "twins whatever step 1 said": Slip(
+    "baselines whatever step 1 said": Slip(
         apart, "gradient_jumps", "& (first == 0.0)", "", "Kernels are taken to be the same where weights are"
     ),
-    "twins by what overflowed": Slip(
+    "baselines by what overflowed": Slip(
         apart, "gradient_jumps", "& (first == 0.0)", "& (known[:1] == 0.0)", "Gradients that overflowed count as equal"
     ),
-    "twins by what is not shown": Slip(
+    "baselines by what is not shown": Slip(
         apart,
         "gradient_jumps",
         "& bool(np.isfinite(found.weights).all())",
@@ -326,14 +332,14 @@ MUTANTS: dict[str, Slip] = {
         "shifted",
         "Weights before a step are taken to be those of the kept step before, however long ago",
     ),
-    "no kick": Slip(
+    "no perturbation": Slip(
         apart,
         "weight_jumps",
-        "STRIDE * burst * held + kick",
+        "STRIDE * burst * held + perturbation",
         "STRIDE * burst * held",
         "What rounding makes of one update is a jump",
     ),
-    "no gradient's kick": Slip(
+    "no gradient's perturbation": Slip(
         apart, "weight_jumps", "push.given(gradients)", "push.weights", "Weights that a gradient moved have jumped"
     ),
     "one stride in hot training": Slip(
@@ -368,7 +374,7 @@ MUTANTS: dict[str, Slip] = {
 }
 
 
-@pytest.mark.parametrize("name", each(ROOM, ((name, slip.breaks) for name, slip in MUTANTS.items())))
+@pytest.mark.parametrize("name", each(AREA, ((name, slip.breaks) for name, slip in MUTANTS.items())))
 def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     assert any(broken_claims()) or any(wrong_distances(tmp_path)), f"{name} survives"

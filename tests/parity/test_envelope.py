@@ -129,11 +129,11 @@ def test_8_bits_are_bounded_by_the_reference_where_there_is_one() -> None:
         assert other > 3 * one
 
 
-def test_twins_in_8_bits_are_told_from_a_factor() -> None:
+def test_baselines_in_8_bits_are_told_from_a_factor() -> None:
     """What they share leaves no residual, so nothing excuses a thousandth."""
-    twins = Envelope(replace(BF16, fp8="current"), replace(BF16, fp8="current"))
-    assert twins.scale(standard_error=0.0, residual=1e-8, name="wq") < 1e-6
-    assert twins.is_low_precision
+    baselines = Envelope(replace(BF16, fp8="current"), replace(BF16, fp8="current"))
+    assert baselines.scale(standard_error=0.0, residual=1e-8, name="wq") < 1e-6
+    assert baselines.is_low_precision
 
 
 def test_rounding_to_few_bits_tilts_in_second_order_alone() -> None:

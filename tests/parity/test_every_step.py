@@ -15,7 +15,7 @@ from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
 from harness.parity.telling import wording
-from harness.parity.tiers import apart, parting
+from harness.parity.tiers import apart, divergence
 from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
@@ -153,7 +153,7 @@ SHARPER: dict[str, tuple[Arm, Arm]] = {
         replace(SEEN, replicate=1, **HOT),
     ),
 }
-"""A backward that loses a part of one tensor, held against a twin: embedding and head untied, found in doubt in fp32
+"""A backward that loses a part of one tensor, held against a baseline: embedding and head untied, found in doubt in fp32
 alone before."""
 
 
@@ -347,9 +347,9 @@ def test_another_version_of_the_stream_is_named(bench: Bench, tmp_path: Path) ->
 def while_stable(jumps: Callable[..., apart.Jump]) -> Callable[..., apart.Jump]:
     """No jump is looked for once the control has left stability."""
 
-    def mutant(found: apart.Apart, distances: Any, envelope: Any, steady: int) -> apart.Jump:
-        whole = jumps(found, distances, envelope, steady)
-        kept = whole.steps <= steady
+    def mutant(found: apart.Apart, distances: Any, envelope: Any, last_stable: int) -> apart.Jump:
+        whole = jumps(found, distances, envelope, last_stable)
+        kept = whole.steps <= last_stable
         return apart.Jump(whole.steps[kept], whole.tensors[kept], whole.observed[kept], whole.allowed[kept])
 
     return mutant
@@ -361,9 +361,9 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "bounds a thousandth": (every_step, "bound", lambda bound: lambda *a: bound(*a) / 1000),
     "nothing is checked": (every_step, "checked_until", lambda _: lambda *a: 0),
     "no jump of gradients": (apart, "JUMP", lambda _: 1e9),
-    "no jump in hot training": (parting, "gradient_jumps", while_stable),
+    "no jump in hot training": (divergence, "gradient_jumps", while_stable),
     "every step is a jump": (apart, "DRAW", lambda _: 1e-4),
-    "losses are explained by nothing": (parting, "SAFETY", lambda _: 0.0),
+    "losses are explained by nothing": (divergence, "SAFETY", lambda _: 0.0),
     "no growth is seen": (judgement, "grown", lambda _: lambda differences, *_: 0 * differences),
 }
 

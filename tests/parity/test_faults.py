@@ -1,4 +1,4 @@
-"""Every fault must be refused at the step it acts, with the right tensor named; every clean twin must pass."""
+"""Every fault must be refused at the step it acts, with the right tensor named; every clean baseline must pass."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def test_a_fault_is_different_where_it_acts(bench: Bench, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", named(TWINS))
-def test_a_clean_twin_passes(bench: Bench, case: Case) -> None:
+def test_a_clean_baseline_passes(bench: Bench, case: Case) -> None:
     verdict = bench.judge(case)
     assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
     assert verdict.exit_code == 0
     assert not verdict.findings
 
 
-def test_every_fault_has_a_twin_that_passes(bench: Bench) -> None:
+def test_every_fault_has_a_baseline_that_passes(bench: Bench) -> None:
     """The fault, not the arm it sits in, is what is refused."""
-    twins = {repr(replace(case.arm, fault=Fault())): case for case in FAULTS}
-    for case in twins.values():
-        twin = replace(case, arm=replace(case.arm, fault=Fault()))
-        assert bench.judge(twin).exit_code == 0, case.name
+    baselines = {repr(replace(case.arm, fault=Fault())): case for case in FAULTS}
+    for case in baselines.values():
+        baseline = replace(case, arm=replace(case.arm, fault=Fault()))
+        assert bench.judge(baseline).exit_code == 0, case.name
 
 
 def test_adam_hides_a_scale_from_the_loss_and_not_from_the_verdict(bench: Bench) -> None:

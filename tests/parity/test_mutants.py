@@ -119,7 +119,7 @@ def _many_ranks(run: Path) -> None:
 
 
 def corpus() -> list[Case]:
-    """The faults and a third of the twins: enough to notice, and quick."""
+    """The faults and a third of the baselines: enough to notice, and quick."""
     return FAULTS + TWINS[:20] + TWINS[-4:]
 
 

@@ -324,16 +324,16 @@ def test_wrong_weights_are_listed(bench: Bench, play: Played, tmp_path: Path) ->
 
 
 def test_a_resumed_run_is_interrupted_where_it_was(bench: Bench, play: Played, tmp_path: Path) -> None:
-    run, twin = copied(bench.run(SEEN), tmp_path), bench.run(SEEN)
+    run, baseline = copied(bench.run(SEEN), tmp_path), bench.run(SEEN)
     edit_json(run / "summary.json", restored={"step": 4, "wrong": ["head.output.weight"]})
     text = text_of(judged(run, bench.run(CONTROL)))
     code, said, commands = play(text, {"arm": run})
     assert (code, "head.output.weight" in said, len(commands)) == (1, True, 2)
     assert commands[0] == commands[1]
     assert {"ckpt.policy=last", "launch.preempt_at=4", "train.steps=12"} <= set(commands[0])
-    shutil.copytree(twin, tmp_path / "twin")
-    edit_json(tmp_path / "twin" / "summary.json", restored={"step": 4, "wrong": []})
-    assert play(text, {"arm": tmp_path / "twin"})[0] == 0
+    shutil.copytree(baseline, tmp_path / "baseline")
+    edit_json(tmp_path / "baseline" / "summary.json", restored={"step": 4, "wrong": []})
+    assert play(text, {"arm": tmp_path / "baseline"})[0] == 0
 
 
 def commands_of(bench: Bench, play: Played, arm: Arm, control: Arm = FP32) -> dict[str, set[str]]:

@@ -17,7 +17,7 @@ from harness.parity.alone import every_step
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
-from harness.parity.tiers import comparable, parting, placing
+from harness.parity.tiers import comparable, divergence, placing
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.check_stream import FOLDER, ONCE, step_columns
 from tests.parity.arms import Params, broken
@@ -163,7 +163,7 @@ def wrong_weights(it: Witnessed) -> Iterator[str]:
     arm, control = (load(unseen(it, run)) for run in (broken(SEEN, between=larger), CONTROL))
     verdict = judgement.Judgement(arm, control, []).verdict()
     found = [(f.check, f.step, f.tensor) for f in verdict.findings if f.grade is not Grade.ok]
-    if (parting.WEIGHTS, AT, NAME) not in found:
+    if (divergence.WEIGHTS, AT, NAME) not in found:
         yield f"weights that jump pass: {found}"
 
 
@@ -307,21 +307,25 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
             "Tokens are compared at the first step alone",
         ),
     ),
-    "no loss": (wrong_losses, Slip(parting, "losses", "", lambda _: lambda *a: [], "Losses are asked for nothing")),
+    "no loss": (wrong_losses, Slip(divergence, "losses", "", lambda _: lambda *a: [], "Losses are asked for nothing")),
     "losses with the room of hot training": (
         wrong_losses,
-        Slip(parting, "losses", "<= steady", "<= 0", "Every loss has the room of unstable training"),
+        Slip(divergence, "losses", "<= last_stable", "<= 0", "Every loss has the room of unstable training"),
     ),
     "losses of the step before": (
         wrong_losses,
         Slip(
-            parting, "losses", "np.arange(2, rows + 1),\n", "np.arange(1, rows),\n", "A loss counts for the step before"
+            divergence,
+            "losses",
+            "np.arange(2, rows + 1),\n",
+            "np.arange(1, rows),\n",
+            "A loss counts for the step before",
         ),
     ),
     "weights are not asked": (
         wrong_weights,
         Slip(
-            parting,
+            divergence,
             "weight_jumps",
             "",
             lambda f: lambda found, *rest: f(replace(found, weights=0 * found.weights), *rest),

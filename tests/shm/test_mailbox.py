@@ -17,7 +17,7 @@ from harness.shm.mailbox import RING, Mailboxes, head_bytes
 from harness.shm.segment import ALIGN, Segment, open_peer
 from tests.support.mutants import Slip, each
 
-ROOM = "Shared memory, by the mailboxes of ranks"
+AREA = "Shared memory, by the mailboxes of ranks"
 
 
 def mailboxes(size: int = 2) -> list[Mailboxes]:
@@ -113,7 +113,7 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in SLIPS.items()]))
+@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, slip in SLIPS.items()]))
 def test_a_mailbox_with_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
     with pytest.raises((AssertionError, IndexError, ValueError)):

@@ -38,7 +38,7 @@ def test_a_run_whose_disk_fills_up_is_failed_and_goes_on_with_room_again(cluster
     words = ["-m", "study.name=disk", "train.replicate=0,1", "ckpt.every=10", "cluster.array_parallelism=1"]
     asked = request(root, *words)
     assert asked.returncode == 0, asked.stderr
-    full, twin = Store(root).runs("disk")
+    full, baseline = Store(root).runs("disk")
     until(cluster, lambda: len(read_metrics(full.metrics)) >= 25)
     cluster.hold()
     fill(disk / "others")
@@ -58,8 +58,8 @@ def test_a_run_whose_disk_fills_up_is_failed_and_goes_on_with_room_again(cluster
     cluster.go()
     asked = request(root, *words)
     assert asked.returncode == 0, asked.stderr
-    until(cluster, lambda: {state(full), state(twin)} == {State.done})
+    until(cluster, lambda: {state(full), state(baseline)} == {State.done})
     assert full.attempts() == [0, 1]
     assert [line["step"] for line in read_metrics(full.metrics)] == list(range(1, STEPS + 1))
-    assert numbers(full) == numbers(twin)
-    assert final_weights(full) == final_weights(twin)
+    assert numbers(full) == numbers(baseline)
+    assert final_weights(full) == final_weights(baseline)

@@ -27,7 +27,7 @@ from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
-from tests.house.places import Copy
+from tests.architecture.places import Copy
 from tests.slurm import accounting, test_study
 from tests.slurm.cluster import NEEDED, Cluster, running
 from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
@@ -160,19 +160,19 @@ def go_on(cluster: Cluster, run: RunDir, gate: Gate) -> None:
     until(cluster, lambda: effective(run) not in (State.queued, State.running, State.preempted), PATIENCE_S)
 
 
-def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir, twins: list[RunDir]) -> None:
+def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir, baselines: list[RunDir]) -> None:
     """Its numbers are those of the same cell under another replicate, to which nothing has happened.
 
     The gate is open by now.
     """
-    if not twins:
-        twin = one(root, "train.replicate=9")
-        until(cluster, lambda: effective(twin) is State.done, PATIENCE_S)
-        twins.append(twin)
-    (twin,) = twins
+    if not baselines:
+        baseline = one(root, "train.replicate=9")
+        until(cluster, lambda: effective(baseline) is State.done, PATIENCE_S)
+        baselines.append(baseline)
+    (baseline,) = baselines
     assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, STEPS + 1))
-    assert numbers(run) == numbers(twin)
-    assert final_weights(run) == final_weights(twin)
+    assert numbers(run) == numbers(baseline)
+    assert final_weights(run) == final_weights(baseline)
 
 
 @EITHER

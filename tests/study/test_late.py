@@ -1,5 +1,5 @@
 """What begins late passed as EQUIVALENT when step 1 alone was looked at; now a run with nothing but default settings is
-DIFFERENT where the fault begins, whatever it is held against, and its twin without the fault passes. So it is in hot
+DIFFERENT where the fault begins, whatever it is held against, and its baseline without the fault passes. So it is in hot
 training, where clean pairs that differed in the size of their microbatches were called DIFFERENT."""
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ SEEN = {
 """What was seen to pass: fault, where it begins, where it must be found, in which stage, in which tensor."""
 
 
-def twin(fault: str) -> Overrides:
+def baseline(fault: str) -> Overrides:
     return (*CELL, *corpus()[fault].cell)
 
 
 def arm(fault: str, begins: int) -> Overrides:
-    return (*twin(fault), *corpus()[fault].asked(begins_at=begins))
+    return (*baseline(fault), *corpus()[fault].asked(begins_at=begins))
 
 
 REFERENCE = (*CELL, "engine=ddp")
 ORACLE = (*CELL, *ONE, "dtype=fp64")
-TWINS = sorted({twin(fault) for fault, *_ in SEEN.values()})
+TWINS = sorted({baseline(fault) for fault, *_ in SEEN.values()})
 FORWARD = arm("wrong_targets", LATE)
 
 DEEP = tuple(text for text in CELL if not text.startswith(("train.microbatch_size", "model.num_layers")))
@@ -81,11 +81,11 @@ def first(verdict: Verdict) -> Finding:
     return next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
 
 
-@pytest.mark.parametrize("against", ["its twin", "the oracle in fp64"])
+@pytest.mark.parametrize("against", ["its baseline", "the oracle in fp64"])
 @pytest.mark.parametrize("name", SEEN)
 def test_it_is_different_where_it_begins(runs: Mapping[Overrides, Path], name: str, against: str) -> None:
     fault, begins, step, stage, tensor = SEEN[name]
-    verdict = compare(runs[arm(fault, begins)], runs[twin(fault) if against == "its twin" else ORACLE])
+    verdict = compare(runs[arm(fault, begins)], runs[baseline(fault) if against == "its baseline" else ORACLE])
     assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
     found = first(verdict)
     assert (found.step, found.stage) == (step, stage), verdict.sentence
@@ -94,7 +94,7 @@ def test_it_is_different_where_it_begins(runs: Mapping[Overrides, Path], name: s
 
 @pytest.mark.parametrize("against", [REFERENCE, ORACLE], ids=["ddp", "fp64"])
 @pytest.mark.parametrize("overrides", TWINS, ids=lambda overrides: overrides[-1])
-def test_its_twin_passes(runs: Mapping[Overrides, Path], overrides: Overrides, against: Overrides) -> None:
+def test_its_baseline_passes(runs: Mapping[Overrides, Path], overrides: Overrides, against: Overrides) -> None:
     verdict = compare(runs[overrides], runs[against])
     assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence
 
@@ -102,7 +102,7 @@ def test_its_twin_passes(runs: Mapping[Overrides, Path], overrides: Overrides, a
 def test_a_late_forward_is_found_and_not_called_the_optimizers(runs: Mapping[Overrides, Path]) -> None:
     """The plain model refutes the last captured step; where it began is where the pair jumped. What follows the
     gradient was seen to be right."""
-    verdict = compare(runs[FORWARD], runs[twin("wrong_targets")])
+    verdict = compare(runs[FORWARD], runs[baseline("wrong_targets")])
     assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
     graded = (Grade.bad, STEPS), (Grade.doubt, LATE)
     for grade, step in graded:
@@ -116,7 +116,7 @@ def test_a_gather_that_nobody_saw_is_not_cleared(
     runs: Mapping[Overrides, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Record, "gathers_twice", False)
-    verdict = compare(runs[FORWARD], runs[twin("wrong_targets")])
+    verdict = compare(runs[FORWARD], runs[baseline("wrong_targets")])
     assert next(f for f in verdict.findings if f.grade is Grade.bad).place == "between forward and gradient"
 
 
@@ -128,7 +128,7 @@ def silent(run: Path, control: Path) -> Verdict:
 @pytest.mark.parametrize("fault", ["wrong_targets", *(fault for fault, begins, *_ in SEEN.values() if begins == LATE)])
 def test_without_witnesses_what_was_not_captured_has_an_interval(runs: Mapping[Overrides, Path], fault: str) -> None:
     """It was called the optimizer's, whatever it was. What moves no loss and no norm is not found without them."""
-    verdict = silent(runs[arm(fault, LATE)], runs[twin(fault)])
+    verdict = silent(runs[arm(fault, LATE)], runs[baseline(fault)])
     if verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
         assert corpus()[fault].stage in [stage.value for stage in first(verdict).stages], verdict.sentence
     else:

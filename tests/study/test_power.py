@@ -1,4 +1,4 @@
-"""The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
+"""The power study in short: every fault at full strength must be found where it is, and every clean baseline must pass.
 
 Runs on a few ranks that stay. `make test` takes, of the first edition, as many faults as show each stage and each
 strategy; of the second, each stage once. `make test-all` takes all. The verb, which starts ranks for each run, is put
@@ -45,7 +45,7 @@ FEW = {
     *(SECOND[place] for place in covering([shows(name)[:1] for name in SECOND], 1)),
 }
 """Faults of `make test`, which shows of every one that it acts (tests/faults/test_bites.py)."""
-FEW_TWINS = {name for name, twin in TWINS.items() if any(FAULTS[fault].control == twin.arm for fault in FEW)}
+FEW_TWINS = {name for name, baseline in TWINS.items() if any(FAULTS[fault].control == baseline.arm for fault in FEW)}
 
 
 def marked(names: Iterable[str], few: set[str]) -> list[Any]:
@@ -58,8 +58,8 @@ ELSEWHERE = {
     "strided_shard_in_plain_order": "forward",
 }
 """Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
-SEEN = [fault for fault in corpus().values() if not fault.is_sealed]
-"""Without those that no judge may see yet (tests/study/test_sealed.py)."""
+SEEN = [fault for fault in corpus().values() if not fault.is_held_out]
+"""Without those that no judge may see yet (tests/study/test_held_out.py)."""
 LATER = [fault.name for fault in SEEN if not fault.measured]
 
 
@@ -86,9 +86,9 @@ def test_a_fault_is_found_and_placed(judge: Callable[[str], Judged], fault: str)
     assert fault not in ELSEWHERE or found.named == ELSEWHERE[fault], found.sentence
 
 
-@pytest.mark.parametrize("twin", marked(TWINS, FEW_TWINS))
-def test_its_twin_passes(judge: Callable[[str], Judged], twin: str) -> None:
-    assert not judge(twin).caught, judge(twin).sentence
+@pytest.mark.parametrize("baseline", marked(TWINS, FEW_TWINS))
+def test_its_baseline_passes(judge: Callable[[str], Judged], baseline: str) -> None:
+    assert not judge(baseline).caught, judge(baseline).sentence
 
 
 def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_pass_it(
@@ -134,7 +134,7 @@ def test_the_study_is_as_large_as_it_says() -> None:
     assert sum(fault.name[0] == "F" and fault.name[1:3].isdigit() for fault in SEEN) == 45
     assert len(LATER) == 45
     faulty = Counter((pair.strength, pair.against) for pair in every if pair.kind is Kind.faulty)
-    assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("twin", "reference")}
+    assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("baseline", "reference")}
     clean = [pair for pair in every if pair.kind is Kind.clean]
     assert len(clean) >= 1000
     assert sum(pair.held_out for pair in clean) >= 300
@@ -142,7 +142,7 @@ def test_the_study_is_as_large_as_it_says() -> None:
 
 
 def test_no_run_is_in_both_parts() -> None:
-    """But what runs are held against: twins, DDP, the perturbed reference."""
+    """But what runs are held against: baselines, DDP, the perturbed reference."""
     parts: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
     for pair in pairs():
         runs = {pair.arm, *([pair.control] if pair.against in ("control", "arm") else [])}

@@ -8,8 +8,8 @@ with its own collectives, by the reference's files chunk by chunk, and by the up
 
 Layouts come in families, of one model and recipe each: any of a family into any other of it. Beside the awkward model's
 there is one of a decoder that tensor parallelism cuts, and one for each FP8 recipe. An update in 8 bits is another one
-where ranks multiply other portions, so that of those the third comparison is of what layers multiply: the reference's
-whole weights quantized, or a rank's portion of it, to the bit.
+where ranks multiply other tp_shards, so that of those the third comparison is of what layers multiply: the reference's
+whole weights quantized, or a rank's TP shard of it, to the bit.
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ _EIGHT_BITS = (
 
 
 def _in_8_bits(recipe: Fp8) -> tuple[Layout, ...]:
-    """Layouts of a recipe: 128 rows are too many for four portions of 256; this peer knows no delayed scaling."""
+    """Layouts of a recipe: 128 rows are too many for four TP shards of 256; this peer knows no delayed scaling."""
     fit = (each for each in _EIGHT_BITS if not (recipe is Fp8.block and each.tp == 4))
     able = (each for each in fit if not (recipe is Fp8.delayed and each.engine == "fsdp2"))
     return tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in able)
 
 
-PORTIONS: dict[str, tuple[Layout, ...]] = {
+TP_LAYOUTS: dict[str, tuple[Layout, ...]] = {
     "fp64": tuple(replace(each, model="planned") for each in _PLANNED),
     **{f"FP8 {recipe.name}": _in_8_bits(recipe) for recipe in Fp8},
 }
@@ -214,7 +214,7 @@ def train_step(engine: Engine, config: Config, rank: int, step: int) -> list[flo
     """One update; this rank's losses."""
     seen = copy(config)
     seen.mesh = copy(config.mesh)
-    seen.mesh.world_size //= config.mesh.tp  # ranks of one portion each
+    seen.mesh.world_size //= config.mesh.tp  # ranks of one TP shard each
     todo = batches(seen, rank // config.mesh.tp, step)
     losses = [engine.forward_backward(batch, last=index == len(todo) - 1).item() for index, batch in enumerate(todo)]
     engine.step(LR)

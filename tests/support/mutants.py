@@ -20,9 +20,9 @@ PROPERTY = "mutant"
 
 
 class Mutant(NamedTuple):
-    """room: what was changed and who looks for it, a heading of the page. name: within the room."""
+    """area: what was changed and who looks for it, a heading of the page. name: within the area."""
 
-    room: str
+    area: str
     name: str
     breaks: str
     """The mistake, in a sentence."""
@@ -32,16 +32,16 @@ DECLARED: dict[Mutant, None] = {}
 """Every mutant of the modules that were imported, in the order of declaration."""
 
 
-def kills(room: str, name: str, breaks: str) -> pytest.MarkDecorator:
+def kills(area: str, name: str, breaks: str) -> pytest.MarkDecorator:
     """The mark of a test that passes only where this mutant is found."""
-    mutant = Mutant(room, name, " ".join(breaks.split()).rstrip("."))
+    mutant = Mutant(area, name, " ".join(breaks.split()).rstrip("."))
     DECLARED[mutant] = None
     return pytest.mark.kills(*mutant)
 
 
-def each(room: str, mutants: Iterable[tuple[str, str]]) -> list[Any]:
+def each(area: str, mutants: Iterable[tuple[str, str]]) -> list[Any]:
     """Parameters of a test, one a mutant: its name. The pairs are names and sentences."""
-    return [pytest.param(name, id=name, marks=kills(room, name, breaks)) for name, breaks in mutants]
+    return [pytest.param(name, id=name, marks=kills(area, name, breaks)) for name, breaks in mutants]
 
 
 class Slip(NamedTuple):
@@ -73,8 +73,8 @@ class Slip(NamedTuple):
     def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put it in place, wherever the package has it under its name."""
         found, made = vars(self.owner)[self.name], self.made()
-        room = (self.owner.__name__ if inspect.ismodule(self.owner) else self.owner.__module__).rpartition(".")[0]
-        theirs = [module for name, module in [*sys.modules.items()] if name.startswith(room.rpartition(".")[0])]
+        area = (self.owner.__name__ if inspect.ismodule(self.owner) else self.owner.__module__).rpartition(".")[0]
+        theirs = [module for name, module in [*sys.modules.items()] if name.startswith(area.rpartition(".")[0])]
         for owner in (self.owner, *theirs):
             if vars(owner).get(self.name) is found:
                 monkeypatch.setattr(owner, self.name, made)
@@ -102,7 +102,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
-        rows = sorted(self.rows, key=lambda row: (row["room"], row["test"]))
+        rows = sorted(self.rows, key=lambda row: (row["area"], row["test"]))
         self.path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

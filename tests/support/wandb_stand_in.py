@@ -1,4 +1,4 @@
-"""What the mirror calls of wandb, in this process and without its service: it takes what wandb takes, and is quick.
+"""What the copy calls of wandb, in this process and without its service: it takes what wandb takes, and is quick.
 
 For fuzzers, which ask for thousands of runs. What wandb drops with no more than a warning (a step that is not above the
 one before), and what its messages cannot hold, is an error here.

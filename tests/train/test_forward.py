@@ -1,4 +1,4 @@
-"""Forwards in bf16 and fp32 against a twin: what is far below the rounding of bf16 is seen where it begins; layouts,
+"""Forwards in bf16 and fp32 against a baseline: what is far below the rounding of bf16 is seen where it begins; layouts,
 microbatches and engines that do the same are not called different."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 from tests.train.test_step_checks import SEEN, configured
 
-TWIN = "native-optim_grads_params"
+BASELINE = "native-optim_grads_params"
 CLEAN: dict[str, dict[str, Any]] = {
-    TWIN: {},
+    BASELINE: {},
     "native-no_shard": {"model__activation_checkpointing": True},
     "fsdp2": {},
     "ddp": {},
@@ -41,7 +41,7 @@ def bf16(kind: str) -> Config:
     changes = {"train__steps": 2, "measure__step_checks": True, **CLEAN.get(kind, {})}
     if kind == "one rank":
         return with_dtypes(small_config(**changes), Dtype.bf16, Dtype.fp32)
-    return with_dtypes(configured(kind if kind in SEEN else TWIN, **changes), Dtype.bf16, Dtype.fp32)
+    return with_dtypes(configured(kind if kind in SEEN else BASELINE, **changes), Dtype.bf16, Dtype.fp32)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ FP32 = {
 
 def fp32(name: str) -> Config:
     """Captured in step 1, of which gradients then say that the forward, too, may be another."""
-    kind = "fsdp2" if name == "fp32, fsdp2" else TWIN
+    kind = "fsdp2" if name == "fp32, fsdp2" else BASELINE
     return configured(kind, train__steps=2, measure__step_checks=True, measure__capture_steps=[1])
 
 
@@ -107,7 +107,7 @@ def trains(rank: int, folder: str) -> None:
             train(bf16(kind), Path(folder, kind), rank)
     for name, (fault, *_) in FAULTS.items():
         with fault():
-            train(bf16(TWIN), Path(folder, name), rank)
+            train(bf16(BASELINE), Path(folder, name), rank)
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +136,16 @@ def on_cuda(run: Record) -> Record:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_forward_that_is_another_is_different_and_placed(runs: dict[str, Record], name: str) -> None:
-    (wrong,) = doubtful(runs[name], runs[TWIN])
+    (wrong,) = doubtful(runs[name], runs[BASELINE])
     _, check, tensor = FAULTS[name]
     assert (wrong.check, wrong.tensor, wrong.grade, wrong.step) == (check, tensor, Grade.bad, 1)
-    numbers = [finding for kind in Judgement(runs[name], runs[TWIN], []).numbers for finding in kind]
+    numbers = [finding for kind in Judgement(runs[name], runs[BASELINE], []).numbers for finding in kind]
     assert wrong in numbers, "the verdict has it"
 
 
-@pytest.mark.parametrize("name", [name for name in CLEAN if name != TWIN])
+@pytest.mark.parametrize("name", [name for name in CLEAN if name != BASELINE])
 def test_layouts_microbatches_and_engines_are_not(runs: dict[str, Record], name: str) -> None:
-    seen = found(runs[name], runs[TWIN])
+    seen = found(runs[name], runs[BASELINE])
     assert {finding.grade for finding in seen} == {Grade.ok}
     assert {finding.check for finding in seen} >= {forward.OUTPUT}
     told = runs[name].forward
@@ -166,14 +166,14 @@ def test_a_gradient_of_another_forward_is_not_called_the_backwards_in_fp32(runs:
 
 
 def test_on_other_devices_kernels_may_be_chosen_by_more(runs: dict[str, Record]) -> None:
-    arm, control = (on_cuda(runs[name]) for name in ("softcap", TWIN))
+    arm, control = (on_cuda(runs[name]) for name in ("softcap", BASELINE))
     assert [finding.grade for finding in doubtful(arm, control)] == [Grade.doubt]
 
 
 def test_what_has_other_dtypes_or_was_not_looked_at_says_nothing(runs: dict[str, Record]) -> None:
-    twin = runs[TWIN]
-    assert found(replace(twin, forward=None), twin) == []
-    assert found(replace(twin, config={**twin.config, "dtype.compute": "fp32"}), twin) == []
+    baseline = runs[BASELINE]
+    assert found(replace(baseline, forward=None), baseline) == []
+    assert found(replace(baseline, config={**baseline.config, "dtype.compute": "fp32"}), baseline) == []
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -187,28 +187,28 @@ def told(run: Record, **changes: Any) -> Record:
 
 def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
     """What is not as it is tested above, lazily."""
-    twin = runs[TWIN]
-    assert twin.forward is not None
+    baseline = runs[BASELINE]
+    assert baseline.forward is not None
     for name, (_, check, tensor) in FAULTS.items():
-        if [(wrong.check, wrong.tensor, wrong.grade) for wrong in doubtful(runs[name], twin)] != [
+        if [(wrong.check, wrong.tensor, wrong.grade) for wrong in doubtful(runs[name], baseline)] != [
             (check, tensor, Grade.bad)
         ]:
             yield f"{name} is not found where it begins"
     for name in CLEAN:
-        if doubtful(runs[name], twin):
+        if doubtful(runs[name], baseline):
             yield f"{name} does not pass"
-    if {wrong.grade for wrong in doubtful(on_cuda(runs["softcap"]), on_cuda(twin))} != {Grade.doubt}:
+    if {wrong.grade for wrong in doubtful(on_cuda(runs["softcap"]), on_cuda(baseline))} != {Grade.doubt}:
         yield "kernels of another device are refuted"
-    if found(replace(twin, config={**twin.config, "dtype.compute": "fp32"}), twin):
+    if found(replace(baseline, config={**baseline.config, "dtype.compute": "fp32"}), baseline):
         yield "forwards in two dtypes are compared"
-    if found(told(twin, rows=twin.forward.rows + 1), twin):
+    if found(told(baseline, rows=baseline.forward.rows + 1), baseline):
         yield "forwards of other positions are compared"
     yield from broken_in_fp32(runs)
-    batch = (1, twin.forward.batch[1])
+    batch = (1, baseline.forward.batch[1])
     for factor, wrong in ((1.3, [("head.output", Grade.bad)]), (1.001, [])):
-        sketches, squares = twin.forward.modules["head.output"]
-        one = {**twin.forward.modules, "head.output": (tuple(factor * value for value in sketches), squares)}
-        told_so = doubtful(told(twin, modules=one, batch=batch), twin)
+        sketches, squares = baseline.forward.modules["head.output"]
+        one = {**baseline.forward.modules, "head.output": (tuple(factor * value for value in sketches), squares)}
+        told_so = doubtful(told(baseline, modules=one, batch=batch), baseline)
         if [(finding.tensor, finding.grade) for finding in told_so] != wrong:
             yield f"in other microbatches outputs {factor} times as large are {told_so}"
 

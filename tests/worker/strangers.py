@@ -102,7 +102,7 @@ def attacked(attack: str, launcher: dict[str, str], slip: str = "") -> Outcome:
         codes = fork_ranks(_be, 3, folder, attack, launcher, slip, seconds=SECONDS, first_failure_ends_all=True)
         said = "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
         loot = {path.name: path.read_text() for path in (folder / "loot").iterdir()}
-        left = [path.name for path in folder.glob("runs/*/*/attempts/*/meeting-*")]
+        left = [path.name for path in folder.glob("runs/*/*/attempts/*/rendezvous-*")]
         return Outcome([codes[0], codes[2]], said, loot, left)
 
 
@@ -162,7 +162,7 @@ def _stranger(folder: Path, attack: str) -> None:
         os.setuid(NOBODY)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         (loot / "heard").write_text(" ".join(sorted({host for host, _ in ports})))
-        for path in (attempt, next(iter(attempt.parent.glob("0/meeting-*")), attempt)):
+        for path in (attempt, next(iter(attempt.parent.glob("0/rendezvous-*")), attempt)):
             with contextlib.suppress(PermissionError):
                 os.listdir(path)
                 (loot / "looked").write_text(str(path))

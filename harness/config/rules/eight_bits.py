@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
-from harness.config.projections import FAMILIES, portion, projections
+from harness.config.projections import FAMILIES, projections, tp_shard
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import DTYPE_ROLES, Dtype, EngineName
 
@@ -67,7 +67,7 @@ def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
         return
     of_16 = "dtype=fp8_current (whose multiple is 16), " if recipe.multiple > 16 else ""
     for each in projections(config.model):
-        rows, columns = portion(each, max(1, config.mesh.tp))
+        rows, columns = tp_shard(each, max(1, config.mesh.tp))
         shape = f"{each.name} has shape [{each.rows}, {each.columns}]"
         takes = f"fp8={recipe.name} takes multiples of {recipe.multiple}"
         fitting = f"sizes of attention and feed-forward that {recipe.multiple} divides"

@@ -22,9 +22,9 @@ from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
 from harness.config.disk import PROBE_BYTES, free_bytes, nearest, shown, written
 from harness.config.errors import Violation
-from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
+from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.store import commands, interpreter
 from harness.store.provenance import versions
 from harness.store.screen import counted
@@ -94,10 +94,10 @@ def project_has_a_name(request: Request) -> Iterator[Violation]:
 
 
 @rule()
-def mirror_can_start(request: Request) -> Iterator[Violation]:
+def wandb_can_start(request: Request) -> Iterator[Violation]:
     subject = request.show("wandb.mode")
     try:
-        mode = mirror_mode(request.config.wandb.mode, os.environ)
+        mode = wandb_mode(request.config.wandb.mode, os.environ)
     except ValueError as error:
         yield Violation(subject, str(error), fix="unset WANDB_MODE, or wandb=disabled")
         return
@@ -281,7 +281,7 @@ RULES: tuple[Rule, ...] = (
     scheduler_exists,
     torch_is_installed,
     project_has_a_name,
-    mirror_can_start,
+    wandb_can_start,
     engine_is_installed,
     buffers_can_be_registered,
     own_allocator_is_there,

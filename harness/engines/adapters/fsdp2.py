@@ -44,7 +44,7 @@ from harness.engines import optim
 from harness.engines.base.eight_bits import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Ranks, Seen, State, Workload
-from harness.fsdp import Portion
+from harness.fsdp import TpShard
 
 AGREES_ON_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """True if ranks with an unused parameter send zeros for it: from torch 2.13 on."""
@@ -66,7 +66,7 @@ class Fsdp2Engine(ShardedEngine):
         refuse_scalars("fsdp2", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
         mesh, tensor = self._meshes(model)
-        portions = {name: Portion.of(name, param, tensor) for name, param in model.named_parameters()}
+        tp_shards = {name: TpShard.of(name, param, tensor) for name, param in model.named_parameters()}
         policy = MixedPrecisionPolicy(
             param_dtype=self.compute_dtype,
             reduce_dtype=self.wire_dtype,
@@ -98,11 +98,11 @@ class Fsdp2Engine(ShardedEngine):
         give_memory(model, ranks.device)
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
-            self._fill(weight, portions[name].cut(workload.initial_weight(name, shapes[name])))
+            self._fill(weight, tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
         shard_group = mesh.get_group("dp_shard")
         fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
         group = shard_group if shard_group.size() > 1 else None
-        self._finish(weights, shapes, group, fused=fused, portions=portions, tensor=tensor)
+        self._finish(weights, shapes, group, fused=fused, tp_shards=tp_shards, tensor=tensor)
 
     def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
         """Data-parallel mesh, and tensor-parallel ranks after cutting the model. Collective over all ranks."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from harness.fsdp import Portion
+from harness.fsdp import TpShard
 
 Slots = list[tuple[nn.Module, str, nn.Parameter]]
 
@@ -29,23 +29,23 @@ class Planned:
     group: tensor-parallel ranks; None without. specs: DTensor spec of each cut weight.
     """
 
-    portions: Mapping[str, Portion]
+    tp_shards: Mapping[str, TpShard]
     group: dist.ProcessGroup | None = None
     specs: Mapping[str, DTensorSpec] = field(default_factory=dict)
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """Unsharded tensor of a weight's shape from every rank's part. Collective over the axis."""
-        return self.portions[name].join(value.detach(), self.group)
+        return self.tp_shards[name].join(value.detach(), self.group)
 
     def described(self, name: str, value: Tensor) -> Tensor:
         spec = self.specs.get(name)
-        if spec is None or tuple(value.shape) != self.portions[name].here:
+        if spec is None or tuple(value.shape) != self.tp_shards[name].here:
             return value
         return _described(value, spec)
 
     def is_counted(self, name: str) -> bool:
         """True if this rank counts a weight's elements in sums over ranks."""
-        return self.portions[name].is_counted_here
+        return self.tp_shards[name].is_counted_here
 
     def total(self, counters: Tensor) -> Tensor:
         """Sum over the ranks of the axis, in place. Collective over the axis."""
@@ -57,16 +57,16 @@ class Planned:
 def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
     """Make ordinary parameters of a plan's DTensors; no-op without an axis."""
     if axis is None:
-        return Planned({name: Portion(tuple(param.shape)) for name, param in model.named_parameters()})
+        return Planned({name: TpShard(tuple(param.shape)) for name, param in model.named_parameters()})
     group = axis.get_group()
-    portions = {name: Portion.of(name, param, group) for name, param in model.named_parameters()}
+    tp_shards = {name: TpShard.of(name, param, group) for name, param in model.named_parameters()}
     specs = {name: param._spec for name, param in model.named_parameters() if isinstance(param, DTensor)}
     made: dict[int, nn.Parameter] = {}
     for module, name, param in slots_of(model):
         if isinstance(param, DTensor):
             plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
             module._parameters[name] = made.setdefault(id(param), plain)
-    return Planned(portions, group, specs)
+    return Planned(tp_shards, group, specs)
 
 
 def slots_of(model: nn.Module) -> Slots:

@@ -42,12 +42,12 @@ class ReplicatedEngine(Engine):
         if self.grid is not None:
             workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
         self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
-        shapes = {name: torch.Size(portion.shape) for name, portion in self.planned.portions.items()}
+        shapes = {name: torch.Size(tp_shard.shape) for name, tp_shard in self.planned.tp_shards.items()}
         self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, weight in self.weights.items():
                 whole = workload.initial_weight(name, shapes[name])
-                weight.copy_(self.planned.portions[name].cut(whole))
+                weight.copy_(self.planned.tp_shards[name].cut(whole))
         if self.compute_dtype is not self.main_dtype or self.grid is not None:
             shadow_weights(self.model, self.compute_dtype, self.planned.specs, uncast(self.model))
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}

@@ -24,7 +24,7 @@ from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import Portion, create_state
+from harness.fsdp import TpShard, create_state
 
 
 class ShardedEngine(Engine):
@@ -52,16 +52,16 @@ class ShardedEngine(Engine):
         group: dist.ProcessGroup | None,
         *,
         fused: bool,
-        portions: Mapping[str, Portion] | None = None,
+        tp_shards: Mapping[str, TpShard] | None = None,
         tensor: dist.ProcessGroup | None = None,
     ) -> None:
         """Make the optimizer, and exchange the extents of pieces. Collective over `group`.
 
         Args: weights: parameters in model order, each once; pieces lie on `group`'s ranks, unsharded where it is None.
-        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. portions: tensor-parallel parts
+        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. tp_shards: tensor-parallel parts
         of which pieces are cut; None: full weights. tensor: tensor-parallel ranks, or None.
         """
-        self.portions = portions or {name: Portion(tuple(shape)) for name, shape in shapes.items()}
+        self.tp_shards = tp_shards or {name: TpShard(tuple(shape)) for name, shape in shapes.items()}
         self.tensor = tensor
         self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
         self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
@@ -173,7 +173,7 @@ class ShardedEngine(Engine):
         return found
 
     def _norm(self, pieces: Mapping[str, Tensor]) -> float:
-        counted = [piece for name, piece in pieces.items() if self.portions[name].is_counted_here]
+        counted = [piece for name, piece in pieces.items() if self.tp_shards[name].is_counted_here]
         return norms.euclidean_norm(counted, self.ranks.device, self._total)
 
     def _total(self, squares: Tensor) -> Tensor:
@@ -196,8 +196,8 @@ class ShardedEngine(Engine):
         dist.all_gather(rows, mine, group=self.group)
         table = torch.stack(rows).T.tolist()
         for name, extents in zip(self.weights, table, strict=True):
-            if sum(extents) != self.portions[name].numel:
-                raise RuntimeError(f"{name} has {self.portions[name].numel} elements here, its pieces {extents}")
+            if sum(extents) != self.tp_shards[name].numel:
+                raise RuntimeError(f"{name} has {self.tp_shards[name].numel} elements here, its pieces {extents}")
         return dict(zip(self.weights, table, strict=True))
 
     @torch.no_grad()
@@ -206,10 +206,10 @@ class ShardedEngine(Engine):
 
         Not DTensor.full_tensor(): one way for both engines, independent of placements.
         """
-        whole = self._gather_portion(name, piece).reshape(self.portions[name].here)
-        return self.portions[name].join(whole, self.tensor).to("cpu", copy=True)
+        whole = self._gather_tp_shard(name, piece).reshape(self.tp_shards[name].here)
+        return self.tp_shards[name].join(whole, self.tensor).to("cpu", copy=True)
 
-    def _gather_portion(self, name: str, piece: Tensor) -> Tensor:
+    def _gather_tp_shard(self, name: str, piece: Tensor) -> Tensor:
         extents = self.extents[name]
         if self.group is None:
             return piece.detach()

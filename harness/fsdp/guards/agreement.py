@@ -15,7 +15,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Everyone, Groups, all_values
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
 from harness.fsdp.guards.watches import by_value, ranks_text
-from harness.fsdp.tensor_parallel.parameters import Portion, UnknownPlan, values_here
+from harness.fsdp.tensor_parallel.parameters import TpShard, UnknownPlan, values_here
 
 Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
 
@@ -64,7 +64,7 @@ def difference(everyones: Sequence[Pairs]) -> str:
 def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | None) -> None:
     """Raise UnknownPlan for parameters that no tensor-parallel axis beside the data-parallel ones explains."""
     for name, param in module.named_parameters():
-        Portion.of(name, param, tensor)
+        TpShard.of(name, param, tensor)
         is_term = getattr(param, "sequence_parallel", False) and not isinstance(param, DTensor)
         if tensor is not None and tensor.size() > 1 and is_term:
             raise UnknownPlan(
@@ -88,7 +88,7 @@ def check_copies(module: nn.Module, tensor: Communicator | None) -> None:
     *Collective.* Either what cuts it says nothing of it, or ranks were seeded differently."""
     if tensor is None:
         return
-    copied = [(n, p) for n, p in module.named_parameters() if Portion.of(n, p, tensor.group).is_copied]
+    copied = [(n, p) for n, p in module.named_parameters() if TpShard.of(n, p, tensor.group).is_copied]
     try:
         check_equal([Replica(name, values_here(p)) for name, p in copied], tensor, "before sharding")
     except ReplicaDrift as error:

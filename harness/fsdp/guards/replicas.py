@@ -148,7 +148,7 @@ def held_by_several(buckets: Sequence[ParamGroup], meshes: Meshes) -> Held:
 
 def _copies(bucket: ParamGroup) -> list[Replica]:
     copied = [
-        (name, part) for name, part in bucket.cuts.own_rows(bucket.main_shards) if bucket.portions[name].is_copied
+        (name, part) for name, part in bucket.cuts.own_rows(bucket.main_shards) if bucket.tp_shards[name].is_copied
     ]
     return [Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)])) for name, part in copied]
 
@@ -227,7 +227,7 @@ class CopiedGradients:
                 for bucket in self._buckets()
                 if bucket.mesh is mesh
                 for place, slot in enumerate(bucket.layout.slots)
-                if bucket.portions[slot.spec.name].is_copied
+                if bucket.tp_shards[slot.spec.name].is_copied
             ]
             if copied:
                 sums = torch.stack([torch.cat([sums, sums.new_tensor([count])]) for _, _, count, sums in copied])

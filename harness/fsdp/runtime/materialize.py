@@ -3,7 +3,7 @@
 [Note: Meta device] A model too large for one device is built on "meta", without memory. Its values come either from
 `initial_value`, by name, or from the modules' own `reset_parameters()`, run module by module in definition order, so
 that a random generator gives each the numbers it would have given an ordinary construction. Only one module's
-parameters are whole at any time; of a module that has cut itself, its portions (see [Note: Declared meshes]). A module
+parameters are whole at any time; of a module that has cut itself, its TP shards (see [Note: Declared meshes]). A module
 without `reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may set what lies in
 modules inside it: these are reset first, all of them together.
 """
@@ -147,8 +147,8 @@ def _reset(
         bucket, slot = homes[key]
         if key not in done:
             done.add(key)
-            portion = bucket.portion_of(slot)
-            is_cut = not portion.is_whole and tuple(value.shape) == portion.here
+            tp_shard = bucket.tp_shard_of(slot)
+            is_cut = not tp_shard.is_whole and tuple(value.shape) == tp_shard.here
             alike = meshes.dense.everyone if is_cut else meshes.everyone
             bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
     for bucket, _ in (homes[each] for each in own):

@@ -117,7 +117,7 @@ class Weights:
                 bucket.receive()
 
     def agree_on_scales(self) -> None:
-        """Make scales of weights of which a rank knows a portion only, once all have their first values.
+        """Make scales of weights of which a rank knows a TP shard only, once all have their first values.
 
         *Collective* where tensor parallelism has cut weights of 8 bits.
         """

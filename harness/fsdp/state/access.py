@@ -87,7 +87,7 @@ class StateAccess:
             group = None if bucket.tp is None else bucket.tp.group
             slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
             for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
-                early[name] = bucket.portion_of(slot).join(view.detach(), group).to("cpu", copy=True)
+                early[name] = bucket.tp_shard_of(slot).join(view.detach(), group).to("cpu", copy=True)
                 while place < len(order) and order[place] in early:
                     yield order[place], early.pop(order[place])
                     place += 1

@@ -8,8 +8,8 @@ A scale belongs to a tile of the unsharded weight, of which a rank may hold some
 own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
 cut). A maximum has no order, so every rank makes the same scales of it, and casts its rows as if it cast all of them:
 shards that are gathered are the unsharded weight quantized. Scales are on every rank and never travel. Where a plan of
-tensor parallelism has cut the weight, a bucket holds this rank's portion, and `current` and `delayed` take the largest
-over that axis too. A portion of the other recipes consists of entire tiles: its scales are its own.
+tensor parallelism has cut the weight, a bucket holds this rank's tp_shard, and `current` and `delayed` take the largest
+over that axis too. A TP shard of the other recipes consists of entire tiles: its scales are its own.
 
 Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
 is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from harness.fp8.delayed import Column, History
 from harness.fp8.formats import WIDENED, is_8_bit
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.portions import portion_here
 from harness.fp8.quantize import Quantized
 from harness.fp8.tile_scales import TileScales
+from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Mesh, Meshes
@@ -44,7 +44,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
 from harness.fsdp.storage.placement import SHARD, Axis
-from harness.fsdp.tensor_parallel.parameters import Portion
+from harness.fsdp.tensor_parallel.parameters import TpShard
 
 FORWARD, BACKWARD = 1, 2
 """Directions, which are added."""
@@ -93,7 +93,7 @@ class WeightCodec:
         return shards
 
     def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
-        """Every encoding, flat, of the value of one weight or of its portion (flat, in the main weights' dtype)."""
+        """Every encoding, flat, of the value of one weight or of its TP shard (flat, in the main weights' dtype)."""
         return [value]
 
     def wire(self, tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def mark_weights(module: nn.Module) -> None:
         if not isinstance(layer, Fp8Linear):
             continue
         layer.plain_buffers()
-        weight, recipe, here = layer.weight, layer.recipe, portion_here(layer.weight)
+        weight, recipe, here = layer.weight, layer.recipe, tp_shard_here(layer.weight)
         if is_8_bit(here.dtype):
             raise ValueError(
                 f"a weight of shape {tuple(weight.shape)} is {here.dtype} before sharding: give it in fp32 or bf16,"
@@ -123,7 +123,7 @@ def mark_weights(module: nn.Module) -> None:
         if not recipe.fits(tuple(here.shape)):
             raise ValueError(
                 f"{name}.weight of shape {list(weight.shape)} is {list(here.shape)} on this rank:"
-                f" fp8={recipe.name} takes portions of which both sizes are multiples of {recipe.multiple}. Cut it"
+                f" fp8={recipe.name} takes TP shards of which both sizes are multiples of {recipe.multiple}. Cut it"
                 f" over fewer ranks, or leave {name} out of Fp8Linear.convert()"
             )
         if layer.is_held:
@@ -137,7 +137,7 @@ def encodings_of(param: nn.Parameter) -> int:
 
 
 class Fp8Weight:
-    """One weight [out, in] with scales, or this rank's portion of it under tensor parallelism.
+    """One weight [out, in] with scales, or this rank's TP shard of it under tensor parallelism.
 
     layer: of the weight, weakly. encodings: of its bucket, in which it begins at element `first`.
     """
@@ -151,7 +151,7 @@ class Fp8Weight:
         slot: Slot,
         encodings: Sequence[Encoding],
         first: int,
-        portion: Portion,
+        tp_shard: TpShard,
         device: torch.device,
     ) -> None:
         self._layer, self.slot, self._encodings, self._first = layer, slot, encodings, first
@@ -160,7 +160,7 @@ class Fp8Weight:
         self.scales = [
             TileScales(each, self.shape, recipe.weights.format, recipe.scaling, device) for each in recipe.held_tiles
         ]
-        self.shares_tiles = not portion.is_whole and (tile.columns if portion.dim else tile.rows) is None
+        self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
         self.layer.weight_scale_inv = self.scales[0].inverse
 
     @property
@@ -210,7 +210,7 @@ class Fp8Codec(WeightCodec):
         params: Sequence[tuple[str, nn.Parameter]],
         cuts: Cuts,
         encodings: Sequence[Encoding],
-        portions: Mapping[str, Portion],
+        tp_shards: Mapping[str, TpShard],
         dtypes: Dtypes,
         device: torch.device,
     ) -> None:
@@ -221,7 +221,9 @@ class Fp8Codec(WeightCodec):
             )
         self.cuts, self.dtype = cuts, dtypes.compute
         self.weights = [
-            Fp8Weight(getattr(param, LAYER), slot, encodings, cuts.layout.bucket_range(slot)[0], portions[name], device)
+            Fp8Weight(
+                getattr(param, LAYER), slot, encodings, cuts.layout.bucket_range(slot)[0], tp_shards[name], device
+            )
             for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
         ]
         self.encoded = self.weights if len(encodings) > 1 else ()

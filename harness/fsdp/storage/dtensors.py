@@ -63,19 +63,19 @@ class DTensorFactory:
         begin, end = _rows(slot, local)
         view = flat.view((end - begin, *shape[1:])) if shape else flat.view(() if local.numel else 0)
         mesh, placements = self._mesh(bucket), self._placements(bucket, slot)
-        whole = torch.empty(bucket.portion_of(slot).shape, dtype=view.dtype, device="meta")
+        whole = torch.empty(bucket.tp_shard_of(slot).shape, dtype=view.dtype, device="meta")
         if isinstance(placements[-1], RaggedShard):
             return RaggedTensor.of(view, spec_like(whole, mesh, placements))
         if bucket.tp is None:
             return view
-        view = view.reshape(bucket.portion_of(slot).here)  # without elements it may have another shape
+        view = view.reshape(bucket.tp_shard_of(slot).here)  # without elements it may have another shape
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def _placements(self, bucket: ParamGroup, slot: Slot) -> tuple[Placement, ...]:
         found = self._found.setdefault(bucket, {})
         if slot.spec.name not in found:
-            portion, axes = bucket.portion_of(slot), _axes(bucket)
-            tensor: Placement = Replicate() if portion.dim is None else Shard(portion.dim)
+            tp_shard, axes = bucket.tp_shard_of(slot), _axes(bucket)
+            tensor: Placement = Replicate() if tp_shard.dim is None else Shard(tp_shard.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
             if SHARD in bucket.cuts.own:
                 # no bucket: torch keeps what keeps placements, in caches and as gradients

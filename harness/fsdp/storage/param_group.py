@@ -30,7 +30,7 @@ from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
-from harness.fsdp.tensor_parallel.parameters import Portion
+from harness.fsdp.tensor_parallel.parameters import TpShard
 from harness.private_torch import version_of
 
 InitialValue = Callable[[str, torch.Size], Tensor]
@@ -94,7 +94,7 @@ class ParamGroup:
         self.tp = tp
         self.memory = plan.memory
         group = None if tp is None else tp.group
-        self.portions = {each: Portion.of(each, param, group) for each, param in params}
+        self.tp_shards = {each: TpShard.of(each, param, group) for each, param in params}
         """TP shard of each parameter, by name."""
         self.installed_version = 0
         self.awaited: list[Pending] = []
@@ -105,7 +105,7 @@ class ParamGroup:
 
     def _build(self, initial: InitialValue | None) -> None:
         dtypes, device = self.dtypes, self.memory.device
-        specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
+        specs = [ParamSpec(each, tp_shard.here) for each, tp_shard in self.tp_shards.items()]
         self.cuts = Cuts.plan(specs, self.mesh.place, self.placements, dtypes.align_elements)
         self.layout = self.cuts.layout
         self._build_compute_weights()
@@ -113,14 +113,14 @@ class ParamGroup:
         self.codec = WeightCodec()
         """Makes compute weights of main weights."""
         if self.key.fp8:
-            self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.portions, dtypes, device)
+            self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.tp_shards, dtypes, device)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
         )
         if initial is not None:
             for slot in self.layout.slots:
-                self.set_value(slot, initial(slot.spec.name, torch.Size(self.portion_of(slot).shape)))
+                self.set_value(slot, initial(slot.spec.name, torch.Size(self.tp_shard_of(slot).shape)))
         self.point_at_weights()
         if self.gradients is not None:
             self.codec.prepare(self.gradients)
@@ -149,19 +149,19 @@ class ParamGroup:
     @property
     def is_whole_everywhere(self) -> bool:
         """True if every rank of the model keeps all of its main weights."""
-        copied = all(portion.is_copied or portion.is_whole for portion in self.portions.values())
+        copied = all(tp_shard.is_copied or tp_shard.is_whole for tp_shard in self.tp_shards.values())
         return self.placements.main_weights == WHOLE and not self.key.expert and copied
 
-    def portion_of(self, slot: Slot) -> Portion:
-        return self.portions[slot.spec.name]
+    def tp_shard_of(self, slot: Slot) -> TpShard:
+        return self.tp_shards[slot.spec.name]
 
     def counted(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Parts of its shards that this rank counts, so that each element of the model counts once."""
         if not self.cuts.is_counted_here:
             return []
-        if all(portion.is_counted_here for portion in self.portions.values()):
+        if all(tp_shard.is_counted_here for tp_shard in self.tp_shards.values()):
             return list(shards)
-        slots = (slot for slot in self.layout.slots if self.portion_of(slot).is_counted_here)
+        slots = (slot for slot in self.layout.slots if self.tp_shard_of(slot).is_counted_here)
         return [each.of(shards) for each in map(self.cuts.own_slice, slots) if each.numel]
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -202,10 +202,10 @@ class ParamGroup:
         return self.cuts.inner_shards_of(encoding.kept, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
-        """Put a parameter's full value, or this rank's portion of it, into main and, where they are kept, compute
+        """Put a parameter's full value, or this rank's TP shard of it, into main and, where they are kept, compute
         weights."""
         try:
-            flat = self.portions[slot.spec.name].cut(value.detach()).reshape(-1)
+            flat = self.tp_shards[slot.spec.name].cut(value.detach()).reshape(-1)
         except ValueError as error:
             raise ValueError(f"initial value of {slot.spec.name}: {error}") from None
         local = self.cuts.own_slice(slot)

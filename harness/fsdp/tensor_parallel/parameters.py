@@ -35,7 +35,7 @@ class UnknownPlan(ValueError):
 
 
 @dataclass(frozen=True)
-class Portion:
+class TpShard:
     """shape: of the unsharded parameter. dim: the one that is split as by `torch.chunk`; None: every rank has a copy.
     rank, size: on the tensor-parallel axis.
     """
@@ -46,7 +46,7 @@ class Portion:
     size: int = 1
 
     @classmethod
-    def of(cls, name: str, param: Tensor, group: dist.ProcessGroup | None) -> Portion:
+    def of(cls, name: str, param: Tensor, group: dist.ProcessGroup | None) -> TpShard:
         """From a DTensor's placement, or Megatron's marks (`tensor_model_parallel`, `partition_dim`); else a copy.
 
         Raises:

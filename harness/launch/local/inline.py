@@ -27,7 +27,7 @@ def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], 
     os.environ.update(run_environment(opened.cell.typed, opened.run.attempt_dir(attempt)))
     with lock:
         try:
-            # By name: only here does the desk's process become a rank, and no other desk code may load torch.
+            # By name: only here does the front end's process become a rank, and no other front-end code may load torch.
             with unfiltered():
                 code = import_module("harness.worker").main(path, attempt, place, listener)
         except KeyboardInterrupt:

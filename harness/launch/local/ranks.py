@@ -21,14 +21,14 @@ from harness.launch.environment import child_environment, rank_environment
 from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.rank_place import LEASH, PROGRESS, stop_signals_blocked
+from harness.store.rank_place import PARENT_PIPE, PROGRESS, stop_signals_blocked
 
 TAIL_BYTES = 2000
 
 
 class Rank:
     def __init__(
-        self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, leash: int, log: Path
+        self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, parent_pipe: int, log: Path
     ) -> None:
         self.number = number
         self.log = log
@@ -36,7 +36,7 @@ class Rank:
         self.failed_at = 0.0
         self.killed_by_us = False
         self._process = process
-        self._leash = leash
+        self._parent_pipe = parent_pipe
         self._pipe: IO[bytes] = os.fdopen(pipe, "rb", buffering=0)
         self._rest = b""
         os.set_blocking(pipe, False)
@@ -89,7 +89,7 @@ class Rank:
         self.kill()
         self._process.wait()
         self._pipe.close()
-        os.close(self._leash)
+        os.close(self._parent_pipe)
 
     def failure(self) -> Failure | None:
         """Cause of failure; None if it succeeded, or was killed by us."""
@@ -97,9 +97,9 @@ class Rank:
             return Failure(self.number, self.text, self.failed_at)
         if self.code in (None, 0, 75) or self.killed_by_us:
             return None
-        return Failure(self.number, self._obituary(), self.failed_at)
+        return Failure(self.number, self._exit_report(), self.failed_at)
 
-    def _obituary(self) -> str:
+    def _exit_report(self) -> str:
         assert self.code is not None
         if self.code >= 0:
             what = f"exited with code {self.code} and no traceback"
@@ -191,9 +191,9 @@ def _start_rank(
 ) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
     listening, telling = os.pipe()
-    held, leash = os.pipe()
+    held, parent_pipe = os.pipe()
     descriptors = (held, telling, lock)
-    environment = child_environment(variables | {LEASH: str(held), PROGRESS: str(telling)}, os.environ)
+    environment = child_environment(variables | {PARENT_PIPE: str(held), PROGRESS: str(telling)}, os.environ)
     process: subprocess.Popen[bytes] | Adopted
     try:
         with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
@@ -211,12 +211,12 @@ def _start_rank(
                 )
     except BaseException:
         os.close(listening)
-        os.close(leash)
+        os.close(parent_pipe)
         raise
     finally:
         os.close(telling)
         os.close(held)
-    return Rank(number, process, listening, leash, log)
+    return Rank(number, process, listening, parent_pipe, log)
 
 
 def worker_command(run: Path, attempt: int) -> list[str]:

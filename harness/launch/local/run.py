@@ -23,7 +23,7 @@ from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
-from harness.store.rank_place import meeting_folder, stop_reason
+from harness.store.rank_place import rendezvous_folder, stop_reason
 from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
 from harness.store.status import State
@@ -181,7 +181,7 @@ class LocalRun:
         self._listen()
         for rank in self.ranks:
             rank.close()
-        shutil.rmtree(meeting_folder(self._folder, self._start), ignore_errors=True)
+        shutil.rmtree(rendezvous_folder(self._folder, self._start), ignore_errors=True)
         ended = self._judge()
         try:
             self._write(ended)

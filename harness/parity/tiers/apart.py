@@ -20,7 +20,7 @@ near 1) nothing is a jump any more, and nothing is said. Where the control is no
 jump is one only while the weights are that much closer together.
 
 Where weights still agree in every sketch, and gradients did so at step 1, the kernels are the same and so is what they
-give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a twin. Gradients that
+give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a baseline. Gradients that
 overflowed at step 1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
 
 K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
@@ -28,7 +28,7 @@ tensor more than for others, and not always for the same. Gradients are held aga
 norms, because one that happens to cancel is not far off for that.
 
 Weights may jump too: beyond STRIDE times the farthest they were before, and four times what one update makes of
-rounding and of the farthest gradient of that step (`trajectory.Kick.given`, of its size). A sample of elements cannot
+rounding and of the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). A sample of elements cannot
 see what an optimizer does to a few others, as where a row of its moments was lost. Where the control is not stable the
 farthest counts `BURST` times: of weights that were equal until then, nothing but the update's rounding is left.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from harness.parity.tiers.envelope import Envelope
-    from harness.parity.tiers.trajectory import Kick
+    from harness.parity.tiers.trajectory import Perturbation
     from harness.store.check_stream import Stream
 
     Float64 = NDArray[np.float64]
@@ -199,10 +199,10 @@ class Jump:
         return Jump(self.steps[chosen], self.tensors[chosen], self.observed[chosen], self.allowed[chosen])
 
 
-def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady: int) -> Jump:
+def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_stable: int) -> Jump:
     """Distances of gradients given those of the weights; see [Note: Jumps].
 
-    Args: distances: `found.local` or `found.reduced`. steady: last step at which the control is stable.
+    Args: distances: `found.local` or `found.reduced`. last_stable: last step at which the control is stable.
     """
     import numpy as np
 
@@ -210,7 +210,7 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     sums = np.array([envelope.floor(name) for name in found.names])
     counted = envelope.is_low_precision and not (envelope.arm.fp8 or envelope.control.fp8 or envelope.flips)
     floors = whole / SAFETY if counted else whole
-    burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
+    burst = np.where(found.steps <= last_stable, 1.0, BURST)[:, None]
     before = found.before[:, None]
     known = np.nan_to_num(distances, nan=0.0)
     first = distances[:1] if found.steps[0] == 1 else np.full_like(distances[:1], np.nan)
@@ -225,10 +225,10 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     return _farthest(found, distances, DRAW * np.maximum(floors, JUMP * burst * held * before))
 
 
-def weight_jumps(found: Apart, push: Kick, steady: int) -> Jump:
+def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
     """Distances of weights from the second kept step on, against their past maximum; see [Note: Jumps].
 
-    `steady`: the last step at which the control is stable.
+    `last_stable`: the last step at which the control is stable.
     """
     import numpy as np
 
@@ -237,9 +237,9 @@ def weight_jumps(found: Apart, push: Kick, steady: int) -> Jump:
     largest = np.maximum.accumulate(np.maximum(known, typical))
     held = np.concatenate((np.full_like(largest[:1], np.inf), largest[:-1]))
     gradients = np.nan_to_num(np.fmax(found.local, found.reduced), nan=0.0, posinf=np.inf).max(1, keepdims=True)
-    kick = 4.0 * push.given(gradients) * np.nan_to_num(found.moved, nan=np.inf)
-    burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
-    return _farthest(found, found.weights, DRAW * (STRIDE * burst * held + kick))
+    perturbation = 4.0 * push.given(gradients) * np.nan_to_num(found.moved, nan=np.inf)
+    burst = np.where(found.steps <= last_stable, 1.0, BURST)[:, None]
+    return _farthest(found, found.weights, DRAW * (STRIDE * burst * held + perturbation))
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:

@@ -22,17 +22,19 @@ LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.gradient), ("param_norm",
 
 
 def check(
-    arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], steady: int | None = None
+    arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], last_stable: int | None = None
 ) -> list[Finding]:
     """Findings of non-finite values, the earliest step first.
 
-    Args: steady: last step at which the control was stable (`stability.stable_until`); all where None.
+    Args: last_stable: last step at which the control was stable (`stability.stable_until`); all where None.
     """
     found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
     for key, stage in LOGGED:
         found += _logged(key, stage, arm, control)
     found += _left_out(arm, control)
-    placed = [_after_stability(each) if steady is not None and (each.step or 0) > steady else each for each in found]
+    placed = [
+        _after_stability(each) if last_stable is not None and (each.step or 0) > last_stable else each for each in found
+    ]
     return sorted(placed, key=lambda finding: finding.step or 0)
 
 

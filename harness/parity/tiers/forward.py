@@ -1,4 +1,4 @@
-"""Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the twin's own kernels.
+"""Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the baseline's own kernels.
 
 Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
 (`harness.probe.step_checks.forward`), and with m sketches S_j

@@ -19,7 +19,7 @@ from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
-from harness.parity.tiers.trajectory import Kick
+from harness.parity.tiers.trajectory import Perturbation
 
 CEILING = 0.5
 """Largest allowed distance at which later captured steps are judged."""
@@ -78,7 +78,7 @@ def _doubt(finding: Finding) -> Finding:
 
 
 def later_step(
-    step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick, grown: float = 0.0
+    step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Perturbation, grown: float = 0.0
 ) -> list[Finding]:
     """Distances at a captured step after the first, against a growing bound; empty once it is too wide.
 

@@ -4,7 +4,7 @@ At step 1 the weights and the data are the same, so the bound is that of one for
 two runs walk apart, and no bound of that kind exists: differences grow exponentially and end at the level of run-to-run
 noise. The early steps carry the information, and the bounds say where it ends:
 
-    kick       rounding leaves the updates of step 1 a relative error. SGD passes the gradient's error rho on. Adam's
+    perturbation       rounding leaves the updates of step 1 a relative error. SGD passes the gradient's error rho on. Adam's
                first update is a sign: it flips where the gradient is smaller than its error, which moves the update by
                2 sqrt(rho / pi) of its size; but flips sit where the gradient is small, so the loss sees them in second
                order only, (1 + 4 / pi) rho.
@@ -53,7 +53,7 @@ TAIL = 20
 
 
 @dataclass(frozen=True)
-class Kick:
+class Perturbation:
     """Relative errors of the first step's updates, as seen by the loss and by the weights."""
 
     loss: float
@@ -62,19 +62,19 @@ class Kick:
     """True if an update is a sign, as Adam's first is, which flips where a gradient is small."""
 
     def given(self, gradients: Float64) -> Float64:
-        """Kick of weights from the observed distance of gradients; at least that of rounding."""
+        """Perturbation of weights from the observed distance of gradients; at least that of rounding."""
         import numpy as np
 
         moved = np.minimum(1.0, 2 * np.sqrt(2 * gradients / math.pi)) if self.signs else 2 * gradients
         return np.maximum(self.weights, moved)
 
 
-def kick(envelope: Envelope, optimizer: str, observed: float | None) -> Kick:
+def perturbation(envelope: Envelope, optimizer: str, observed: float | None) -> Perturbation:
     """observed: distance of the whole gradients at step 1; None where none were captured."""
     rho = max(2 * (observed or 0.0), _fresh(envelope), 0.0 if observed is not None else envelope.distance)
     if optimizer == "sgd":
-        return Kick(rho, rho, signs=False)
-    return Kick((1 + 4 / math.pi) * rho, min(1.0, 2 * math.sqrt(rho / math.pi)))
+        return Perturbation(rho, rho, signs=False)
+    return Perturbation((1 + 4 / math.pi) * rho, min(1.0, 2 * math.sqrt(rho / math.pi)))
 
 
 def _fresh(envelope: Envelope) -> float:
@@ -102,11 +102,11 @@ ROUNDED = 4 * UNIT["fp32"]
 class Span:
     """Judged steps.
 
-    last: before any non-finite value. steady: last with bounded growth.
+    last: before any non-finite value. last_stable: last with bounded growth.
     """
 
     last: int
-    steady: int
+    last_stable: int
 
 
 def check(
@@ -117,7 +117,7 @@ def check(
     Args: observed: distance of the whole gradients at step 1; None where none were captured. whole: include the later
     halves.
     """
-    push = kick(envelope, str(control.config["optimizer.name"]), observed)
+    push = perturbation(envelope, str(control.config["optimizer.name"]), observed)
     kinds = [
         *(each.findings() for each in losses(arm, control, envelope, push, span)),
         _norms(arm, control, envelope, push, span).findings(),
@@ -144,7 +144,7 @@ def _relative(left: Float64, right: Float64) -> Float64:
     return off
 
 
-def losses(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> list[Series]:
+def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> list[Series]:
     """Losses of step 1, and of the later ones, which depend on the updates before."""
     import numpy as np
 
@@ -158,7 +158,7 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Kick, span: S
     allowed = envelope.loss + np.minimum(drift * growths(EXPECTED_GROWTH, steps), LOSS_CEILING)
     most = np.maximum(drift * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
-    hot = steps > span.steady
+    hot = steps > span.last_stable
     allowed, refuted = (np.where(hot, bound, each) for bound, each in ((LOSS_CEILING, allowed), (np.inf, refuted)))
     allowed = np.where(hot, np.maximum(allowed, envelope.loss), allowed)
     first = int((steps == 1).sum())
@@ -169,10 +169,10 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Kick, span: S
     ]
 
 
-def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> Series:
+def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
     import numpy as np
 
-    steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.steady))
+    steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.last_stable))
     drift = push.weights * growths(EXPECTED_GROWTH, steps)
     judged = drift <= NORM_CEILING
     observed = _relative(left, right)
@@ -183,10 +183,10 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, span: S
     )
 
 
-def _weights(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> Series:
+def _weights(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
     import numpy as np
 
-    steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.steady))
+    steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.last_stable))
     path = path_lengths(control, envelope.control.parameters)[steps - 1] / right
     wander = path * np.minimum(1.0, push.weights * growths(EXPECTED_GROWTH, steps + 1))
     worst = path * np.minimum(1.0, push.weights * growths(MOST_GROWTH, steps + 1))

@@ -1,7 +1,7 @@
 """T2 at captured updates of every weight.
 
 Adam divides by the gradient's own size, so a wrong gradient can leave no trace in the loss, and a wrong optimizer none
-in the gradient; updates show both. An update's size errs by the kick of its gradient's distance (`trajectory`), which
+in the gradient; updates show both. An update's size errs by the perturbation of its gradient's distance (`trajectory`), which
 grows over the steps, and by the rounding of stored weights, half a unit of weights of at most about 1. A tensor whose
 gradient is rounding noise is left out.
 """
@@ -19,7 +19,7 @@ from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import TensorPair
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
-from harness.parity.tiers.trajectory import kick
+from harness.parity.tiers.trajectory import perturbation
 
 CEILING = 0.5
 """Largest allowed error of an update's size at which it is judged."""
@@ -50,7 +50,7 @@ def _bounds(
     step: int, pair: TensorPair, envelope: Envelope, runs: tuple[Record, Record], gradient: TensorPair | None
 ) -> tuple[float, float]:
     observed = gradient.distance if gradient is not None and math.isfinite(gradient.distance) else None
-    push = kick(envelope, str(runs[1].config["optimizer.name"]), observed).weights
+    push = perturbation(envelope, str(runs[1].config["optimizer.name"]), observed).weights
     unit = max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
     rounding = unit * math.sqrt(pair.numel) / pair.norm if pair.norm else 0.0
     allowed = push * growth(EXPECTED_GROWTH, step + 1) + rounding

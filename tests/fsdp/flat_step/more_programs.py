@@ -226,8 +226,8 @@ def deep_copy(world: World, model: Any, optimizer: Any) -> None:
     world.backward(model)
     copied = copy.deepcopy(optimizer)
     pairs = zip(optimizer.param_groups[0]["params"], copied.param_groups[0]["params"], strict=True)
-    for param, twin in pairs:
-        twin.grad = param.grad.detach().clone()
+    for param, baseline in pairs:
+        baseline.grad = param.grad.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
     copied.step()

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from harness.fp8.quantize import Quantized, quantize
-from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, Portion, ShardedModel, create_state, fully_shard
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, TpShard, create_state, fully_shard
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, hidden)
         self.down = nn.Linear(hidden, WIDTH, bias=tp > 1)
-        with torch.no_grad():  # tiles, and portions, are to have scales of their own
+        with torch.no_grad():  # tiles, and tp_shards, are to have scales of their own
             self.up.weight.mul_(torch.logspace(-2, 2, hidden, base=2).unsqueeze(1))
             self.down.weight.mul_(torch.logspace(-2, 2, hidden, base=2))
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """tp: how many times as wide blocks are, so that a portion of as many has the same size."""
+    """tp: how many times as wide blocks are, so that a TP shard of as many has the same size."""
 
     def __init__(self, seed: int = 3, tp: int = 1) -> None:
         torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def of_whole(layer: Fp8Linear, weight: Tensor, *, transposed: bool = False) -> Q
 
 
 def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
-    """This rank's portion of a weight that was quantized whole."""
+    """This rank's TP shard of a weight that was quantized whole."""
     weight = layer.weight
     dim = weight.placements[0].dim if isinstance(weight, DTensor) else None
     if dim is None:
@@ -181,7 +181,7 @@ def same(found: Quantized, expected: Quantized) -> bool:
 
 
 def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
-    """Layers that do not multiply their whole weight quantized, or this rank's portion of that. *Collective.*"""
+    """Layers that do not multiply their whole weight quantized, or this rank's TP shard of that. *Collective.*"""
     told = []
     with model.unsharded():
         for (name, transposed), held in gathered_payloads(model).items():
@@ -193,9 +193,9 @@ def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
 
 
 def here_of(param: Tensor, whole: Tensor) -> Tensor:
-    """This rank's portion of a whole tensor."""
+    """This rank's TP shard of a whole tensor."""
     group = param.device_mesh.get_group() if isinstance(param, DTensor) else None
-    return Portion.of("it", param, group).cut(whole)
+    return TpShard.of("it", param, group).cut(whole)
 
 
 def whole_copy(value: Tensor) -> Tensor:

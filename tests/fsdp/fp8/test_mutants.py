@@ -118,13 +118,13 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
 
 
 OF_PORTIONS: dict[str, tuple[str, Case, Any]] = {
-    "amax-of-own-portion": (
-        "Tensor-parallel ranks make scales of the portions they have",
+    "amax-of-own-TP shard": (
+        "Tensor-parallel ranks make scales of the TP shards they have",
         Case(Fp8.current, ZERO_3, tp=2),
         _data_parallel_alone,
     ),
-    "own-portions-first": (
-        "Until the first update scales are of the portions that each rank has",
+    "own-TP shards-first": (
+        "Until the first update scales are of the TP shards that each rank has",
         Case(Fp8.current, ZERO_3, tp=2),
         patched(Weights, "agree_on_scales", lambda self: None),
     ),
@@ -135,7 +135,7 @@ OF_PORTIONS: dict[str, tuple[str, Case, Any]] = {
             codec.Fp8Weight, "shares_tiles", property(lambda self: True, lambda *_: None), create=True
         ),
     ),
-    "history-of-portions": (
+    "history-of-TP shards": (
         "Under delayed scaling a rank does not hear what tensor-parallel ranks have multiplied",
         Case(Fp8.delayed, "optim", tp=2),
         _data_parallel_alone,
@@ -173,5 +173,5 @@ def test_a_mutant_is_found(name: str) -> None:
 @pytest.mark.parametrize(
     "name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in OF_PORTIONS.items()))
 )
-def test_a_mutant_of_portions_is_found(name: str) -> None:
+def test_a_mutant_of_tp_shards_is_found(name: str) -> None:
     assert any(found[name] for found in told(4))

@@ -276,7 +276,7 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(various: list[dict[str,
         halves_the_bytes(*told["beside"])
 
 
-# -- portions of tensor parallelism ------------------------------------------------------------------------------------
+# -- TP shards of tensor parallelism ------------------------------------------------------------------------------------
 
 PAIRS = (
     (Case(Fp8.delayed, ZERO_3, tp=2), Case(Fp8.delayed, "optim")),
@@ -299,24 +299,24 @@ def _on_four(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def portions() -> list[dict[str, Any]]:
+def tp_shards() -> list[dict[str, Any]]:
     """One visit of four ranks; what each has to tell."""
     return run_ranks(_on_four, 4)
 
 
-def test_state_is_exact_in_layouts_with_other_portions(portions: list[dict[str, Any]]) -> None:
-    assert [found["state"] for found in portions] == [[[]] * len(PAIRS)] * 4
+def test_state_is_exact_in_layouts_with_other_tp_shards(tp_shards: list[dict[str, Any]]) -> None:
+    assert [found["state"] for found in tp_shards] == [[[]] * len(PAIRS)] * 4
 
 
-def test_models_cut_without_memory_are_quantized_as_whole_ones(portions: list[dict[str, Any]]) -> None:
-    assert [found["meta"] for found in portions] == [[[], []]] * 4
+def test_models_cut_without_memory_are_quantized_as_whole_ones(tp_shards: list[dict[str, Any]]) -> None:
+    assert [found["meta"] for found in tp_shards] == [[[], []]] * 4
 
 
-def test_a_gather_of_portions_moves_a_byte_each_and_one_more_collective_makes_scales(
-    portions: list[dict[str, Any]],
+def test_a_gather_of_tp_shards_moves_a_byte_each_and_one_more_collective_makes_scales(
+    tp_shards: list[dict[str, Any]],
 ) -> None:
     weights, columns, width = 4, 3, 4
-    for found in portions:
+    for found in tp_shards:
         for recipe, (rows, moved) in zip(Fp8, found["traffic"], strict=True):
             label = "blocks.0/bfloat16/fp8" + "x2" * (recipe.payloads - 1)
             gathers = [rows.get(("all_gather", name), (0, 0)) for name in (label, label + BACKWARD_COPY)]
@@ -328,6 +328,6 @@ def test_a_gather_of_portions_moves_a_byte_each_and_one_more_collective_makes_sc
         assert [count for count, _ in tiled] == [1, 1, 1], "tensor-parallel ranks have no tile in common"
 
 
-def test_fsdp2_gathers_twice_the_bytes_of_portions(portions: list[dict[str, Any]]) -> None:
-    for found in portions:
+def test_fsdp2_gathers_twice_the_bytes_of_tp_shards(tp_shards: list[dict[str, Any]]) -> None:
+    for found in tp_shards:
         halves_the_bytes(*found["beside"])

@@ -20,7 +20,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.update.flat_step import FlatStep
-from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
@@ -249,9 +249,9 @@ TRACED = Slip(
     "map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))",
     "FlatStep._begin, FlatStep._end",
 )
-_of_programs = partial(Mutant, room="The engine, by habits of programs")
-_of_loops = partial(Mutant, room="The engine, by habits of loops")
-_of_steps = partial(Mutant, room="The engine, by habits around a step")
+_of_programs = partial(Mutant, area="The engine, by habits of programs")
+_of_loops = partial(Mutant, area="The engine, by habits of loops")
+_of_steps = partial(Mutant, area="The engine, by habits around a step")
 MUTANTS = {
     "copies of shards": _of_programs(
         "A copy of a state dictionary follows every update",
@@ -283,6 +283,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

@@ -17,7 +17,7 @@ from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.hooks import Hooks, without_weights
 from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp import methods
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
@@ -275,9 +275,9 @@ def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: 
 
 
 _is_due = property(lambda self: bool(self._due_params) or self.hidden_calls)
-_of_programs = partial(Mutant, room="The engine, by habits of programs")
-_of_loops = partial(Mutant, room="The engine, by habits of loops")
-_of_methods = partial(Mutant, room="The engine, by methods beside forward")
+_of_programs = partial(Mutant, area="The engine, by habits of programs")
+_of_loops = partial(Mutant, area="The engine, by habits of loops")
+_of_methods = partial(Mutant, area="The engine, by methods beside forward")
 MUTANTS = {
     "views of weights": _of_programs(
         "The copy of a weight that a unit hands on brings no gradient back",
@@ -326,6 +326,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

@@ -21,7 +21,7 @@ from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding
 from harness.fsdp.state import access
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.parameter_access import Whereabouts
-from tests.fsdp.checked import Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import Block, Habits, Net, Run, run_of
 from tests.fsdp.pairs import STRATEGIES
 
@@ -250,8 +250,8 @@ def test_it_is_right_or_says_what_to_do(strategy: str, check: str) -> None:
     holds(__name__, strategy, check)
 
 
-_cannot_do = partial(Mutant, room="The engine, by what it cannot do")
-_of_programs = partial(Mutant, room="The engine, by habits of programs")
+_cannot_do = partial(Mutant, area="The engine, by what it cannot do")
+_of_programs = partial(Mutant, area="The engine, by habits of programs")
 
 MUTANTS = {
     "parts": _cannot_do(
@@ -305,6 +305,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

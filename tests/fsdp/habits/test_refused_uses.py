@@ -23,7 +23,7 @@ from harness.fsdp.runtime.weak_hooks import ProgramHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
-from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip
@@ -324,9 +324,9 @@ def _looks_once(self: LostEdits, buckets: Any, num_updates: int, *, may_look: bo
 
 
 RESIDENT = Slip(LostEdits, "note", "bucket.computes_with_main_weights", "bucket.is_resident")
-_cannot_take = partial(Mutant, room="The engine, by what it cannot take")
-_of_programs = partial(Mutant, room="The engine, by habits of programs")
-_of_steps = partial(Mutant, room="The engine, by habits around a step")
+_cannot_take = partial(Mutant, area="The engine, by what it cannot take")
+_of_programs = partial(Mutant, area="The engine, by habits of programs")
+_of_steps = partial(Mutant, area="The engine, by habits around a step")
 
 MUTANTS = {
     "transforms": _cannot_take(
@@ -417,6 +417,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

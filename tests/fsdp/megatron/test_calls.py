@@ -27,7 +27,7 @@ from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import materialize, weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.param_group import ParamGroup
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sgd, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, data, loss_of, same
@@ -271,8 +271,8 @@ def sets_once(self: Engine, policy: MixedPrecisionPolicy) -> None:
         _set_policy(self, policy)
 
 
-_of_calls = partial(Mutant, room="megatron-fsdp's names: calls")
-_of_weights = partial(Mutant, room="megatron-fsdp's names: weights")
+_of_calls = partial(Mutant, area="megatron-fsdp's names: calls")
+_of_weights = partial(Mutant, area="megatron-fsdp's names: weights")
 MUTANTS = {
     "one axis is two": _of_calls(
         "Ranks may be on the tensor-parallel axis and on the sharding one at once",
@@ -310,6 +310,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_wrong_name_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

@@ -18,7 +18,7 @@ from harness.fsdp import StepError, binding, megatron
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from harness.fsdp.update import flat_step
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found, patched, rooms_of, said
+from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, close, data, loss_of, plain_gradients
@@ -292,8 +292,8 @@ def trained_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 _take_sharded = binding._take_sharded
-_of_steps = partial(Mutant, room="megatron-fsdp's names: a step")
-_of_state = partial(Mutant, room="megatron-fsdp's names: state")
+_of_steps = partial(Mutant, area="megatron-fsdp's names: a step")
+_of_state = partial(Mutant, area="megatron-fsdp's names: state")
 MUTANTS = {
     "stale weights are computed with": _of_steps(
         "A forward runs although the update was never installed",
@@ -346,6 +346,6 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rooms_of(MUTANTS))
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
 def test_a_wrong_name_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     is_found(__name__, name, killed_in)

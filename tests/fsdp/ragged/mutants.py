@@ -272,13 +272,13 @@ MUTANTS = {
         "uneven",
         "torch._foreach_norm([p, q])",
     ),
-    "a portion for the whole": (
+    "a TP shard for the whole": (
         Slip(
             tensor.RaggedTensor,
             "whole",
             "if not any(isinstance(placement, Shard) for placement in spec.placements[:-1]):",
             "if True:",
-            "A portion of the tensor-parallel axis is taken for the whole",
+            "A TP shard of the tensor-parallel axis is taken for the whole",
         ),
         "tp_rows",
         "p.cumsum(1)",

@@ -24,7 +24,7 @@ from tests.support.covering import once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
-ROOM = "ragged tensors"
+AREA = "ragged tensors"
 Outcome = str
 """Empty where right."""
 
@@ -144,7 +144,7 @@ def mistakes(ranks: int) -> dict[str, Outcome]:
     return _merged(run_ranks(with_mistake, ranks, names))
 
 
-@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (slip, _, _) in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, (slip, _, _) in MUTANTS.items()]))
 def test_a_mistake_is_found(name: str) -> None:
     _, layout, call = MUTANTS[name]
     assert not outcomes(layout)[call]

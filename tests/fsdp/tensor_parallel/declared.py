@@ -1,4 +1,4 @@
-"""A linear layer that does what TransformerEngine's do: sized for this rank's portion, told its meshes, and rounded
+"""A linear layer that does what TransformerEngine's do: sized for this rank's tp_shard, told its meshes, and rounded
 under one amax of the whole weight. And models of it, whole and cut, run on ranks."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PortionLinear(nn.Module):
     """y = x w^T + b, of rows of w (`column`), of columns of w (`row`), or of all of it.
 
     Args:
-        tp_rank, tp_size: this rank's portion.
+        tp_rank, tp_size: this rank's TP shard.
     """
 
     def __init__(self, wide_in: int, wide_out: int, mode: str, tp_rank: int, tp_size: int) -> None:
@@ -57,11 +57,11 @@ class PortionLinear(nn.Module):
         setattr(self, name, nn.Parameter(made))
 
     def reset_parameters(self) -> None:
-        """Other numbers in every portion; parameters without memory are registered anew."""
+        """Other numbers in every TP shard; parameters without memory are registered anew."""
         for name, param in list(self._parameters.items()):
             local = param.to_local() if isinstance(param, DTensor) else param.detach()
-            portion = 0 if isinstance(self.placement(name), Replicate) else self.tp_rank
-            values = torch.linspace(-0.1, 0.1 + 0.1 * portion, local.numel(), dtype=local.dtype).reshape(local.shape)
+            tp_shard = 0 if isinstance(self.placement(name), Replicate) else self.tp_rank
+            values = torch.linspace(-0.1, 0.1 + 0.1 * tp_shard, local.numel(), dtype=local.dtype).reshape(local.shape)
             self._put(name, values.clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def follow(rank: int, case: Case, **options: Any) -> list[str]:
 
 
 def beginning(tp: int) -> dict[str, Tensor]:
-    """Whole weights of the declared layers, put together from the portions."""
+    """Whole weights of the declared layers, put together from the TP shards."""
     pairs = [Pair(place, tp) for place in range(tp)]
     return {
         "up.weight": torch.cat([each.up.weight.detach() for each in pairs], 0),

@@ -35,14 +35,14 @@ MUTANTS: dict[str, tuple[str, Case, dict[str, Any], Any]] = {
         {},
         lambda: mock.patch.object(build, "_cutting", lambda groups, placements: groups.everyone),
     ),
-    "portions are not told": (
-        "A module that sizes itself for its portion is told of the data-parallel ranks alone",
+    "TP shards are not told": (
+        "A module that sizes itself for its TP shard is told of the data-parallel ranks alone",
         Case(2, 2),
         {},
         lambda: mock.patch.object(build, "mesh_of", lambda data, tensor, kind: declared.mesh_of(data, None, kind)),
     ),
     "reset whole": (
-        "A module that resets its own portion is given the whole parameter",
+        "A module that resets its own TP shard is given the whole parameter",
         Case(2, 2),
         META,
         lambda: mock.patch.object(materialize, "declares", return_value=False),
@@ -81,7 +81,7 @@ def test_modules_are_told_the_axes_that_cut_them_and_train_as_whole_ones(told: l
     assert [found["right"] for found in told] == [[[]] * len(CASES)] * 4
 
 
-def test_modules_on_the_meta_device_reset_their_own_portions(told: list[dict[str, Any]]) -> None:
+def test_modules_on_the_meta_device_reset_their_own_tp_shards(told: list[dict[str, Any]]) -> None:
     assert [found["meta"] for found in told] == [[[], []]] * 4
 
 

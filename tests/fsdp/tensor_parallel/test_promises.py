@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from harness.fsdp import (
     Fp8Linear,
     MixedPrecisionPolicy,
-    Portion,
     ReplicaDrift,
     ShardedModel,
+    TpShard,
     UnknownPlan,
     build,
     fully_shard,
@@ -163,7 +163,7 @@ def marks(rank: int, strategy: str) -> list[str]:
 
 
 def access(_: int, strategy: str) -> list[str]:
-    """Portions are read and edited between passes and inside unsharded(), as DTensors and as what is here of them; the
+    """TP shards are read and edited between passes and inside unsharded(), as DTensors and as what is here of them; the
     next forward computes with the edits."""
     case = asked(strategy, PLAIN)
     mesh = mesh_of(case)
@@ -248,7 +248,7 @@ def not_finite(rank: int, strategy: str) -> list[str]:
 
 @contextmanager
 def poisoned(model: ShardedModel, *, here: bool) -> Iterator[None]:
-    """Put a NaN into this rank's portion of a gradient."""
+    """Put a NaN into this rank's TP shard of a gradient."""
     weight = model.get_parameter("blocks.0.up.weight")
 
     def spoil(gradient: Tensor) -> Tensor:
@@ -336,24 +336,24 @@ def on_one_axis() -> Iterator[None]:
         yield  # the others would wait there for those who have heard
 
 
-def backwards(portion: Portion, value: Tensor, group: Any) -> Tensor:
-    if portion.is_whole or group is None:
+def backwards(tp_shard: TpShard, value: Tensor, group: Any) -> Tensor:
+    if tp_shard.is_whole or group is None:
         return value
-    parts: list[Any] = [None] * portion.size
+    parts: list[Any] = [None] * tp_shard.size
     dist.all_gather_object(parts, value, group=group)
-    assert portion.dim is not None
-    return torch.cat(parts[::-1], portion.dim)
+    assert tp_shard.dim is not None
+    return torch.cat(parts[::-1], tp_shard.dim)
 
 
 MUTANTS = {
     "copies count twice": Mutant(
         "What every tensor-parallel rank has whole is counted by each of them in norms",
-        lambda: mock.patch.object(Portion, "is_counted_here", True),
+        lambda: mock.patch.object(TpShard, "is_counted_here", True),
         "norms",
     ),
     "cut weights count once": Mutant(
-        "Of what is cut, one tensor-parallel rank's portion alone is counted in norms",
-        lambda: mock.patch.object(Portion, "is_counted_here", property(lambda self: self.rank == 0)),
+        "Of what is cut, one tensor-parallel rank's TP shard alone is counted in norms",
+        lambda: mock.patch.object(TpShard, "is_counted_here", property(lambda self: self.rank == 0)),
         "norms",
     ),
     "a term for the sum": Mutant(
@@ -361,13 +361,13 @@ MUTANTS = {
         terms_for_sums,
         "training",
     ),
-    "portions in another order": Mutant(
-        "Portions are put together in another order than they were cut",
-        lambda: mock.patch.object(Portion, "join", backwards),
+    "tp_shards in another order": Mutant(
+        "TP shards are put together in another order than they were cut",
+        lambda: mock.patch.object(TpShard, "join", backwards),
         "training",
     ),
     "own numbers": Mutant(
-        "A module on the meta device resets each portion by itself",
+        "A module on the meta device resets each TP shard by itself",
         lambda: mock.patch.object(materialize, "_whole", each_by_itself),
         "meta",
     ),
@@ -376,7 +376,7 @@ MUTANTS = {
         lambda: mock.patch("harness.fsdp.tensor_parallel.parameters.partition_dim", return_value=None),
         "marks",
     ),
-    "edits of a portion": Mutant(
+    "edits of a TP shard": Mutant(
         "Edits of the tensor inside a DTensor are not seen",
         lambda: mock.patch.object(DTensors, "edits", Plain.edits),
         "edits",

@@ -1,4 +1,4 @@
-"""State of portions: read by a layout without them, and by FSDP2, to the bit."""
+"""State of tp_shards: read by a layout without them, and by FSDP2, to the bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stepped(case: Case) -> tuple[Any, Any]:
 EVEN = Case(2, 2, shape=Shape(vocab=36, layers=1))
 
 
-def without_portions(rank: int, folder: Path, swaps: bool) -> list[str]:
+def without_tp_shards(rank: int, folder: Path, swaps: bool) -> list[str]:
     """Saved under tensor parallelism, where one `swaps` as if the first rank had the last rows, and loaded without."""
     model, _ = stepped(EVEN)
     wanted = dict(model.full_weights())
@@ -67,13 +67,13 @@ def without_portions(rank: int, folder: Path, swaps: bool) -> list[str]:
     return differing(dict(model.full_weights()), wanted)
 
 
-def test_portions_are_read_without_tensor_parallelism(tmp_path: Path) -> None:
-    assert run_ranks(without_portions, 4, tmp_path, False) == [[]] * 4
+def test_tp_shards_are_read_without_tensor_parallelism(tmp_path: Path) -> None:
+    assert run_ranks(without_tp_shards, 4, tmp_path, False) == [[]] * 4
 
 
-@kills("The engine, by tensor parallelism", "portions change places", "Shards of the axis are saved in another order")
-def test_a_mutant_is_found_where_portions_change_places(tmp_path: Path) -> None:
-    assert all(run_ranks(without_portions, 4, tmp_path, True))
+@kills("The engine, by tensor parallelism", "TP shards change places", "Shards of the axis are saved in another order")
+def test_a_mutant_is_found_where_tp_shards_change_places(tmp_path: Path) -> None:
+    assert all(run_ranks(without_tp_shards, 4, tmp_path, True))
 
 
 # -- with FSDP2 --------------------------------------------------------------------------------------------------------

@@ -193,8 +193,8 @@ def traffic(rank: int, strategies: tuple[str, ...]) -> dict[str, tuple[list[Row]
     return found
 
 
-def test_the_data_parallel_axis_sends_what_the_formulas_say_of_the_portions() -> None:
-    """Two data-parallel ranks, k = 2, fp32: a bucket of P elements of portions sends 4 P bytes over both ranks in each
+def test_the_data_parallel_axis_sends_what_the_formulas_say_of_the_tp_shards() -> None:
+    """Two data-parallel ranks, k = 2, fp32: a bucket of P elements of TP shards sends 4 P bytes over both ranks in each
     reduction and in each gather; an all-reduce is one of both."""
     ranks = run_ranks(traffic, 4, STRATEGIES)
     wanted = {  # reductions, gathers of a unit, an all-reduce

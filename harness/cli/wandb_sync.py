@@ -1,0 +1,106 @@
+"""Weights & Biases: `sync STUDY|RUN` and `wandb push STUDY`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from harness.cli.runs import located, say_next
+from harness.cli.verb import Implementation
+from harness.config.errors import refuse
+from harness.config.schema import WandbMode
+from harness.config.wandb_mode import has_key, server, wandb_mode
+from harness.launch.control import runs_of
+from harness.launch.slurm.scheduler import probe
+from harness.store.commands import install, shown
+from harness.store.rundir import Store
+
+
+def offline_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead of sending them")
+
+
+def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
+    """Raises `BadRequest`: one of the packages or a key is missing, or `WANDB_MODE` is no mode that sends."""
+    try:
+        mode = wandb_mode(WandbMode.offline if arguments.offline else WandbMode.online, os.environ)
+    except ValueError as error:
+        raise refuse(verb, str(error), fix="unset WANDB_MODE") from None
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise refuse(verb, f"the package {name} is not installed", fix=install("wandb"))
+    if mode is WandbMode.disabled:
+        raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
+    if mode is WandbMode.online and not has_key(os.environ):
+        where = f"neither WANDB_API_KEY nor ~/.netrc holds a key for {server(os.environ)}"
+        raise refuse(verb, where, fix="wandb login, or --offline")
+    return mode
+
+
+def _sync_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
+    offline_argument(parser)
+
+
+@contextmanager
+def asking(verb: str, mode: WandbMode) -> Iterator[None]:
+    from harness.wandb_sync.run import WandbFailed
+
+    try:
+        yield
+    except WandbFailed as error:
+        fix = "mend what it names, and try again" + ", or write files with --offline" * (mode is WandbMode.online)
+        raise refuse(verb, f"wandb failed: {error}", fix=fix) from error
+
+
+def _sync(arguments: Namespace) -> int:
+    from harness.wandb_sync.sync import sync
+
+    verb = f"sync {arguments.ref}"
+    mode = mode_of(arguments, verb, "wandb")
+    store = Store(arguments.root)
+    runs = runs_of(store, arguments.ref)
+    with asking(verb, mode):
+        sync(runs, mode, probe(), lambda line: print(line, flush=True))
+    if mode is WandbMode.offline:
+        where = shown(runs[0].path) if len(runs) == 1 else f"{shown(runs[0].path.parent)}/*"
+        print(f"next: wandb sync {where}/wandb/offline-run-*")
+    else:
+        say_next(arguments, "watch")
+    return 0
+
+
+SYNC = Implementation(_sync_arguments, _sync)
+
+
+def _wandb_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("action", choices=("push",), help="push: verdicts, evidence, pictures and the dashboard")
+    parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
+    offline_argument(parser)
+
+
+def _push(arguments: Namespace) -> int:
+    verb = f"wandb push {arguments.study}"
+    mode = mode_of(arguments, verb, "wandb", "wandb_workspaces")
+    from harness.wandb_sync.push import FILES, push
+
+    arguments.root, name = located(arguments.root, arguments.study)
+    with asking(verb, mode):
+        made = push(Store(arguments.root).root, name, mode)
+    drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
+    print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
+    if mode is WandbMode.offline:
+        print(f"in {made.folder.parent / FILES}; only an online push makes the dashboard on the server")
+        print(f"next: wandb sync {shlex.quote(str(made.folder))}")
+    else:
+        print(f"dashboard  {made.dashboard}")
+    say_next(arguments, f"sync {shlex.quote(name)}{' --offline' * (mode is WandbMode.offline)}")
+    return 0
+
+
+WANDB = Implementation(_wandb_arguments, _push)

@@ -1,9 +1,0 @@
-"""Weights & Biases as a mirror of the store: one run there for one signature here, over all attempts.
-
-    python -m harness.mirror RUN    follow a run while it trains; rank 0 starts it (`harness.train.mirror`)
-    sync(runs, mode)                what is stored, whole, with each arm's distance to its control
-    push(root, study, mode)         a study's verdicts, evidence, pictures and dashboard
-
-[Note: The record is the truth] A mirror reads `metrics.jsonl` and nothing else of the training process, which cannot
-be slowed, changed or stopped by it. A line is sent as the step it is, so that one that is sent twice is kept once.
-"""

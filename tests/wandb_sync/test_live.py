@@ -1,0 +1,328 @@
+"""The wandb copy: the real package's file holds the record to the last bit; a copy that fails is told."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import subprocess
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis import load
+from harness.config import rules
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from harness.config.rules import environment
+from harness.config.schema import CkptPolicy, WandbMode
+from harness.config.wandb_mode import has_key, wandb_mode
+from harness.store import status
+from harness.store.fields import METRICS, as_line, synced
+from harness.store.files import write_json
+from harness.store.metrics import MetricsWriter, cut_back, read_metrics
+from harness.store.rundir import RunDir
+from harness.store.status import State, Status
+from harness.train.wandb_sync import WandbSync
+from harness.wandb_sync import run as wandb_run
+from harness.wandb_sync.follow import follow
+from harness.wandb_sync.run import WandbFailed, outcome, wandb_id
+from tests.support import wandb_file
+from tests.support.factory import freeze, small_config, stopping, train
+from tests.support.mutants import Slip, kills
+
+KEY = "0123456789abcdef" * 5
+"""Of the length of a key."""
+HARD = (float("nan"), float("inf"), -float("inf"), 5e-324, 1.7976931348623157e308, 0.1 + 0.2)
+"""All but -0.0, which wandb writes as 0."""
+
+
+def line(step: int, draw: random.Random) -> dict[str, Any]:
+    """A record whose numbers are hard to copy."""
+    values: dict[str, Any] = {each.path: draw.uniform(-1, 1) * 10 ** draw.randint(-300, 300) for each in METRICS}
+    values = {path: value for path, value in values.items() if "*" not in path}
+    values |= {"step": step, "loss": HARD[step % len(HARD)], "param_norm": None, "data_digest": "ab" * 8}
+    values |= {"skipped": step % 2 == 0, "tokens": 2**53 - step, "memory/allocated": None, "memory/rss": 2**40 + step}
+    values |= {"memory/peak_tensor_bytes": 2**20 + step}
+    return as_line(values | {"comm": {"all_gather": {"count": step, "bytes": 8 * step}}, "own": {}})
+
+
+def write(run: RunDir, first: int, last: int, seed: int) -> None:
+    with closing(MetricsWriter(run.metrics)) as writer:
+        for step in range(first, last + 1):
+            writer.write(line(step, random.Random(100 * seed + step)))
+
+
+def summarise(run: RunDir, state: str, step: int) -> None:
+    summary = {"status": state, "step": step, "step_time_s": {"median": 0.5}, "accounted_bytes": {"main_weights": 64}}
+    write_json(run.summary, summary)
+
+
+def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None:
+    """The second attempt goes back two steps, as from a checkpoint; the third begins where the second ended."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline, wandb__project="lab"), run.path)
+    for seed, (back_to, last, state) in enumerate([(0, 5, "preempted"), (3, 8, "preempted"), (8, 15, "done")]):
+        if back_to:
+            cut_back(run.metrics, back_to)
+        write(run, back_to + 1, last, seed)
+        summarise(run, state, last)
+        follow(run, WandbMode.offline, lambda _: True)
+    found = wandb_file.records(wandb_file.only_file(run.path))
+    rows = [{key: value for key, value in row.items() if key[0] != "_"} for row in wandb_file.history(found)]
+    expected = [
+        {f"train/{path}": each for path, each in synced(record).items()} for record in read_metrics(run.metrics)
+    ]
+    assert [sorted(row) for row in rows] == [sorted(row) for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert {key: float(row[key]).hex() for key in row} == {key: float(wanted[key]).hex() for key in wanted}
+    opened, summary = wandb_file.run_of(found), wandb_file.summary(found)
+    assert (opened.run_id, opened.project) == (wandb_id("adhoc", run.signature()), "lab")
+    assert (opened.run_group, opened.job_type, list(opened.tags)) == ("adhoc", "train", ["single", "no_shard", "fp32"])
+    assert (summary["result/state"], summary["result/sent_bytes"]) == ("done", 120)
+    assert (summary["result/peak_bytes"], summary["result/rss_bytes"]) == (2**20 + 15, 2**40 + 15)
+    stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
+    assert "train/*" in {each.glob_name for each in stepped}
+
+
+@kills("wandb", "a file that is not awaited", "The wandb copy ends while wandb's service still writes its file")
+def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.wandb_sync.follow.settle", lambda: None)
+    with pytest.raises(AssertionError):
+        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
+
+
+@kills("wandb", "a mode in capitals", "WANDB_MODE=OFFLINE, which holds here, is left for wandb to refuse")
+def test_a_mode_that_wandb_refuses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb_run.settle()  # wandb reads the variable where it begins
+    Slip(wandb_run, "opened", "os.environ.pop(VARIABLE, None)", "None").put(monkeypatch)
+    with pytest.raises(WandbFailed):
+        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
+
+
+@kills("wandb", "project left out", "The run opens in wandb's own project instead of wandb.project")
+def test_a_run_in_another_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(wandb_run.WandbRun, "__init__", 'project=config["wandb"]["project"],', "").put(monkeypatch)
+    with pytest.raises(AssertionError, match="lab"):
+        test_after_three_attempts_one_file_equals_the_record(tmp_path)
+
+
+@kills("wandb", "any project", "A project name that wandb refuses is refused after the training")
+def test_a_project_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tuple(each for each in rules.RULES if each is not environment.project_has_a_name)
+    assert len(kept) == len(rules.RULES) - 1
+    monkeypatch.setattr(rules, "RULES", kept)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_a_project_that_wandb_refuses_is_refused_before_ranks_start()
+
+
+@kills("wandb", "tags of any length", "A tag is longer than wandb takes")
+def test_tags_of_any_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.wandb_sync.run.MAX_TAG", 200)
+    with pytest.raises(WandbFailed, match="must be between 1 and 64 characters"):
+        test_a_tag_is_no_longer_than_wandb_takes(tmp_path)
+
+
+@kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
+def test_a_resident_set_that_is_called_the_peak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip = Slip(wandb_run, "outcome", 'most["peak_tensor_bytes"] or', 'most["rss"] or')
+    monkeypatch.setattr("tests.wandb_sync.test_live.outcome", slip.made())
+    with pytest.raises(AssertionError):
+        test_peak_memory_is_what_a_table_of_runs_calls_so({"peak_tensor_bytes": 7}, {}, 7, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("memory", "summary", "peak"),
+    [
+        ({"peak_tensor_bytes": 7, "allocated": 9}, {}, 7),
+        ({"peak_tensor_bytes": None, "allocated": 9}, {}, 9),
+        ({"peak_tensor_bytes": None, "allocated": None}, {}, None),
+        ({}, {"tensor_bytes": {"persistent": [3, 3], "peak": [5, 11], "growth": [0, 0]}}, 11),
+    ],
+)
+def test_peak_memory_is_what_a_table_of_runs_calls_so(
+    memory: dict[str, int | None], summary: dict[str, Any], peak: int | None, tmp_path: Path
+) -> None:
+    """On a CPU it was the resident set: Python and torch, 300 MiB, and a sixth of a MiB of weights."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(), run.path)
+    status.write(run.path, Status(State.done, "2 steps", 0))
+    with closing(MetricsWriter(run.metrics)) as writer:
+        record = line(1, random.Random(0))
+        writer.write(record | {"memory": {**record["memory"], "allocated": None, "peak_tensor_bytes": None, **memory}})
+    write_json(run.summary, {"status": "done", "step": 1, **summary})
+    found = outcome(run)
+    (table,) = load.runs(tmp_path).to_dict("records")
+    assert table["state"] == "done", table["reason"]
+    assert found.get("result/peak_bytes") == peak
+    assert (None if table["peak_bytes"] != table["peak_bytes"] else table["peak_bytes"]) == peak
+    assert found["result/rss_bytes"] == table["rss_bytes"] == 2**40 + 1
+
+
+def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb's `finish` returns while its service still writes: in four of ten runs the file had seven bytes. A mode in
+    capitals, which holds here, was refused by wandb."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "OFFLINE")
+    asked: list[str] = []
+    monkeypatch.setattr("wandb.teardown", lambda real=wandb.teardown: (asked.append("settled"), real()))
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline), run.path)
+    write(run, 1, 1, 0)
+    summarise(run, "done", 1)
+    follow(run, WandbMode.offline, lambda _: True)
+    assert asked == ["settled"]
+    assert wandb_file.summary(wandb_file.records(wandb_file.only_file(run.path)))["result/state"] == "done"
+
+
+def test_a_tag_is_no_longer_than_wandb_takes(tmp_path: Path) -> None:
+    """An own option's name: wandb refused the run, and the sync of a study ended in a traceback."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline, dtype__name="policy" * 20), run.path)
+    write(run, 1, 1, 0)
+    summarise(run, "done", 1)
+    follow(run, WandbMode.offline, lambda _: True)
+    opened = wandb_file.run_of(wandb_file.records(wandb_file.only_file(run.path)))
+    assert list(opened.tags) == ["single", "no_shard", ("policy" * 20)[:61] + "..."]
+
+
+@kills(
+    "wandb",
+    "files of earlier attempts",
+    "Files of earlier attempts stay, so that two are sent",
+)
+def test_two_files_of_one_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.wandb_sync.run.drop_others", lambda *_: None)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        test_after_three_attempts_one_file_equals_the_record(tmp_path)
+
+
+def test_a_run_of_three_attempts_copies_itself_and_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted after steps 1 and 2, each time a new mirror: one file, one id, every line once and to the last bit."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # decides: `online` is asked for below
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    config = small_config(train__steps=3, wandb__mode=WandbMode.online, ckpt__policy=CkptPolicy.last)
+    freeze(config, run.path)
+    assert [train(config, run.path, should_stop=stopping(1)).status for _ in range(2)] == ["preempted"] * 2
+    assert train(config, run.path).status == "done"
+    found = wandb_file.records(wandb_file.only_file(run.path))
+    rows, wanted = wandb_file.history(found), [synced(record) for record in read_metrics(run.metrics)]
+    assert [row["train/step"] for row in rows] == [1, 2, 3]
+    for row, record in zip(rows, wanted, strict=True):
+        sent = {key.removeprefix("train/"): float(each).hex() for key, each in row.items() if key[0] != "_"}
+        assert sent == {path: float(each).hex() for path, each in record.items()}
+    assert wandb_file.run_of(found).run_id == wandb_id("adhoc", run.signature())
+    assert wandb_file.summary(found)["result/state"] == "done"
+    assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("raise ConnectionError('no route\\nto host')", "ConnectionError: no route to host"),
+        ("", "has no attribute 'init'"),
+    ],
+)
+def test_a_copy_that_fails_is_told_and_training_goes_on(
+    broken: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, package = RunDir(tmp_path / "adhoc" / "arm-01234567"), tmp_path / "wandb.py"
+    package.write_text(
+        "class Settings:\n    def __init__(self, **_): pass\n" + (broken and f"def init(**_): {broken}\n")
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = small_config(wandb__mode=WandbMode.offline)
+    freeze(config, run.path)
+    status.write(run.path, Status(State.running, "started", 0))
+    assert train(config, run.path).status == "done"
+    said = capsys.readouterr().out
+    assert said.count("wandb copy: ") == 1
+    assert told in said
+    present = status.read(run.path)
+    assert present is not None
+    assert told in present.mirror
+    assert "python -m harness sync" in present.mirror
+
+
+def test_a_copy_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb.py").write_text("import time; time.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("harness.train.wandb_sync.HURRY_S", 0.1)
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    config = small_config(wandb__mode=WandbMode.offline)
+    freeze(config, run.path)
+    wandb_sync = WandbSync.open(config, run.path, print)
+    wandb_sync.check()
+    wandb_sync.close(hurry=True)
+    wandb_sync.close()
+    assert capsys.readouterr().out.count("not everything was sent within 0 s") == 1
+
+
+def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.train.wandb_sync._start", lambda *_: pytest.fail("a process was started"))
+    wandb_sync = WandbSync.open(small_config(), tmp_path, pytest.fail)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    muted = WandbSync.open(small_config(wandb__mode=WandbMode.online), tmp_path, pytest.fail)
+    for each in (wandb_sync, muted):
+        each.check()
+        each.close()
+
+
+@pytest.mark.parametrize("study", ["a", "x" * 31, "x" * 200])
+def test_ids_fit_and_keep_runs_apart(study: str) -> None:
+    ids = {wandb_id(study, signature) for signature in ("a" * 64, "a" * 31 + "b" + "a" * 32)}
+    assert len(ids) == 2
+    assert all(len(identity) <= 64 for identity in ids)
+
+
+@pytest.mark.parametrize(
+    ("asked", "word", "expected"),
+    [
+        ("online", "", "online"),
+        ("online", "offline", "offline"),
+        ("online", "dryrun", "offline"),
+        ("offline", "online", "online"),
+        ("offline", "DISABLED", "disabled"),
+        ("disabled", "online", "disabled"),
+    ],
+)
+def test_the_variable_decides_where_a_copy_is_asked_for(asked: str, word: str, expected: str) -> None:
+    assert wandb_mode(WandbMode[asked], {"WANDB_MODE": word}) is WandbMode[expected]
+
+
+def test_a_project_that_wandb_refuses_is_refused_before_ranks_start() -> None:
+    words = ["wandb=offline", "launch.dry_run=true"]
+    with pytest.raises(BadRequest, match=r"wandb.project=a/b: is not a name that W&B takes"):
+        compose([*words, "wandb.project=a/b"])
+    assert compose([*words, "wandb.project=lab"]).config["wandb"]["project"] == "lab"
+
+
+def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
+    nowhere = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    assert not has_key(nowhere)
+    assert has_key(nowhere | {"WANDB_API_KEY": KEY})
+    (tmp_path / "netrc").write_text(f"machine wandb.example:8080\n  login user\n  password {KEY}\n")
+    assert not has_key(nowhere)
+    assert has_key(nowhere | {"WANDB_BASE_URL": "http://wandb.example:8080"})
+    (tmp_path / "settings").write_text("[default]\nbase_url = http://wandb.example:8080\n")
+    assert has_key(nowhere)
+    (tmp_path / "settings").write_text(f"[default]\napi_key = {KEY}\n")
+    assert has_key(nowhere)
+
+
+def test_a_copy_whose_log_was_tidied_away_does_not_end_the_run(tmp_path: Path) -> None:
+    told: list[str] = []
+    process = subprocess.Popen(["false"])
+    process.wait()
+    run = tmp_path / "my runs" / "adhoc" / "arm-01234567"
+    WandbSync(run, process, told.append).check()
+    (line,) = told
+    assert "wandb copy: its process ended with 1; " in line
+    assert shlex.split(line)[-1] == str(run)
