@@ -100,7 +100,7 @@ def rooms(title: str) -> list[str]:
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
 def test_the_desk_judges_without_torch(version: str, wheel: Path, tmp_path: Path) -> None:
-    """Another interpreter imports every room of the front end, previews a request, judges and reports as this one does."""
+    """Another interpreter imports every package of the front end, previews, judges and reports as this one does."""
     if not known()[version]:
         pytest.skip(f"no python{version} on PATH or in HARNESS_PYTHONS")
     python = environment(known()[version][0][0], tmp_path / "venv", wheel, without_torch())

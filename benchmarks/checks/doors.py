@@ -47,9 +47,9 @@ HEAD = """# Who imports the engine
 inside. Made by `python benchmarks/checks/doors.py`; the data are in `benchmarks/data/doors.json`.*
 
 The *door* is the package `harness.fsdp`; its *declarations*, `vocabulary` and `options`, need no torch. All other
-modules of the engine are its *inside*. Import-linter keeps `harness` out of the inside, `tests/architecture/test_doors.py`
-everything else but the engine's own tests and benchmarks. A file is counted once a row; an import of several names is
-as many imports; a dotted path in a string, by which a test patches, counts as an import.
+modules of the engine are its *inside*. Import-linter keeps `harness` out of the inside,
+`tests/architecture/test_doors.py` everything else but the engine's own tests and benchmarks. A file is counted once a
+row; an import of several names is as many imports; a dotted path in a string, by which a test patches, is one too.
 """
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/checks/structure.py
 
-A *package* of a package is a folder or a file directly in it; an *arrow* is a pair of packages of which one imports the
+A *package* is a folder or a file directly in a package; an *arrow* is a pair of packages of which one imports the
 other; arrows both ways are a *circle*. Counted from the sources as text, for `harness` and for the engine,
-`harness/fsdp`; and the size of product, tests and benchmarks, package by package. Writes benchmarks/data/structure.json and
-docs/records/structure.md.
+`harness/fsdp`; and the size of product, tests and benchmarks, package by package. Writes
+benchmarks/data/structure.json and docs/records/structure.md.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SIZES = ("files", "lines", "statements", "characters")
 PACKAGES = ("harness", "harness.fsdp")
 HEAD = """# The structure in numbers
 
-*Record. How many files, lines, packages and arrows the package and its engine had and have, and how large product, tests
-and benchmarks are. Made by `python benchmarks/checks/structure.py`; the data are in `benchmarks/data/structure.json`.*
+*Record. How many files, lines, packages and arrows the package and its engine have, and how large product, tests and
+benchmarks are. Made by `python benchmarks/checks/structure.py`; the data are in `benchmarks/data/structure.json`.*
 
-A *package* is a folder or a file directly in a package; an *arrow* is a pair of packages of which one imports the other;
+A *package* is a folder or a file directly in a package; an *arrow* is a pair of them of which one imports the other;
 arrows both ways are a *circle*. The order in which packages may import each other is drawn in docs/architecture.md and
 held by import-linter.
 """

@@ -157,8 +157,9 @@ def _tp_shards(part: dict[str, Any]) -> str:
         + (f", but for {wrong}" if wrong else "")
         + f". In fp64 the next update lands within {families['fp64']['tolerance']:.0e} of the one process's (largest"
         f" distance {plain:.1e}). Under FP8, main weights, moments, amax histories and scales have the one process's"
-        " bits, and what layers of `native` multiply is, to the bit, the whole weight quantized, or a rank's TP shard of"
-        " that; the next update is another one where ranks multiply other TP shards of activations, and is not compared."
+        " bits, and what layers of `native` multiply is, to the bit, the whole weight quantized, or a rank's TP shard"
+        " of that; the next update is another one where ranks multiply other TP shards of activations, and is not"
+        " compared."
         " `2 TP 2` is 2 data-parallel by 2 tensor-parallel ranks.",
     ]
     for name, family in families.items():

@@ -29,11 +29,11 @@ PARTS = {"tolerances were fixed on": False, "held out": True}
 
 
 SAID_OF_LATER = (
-    "Not in the campaign above, and held against a baseline at full strength alone, as `tests/study/test_power.py` does:",
+    "Not in the campaign above, held against a baseline at full strength alone, as `tests/study/test_power.py` does:",
     "of weights in 8 bits, of tensor parallelism, of HFSDP's outer axis, five that passed when they began late, and",
     "the second edition, by the judges of the fresh part. Bold: not the fault's stage, nor an interval that has it.",
-    "Their baselines pass against DDP, FP8 ones with factors from 1e-6 seen. No witness sees whole weights under tensor",
-    "parallelism, so that a wrong gather shows in the loss.",
+    "Their baselines pass against DDP, FP8 ones with factors from 1e-6 seen. No witness sees whole weights under",
+    "tensor parallelism, so that a wrong gather shows in the loss.",
 )
 HEAD = """# Power: what the verdicts are worth
 
@@ -42,8 +42,8 @@ Made by `python benchmarks/power/first_steps.py --part all --out benchmarks/data
 benchmarks/power/page.py --frozen {frozen}`; {made}.*
 
 Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
-*baseline*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
-in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
+*baseline*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ
+only in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
 with which messages. What each fault is, and how it is done, stands in `tests/faults/`;
 `python run.py fault.name=tests.faults.FILE:NAME` puts it into any run. F numbers are silent bugs that were reported
 in public, the others are families of mistakes. At `full` strength a fault is as reported; at `middle` and `weak` a
@@ -110,8 +110,8 @@ def _page(judged: Sequence[Judged]) -> list[str]:
         "",
         "## Fault by fault",
         "",
-        "Verdict against baseline / reference (D different, U undecided, N not comparable, = passed), step and tier of the",
-        "first finding, and the stage it names (bold where it is another one than the fault's). The last columns: does",
+        "Verdict against baseline / reference (D different, U undecided, N not comparable, = passed), step and tier of",
+        "the first finding, and its stage (bold where it is another one than the fault's). The last columns: does",
         "the published rule stop the full fault (baseline / reference)?",
         "",
         *_faults(judged),

@@ -1,6 +1,6 @@
 """The power study: every fault of the corpus at every strength, and pairs that differ only in what must not matter.
 
-A faulty run is held against two clean ones: its *baseline*, the same cell without the fault, and a *reference*, the same
+A faulty run is held against two clean ones: its *baseline*, the same cell without the fault, and a *reference*, that
 training by torch's DDP, as one would hold a new engine against one that is trusted. A clean pair are two runs of one
 world: the same model, data, optimizer and seed, otherwise sharded, cut, sent or promised.
 
@@ -81,7 +81,7 @@ def _third(text: str) -> bool:
 
 
 def pairs(*, short: bool = False) -> list[Pair]:
-    """Every pair; `short`, for CI, takes each fault at full strength against its baseline, and each baseline against its
+    """Every pair; `short`, for CI, takes each fault at full strength against its baseline, and that against its
     reference, which it must pass."""
     return [*_shortly()] if short else [*(pair for pair in faulty() if corpus()[pair.name].measured), *clean()]
 

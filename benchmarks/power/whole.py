@@ -135,7 +135,7 @@ FRESH_ARMS = {
 class WholePair:
     """An arm and what it is held against, as overrides.
 
-    name: of the fault, or of the two arms. begins: `late` or `early`; empty for clean pairs. against: `baseline` (the same
+    name: of the fault, or of the two arms. begins: `late` or `early`; empty for clean pairs. against: `baseline` (same
     cell without the fault), `reference` (the same training by DDP) or `arm`.
     """
 

@@ -9,7 +9,7 @@ update 4 n, and weights and moments before it 4 n + 8 n: 28 n a step, 20 n for t
 All of it passes through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it: step
 1's gradients where one step of gradients fits, and the rest in order of worth (first update, last weights, last step,
 then 3, 10, ...) while all of it together fits. At 1 GiB a model of 8 M weights captures four steps, one of 250 M the
-gradients of the first, and one of 270 M nothing: sketches of every step (`measure.step_checks`) do not grow with the model.
+gradients of the first, and one of 270 M nothing. Sketches of every step (`measure.step_checks`) do not grow with it.
 """
 
 from __future__ import annotations

@@ -97,6 +97,8 @@ KEY_SYNONYMS = {
     "strategy": "sharding",
     "top_k": "model.experts_per_token",
     "sweep": "study",
+    "vouch": "measure.step_checks",
+    "vouch_limit_mib": "measure.step_checks_limit_mib",
     "wd": "optimizer.weight_decay",
     "zero": "sharding",
 }
@@ -107,6 +109,8 @@ REPLACED_KEYS = {
     " accumulated; fp32 in both is what grad_reduce_in_fp32=true meant",
     "preserve_fp32_weights": "dtype.main_params=fp32 keeps fp32 main weights; dtype.main_params equal to dtype.compute"
     " keeps none",
+    "vouch": "measure.step_checks is its name now",
+    "vouch_limit_mib": "measure.step_checks_limit_mib is its name now",
 }
 
 

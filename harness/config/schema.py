@@ -289,8 +289,8 @@ class MeasureConfig:
     callbacks: list[str] = field(default_factory=list)
     """Your own classes that are called every step, as package.module:Class. Their results are recorded as `own`."""
     step_checks: bool = True
-    """Check every step from outside the engine and write the results to `step_checks/`: local gradients against their sum,
-    gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
+    """Check every step from outside the engine and write the results to `step_checks/`: local gradients against their
+    sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
     step_checks_limit_mib: int = number(256, 1, 2**30, "MiB")
     """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
 

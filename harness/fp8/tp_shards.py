@@ -78,7 +78,7 @@ def adds_bias(weight: Tensor) -> bool:
 
 
 def take_largest(amax: Tensor, weight: Tensor) -> Tensor:
-    """Make the amax of a TP shard that of the unsharded weight, in place. *Collective* over the axis where it is cut."""
+    """Make the amax of a TP shard that of the whole weight, in place. *Collective* over the axis where it is cut."""
     if isinstance(weight, DTensor) and cut_along(weight) is not None and weight.device_mesh.size() > 1:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=weight.device_mesh.get_group())
     return amax

@@ -1,14 +1,14 @@
 """Stream of a run's observations: one row of numbers a step, and one for every tensor at kept steps.
 
-[Note: Stream of step checks] `metrics.jsonl` says what a step came to; these files say that it was right: what was found
+[Note: Stream of step checks] `metrics.jsonl` says what a step came to; these files that it was right: what was found
 beside the engine at every step (`STEP_COLUMNS`), and sketches of every tensor (`TENSOR_COLUMNS`) by which any two runs
 can be compared at a step that nobody captured. All are little-endian float64, appended to, and cut back on resume as
 `metrics.jsonl` is. NaN means that the engine shows nothing of that kind; 0 that it was looked at and is right.
 
-    step_checks/stream.json   version, sketches (m), every, columns of steps.f64, tensors (name and shape, in model order)
-    step_checks/steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
-                        weights and moments it ended with against those that its last step left
-    step_checks/tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
+    stream.json   version, sketches (m), every, columns of steps.f64, tensors (name and shape, in model order)
+    steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
+                  weights and moments it ended with against those that its last step left
+    tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
 
 A sketch S_j, j < m, is a signed sum over a tensor's elements in fp64, whose signs depend on j, the tensor's name and
 the element's place alone (`harness.probe.step_checks.sketch`).
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FOLDER = "step_checks"
+FOLDER, FORMER = "step_checks", "vouch"
+"""Folder in a run; and of runs by earlier versions, which are read."""
 VERSION = 4
 DENSE = 512
 BYTES = 8
@@ -228,9 +229,13 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
     return np.memmap(path, "<f8", "r", shape=(rows, columns)).view(np.ndarray)  # a subclass costs at every slice
 
 
+def folder_of(run_dir: Path) -> Path:
+    return run_dir / (FORMER if (run_dir / FORMER).is_dir() else FOLDER)
+
+
 def read(run_dir: Path) -> Stream | None:
     """None without a stream. Raises `StoreError`: it is unreadable."""
-    folder = run_dir / FOLDER
+    folder = folder_of(run_dir)
     facts = read_format(folder / "stream.json", VERSION)
     if facts is None:
         return None

@@ -31,7 +31,7 @@ from harness.store.status import State
 
 VERSION = 1
 FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metrics.jsonl", "summary.json")
-FOLDERS = ("capture", "step_checks")
+FOLDERS = ("capture", "step_checks", "vouch")
 ASIDE = ("overrides.txt", "diff.patch")
 """Files without influence on results. A diff may be secret, or removed from a copy."""
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")

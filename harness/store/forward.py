@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.store.check_stream import FOLDER
+from harness.store.check_stream import FOLDER, folder_of
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
 from harness.store.reading import read_format
@@ -44,7 +44,7 @@ def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str
 
 def read(run_dir: Path) -> Forward | None:
     """None if not observed. Raises `StoreError`: the file is unreadable."""
-    path = run_dir / FOLDER / NAME
+    path = folder_of(run_dir) / NAME
     facts = read_format(path, VERSION, FORWARD)
     if facts is None:
         return None

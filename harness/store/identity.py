@@ -66,6 +66,12 @@ ADDED: dict[tuple[str, str], Any] = {
 }
 """Later settings, each with the value of runs before it existed."""
 
+RENAMED: dict[tuple[str, str], str] = {
+    ("measure", "vouch"): "step_checks",
+    ("measure", "vouch_limit_mib"): "step_checks_limit_mib",
+}
+"""Names of settings today, by the former ones, which stored runs and all signatures have."""
+
 SHORT = 8
 
 MAX_NAME = 80
@@ -89,9 +95,20 @@ def canonical(config: dict[str, Any]) -> str:
     for (group, key), without in ADDED.items():
         if group in kept and kept[group].get(key) == without:
             kept[group] = {name: value for name, value in kept[group].items() if name != key}
+    for (group, former), name in RENAMED.items():
+        if name in kept.get(group, {}):
+            kept[group] = {(former if key == name else key): value for key, value in kept[group].items()}
     if kept.get("sharp", {}).get("group") == "default" and config.get("cluster", {}).get("device", "cpu") == "cpu":
         kept["sharp"] = kept["sharp"] | {"group": "none"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def current(config: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration under today's names of settings."""
+    for (group, former), name in RENAMED.items():
+        if isinstance(config.get(group), dict) and former in config[group]:
+            config = config | {group: {(name if key == former else key): v for key, v in config[group].items()}}
+    return config
 
 
 def signature(config: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Provenance of a result: versions, machine, git, and a digest of the sources that can change a number.
 
-The front end writes its part at the start of a run; rank 0 completes it (`merge`). Environment variables are recorded by an
-allow-list of names, so that no token can reach a file.
+The front end writes its part at the start of a run; rank 0 completes it (`merge`). Environment variables are recorded
+by an allow-list of names, so that no token can reach a file.
 """
 
 from __future__ import annotations

@@ -36,7 +36,16 @@ alone."""
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names of `harness.checkpoint.folder`: a checkpoint, a partial one, a replaced one."""
-RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "step_checks", CHECKSUMS)
+RECORD = (
+    "metrics.jsonl",
+    "summary.json",
+    "provenance.json",
+    "diff.patch",
+    "capture",
+    "step_checks",
+    "vouch",
+    CHECKSUMS,
+)
 """Results of a run, moved aside when it restarts from step 0."""
 
 
@@ -95,7 +104,7 @@ class RunDir:
         value: dict[str, Any] | None = read_yaml(self.path / CONFIG, shapes.CONFIG)
         if value is None:
             raise StoreError(f"{self.path} is not a run: it has no {CONFIG}")
-        return value
+        return identity.current(value)
 
     def setting(self, path: str) -> Any:
         """Value of a dotted setting. Raises `StoreError`, as `config`, or for a setting its version did not have."""

@@ -1,4 +1,5 @@
-"""Dtype policies before anything runs: what None means, what is refused and what it says, and the front end's baseline rules."""
+"""Dtype policies before anything runs: what None means, what is refused and what it says, and the same rules of the
+configuration."""
 
 from __future__ import annotations
 

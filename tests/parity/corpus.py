@@ -1,7 +1,7 @@
 """Faults and their clean baselines: what the comparator must refuse, and what it must let pass.
 
-Every fault is one mechanism in the simulated engine; its baseline is the same arm without it. Named after the mechanism,
-and where there is one, after the public report.
+Every fault is one mechanism in the simulated engine; its baseline is the same arm without it. Named after the
+mechanism, and where there is one, after the public report.
 """
 
 from __future__ import annotations

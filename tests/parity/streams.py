@@ -1,5 +1,5 @@
-"""The laboratory's runs have their steps checked: a stream written beside the simulated engine, by the contract of
-`harness.store.check_stream`, in numpy and with signs of its own (any will do, as long as both runs of a pair have them).
+"""Streams of step checks of the laboratory's runs, written beside the simulated engine, by the contract of
+`harness.store.check_stream`, in numpy and with signs of its own (any will do, if both runs of a pair have them).
 
 What is seen stands beside the engine, as in a real run: local gradients as the backward hands them out, weights as each
 rank computes with them, moments and weights as they lie there before and after a step.

@@ -153,7 +153,7 @@ SHARPER: dict[str, tuple[Arm, Arm]] = {
         replace(SEEN, replicate=1, **HOT),
     ),
 }
-"""A backward that loses a part of one tensor, held against a baseline: embedding and head untied, found in doubt in fp32
+"""A backward that loses a part of one tensor, held against a baseline: embedding and head untied, in doubt in fp32
 alone before."""
 
 

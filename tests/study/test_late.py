@@ -1,5 +1,5 @@
 """What begins late passed as EQUIVALENT when step 1 alone was looked at; now a run with nothing but default settings is
-DIFFERENT where the fault begins, whatever it is held against, and its baseline without the fault passes. So it is in hot
+DIFFERENT where the fault begins, whatever it is held against, and its baseline without the fault passes. So in hot
 training, where clean pairs that differed in the size of their microbatches were called DIFFERENT."""
 
 from __future__ import annotations

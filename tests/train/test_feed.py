@@ -185,7 +185,7 @@ def wrong_verdicts(root: Path) -> Iterator[str]:
         columns = {**wrong.columns, "fed_digest": [*digests[:known], *[None] * (STEPS - known)]}
         mended = replace(wrong, columns=columns)
         if every_step.checked_until(mended, Arithmetic.of(mended.config)) != until:
-            yield f"fed right in {known} steps, vouched otherwise"
+            yield f"fed right in {known} steps, otherwise here"
     if every_step.checked_until(wrong, Arithmetic.of(wrong.config)) != BEGINS - 1:
         yield "checked, though fed wrongly"
 

@@ -1,4 +1,4 @@
-"""Forwards in bf16 and fp32 against a baseline: what is far below the rounding of bf16 is seen where it begins; layouts,
+"""Forwards in bf16 and fp32 against a baseline: what is far below bf16's rounding is seen where it begins; layouts,
 microbatches and engines that do the same are not called different."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every step of every engine that can be seen vouches for itself, and a later fault is there, at its step."""
+"""Every step of every engine that can be seen is checked, and a later fault is found there, at its step."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class ShardedEngine(Engine):
         """Make the optimizer, and exchange the extents of pieces. Collective over `group`.
 
         Args: weights: parameters in model order, each once; pieces lie on `group`'s ranks, unsharded where it is None.
-        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. tp_shards: tensor-parallel parts
-        of which pieces are cut; None: full weights. tensor: tensor-parallel ranks, or None.
+        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. tp_shards: of which pieces
+        are cut; None: full weights. tensor: tensor-parallel ranks, or None.
         """
         self.tp_shards = tp_shards or {name: TpShard(tuple(shape)) for name, shape in shapes.items()}
         self.tensor = tensor

@@ -20,17 +20,17 @@ near 1) nothing is a jump any more, and nothing is said. Where the control is no
 jump is one only while the weights are that much closer together.
 
 Where weights still agree in every sketch, and gradients did so at step 1, the kernels are the same and so is what they
-give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a baseline. Gradients that
-overflowed at step 1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
+give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a baseline. Gradients
+that overflowed at step 1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
 
 K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
 tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
 norms, because one that happens to cancel is not far off for that.
 
 Weights may jump too: beyond STRIDE times the farthest they were before, and four times what one update makes of
-rounding and of the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). A sample of elements cannot
-see what an optimizer does to a few others, as where a row of its moments was lost. Where the control is not stable the
-farthest counts `BURST` times: of weights that were equal until then, nothing but the update's rounding is left.
+rounding and of the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). A sample of elements
+cannot see what an optimizer does to a few others, as where a row of its moments was lost. Where the control is unstable
+the farthest counts `BURST` times: of weights that were equal until then, nothing but the update's rounding is left.
 """
 
 from __future__ import annotations

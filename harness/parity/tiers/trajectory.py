@@ -4,7 +4,8 @@ At step 1 the weights and the data are the same, so the bound is that of one for
 two runs walk apart, and no bound of that kind exists: differences grow exponentially and end at the level of run-to-run
 noise. The early steps carry the information, and the bounds say where it ends:
 
-    perturbation       rounding leaves the updates of step 1 a relative error. SGD passes the gradient's error rho on. Adam's
+    perturbation
+               rounding leaves the updates of step 1 a relative error. SGD passes the gradient's error rho on. Adam's
                first update is a sign: it flips where the gradient is smaller than its error, which moves the update by
                2 sqrt(rho / pi) of its size; but flips sit where the gradient is small, so the loss sees them in second
                order only, (1 + 4 / pi) rho.

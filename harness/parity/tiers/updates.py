@@ -1,9 +1,9 @@
 """T2 at captured updates of every weight.
 
 Adam divides by the gradient's own size, so a wrong gradient can leave no trace in the loss, and a wrong optimizer none
-in the gradient; updates show both. An update's size errs by the perturbation of its gradient's distance (`trajectory`), which
-grows over the steps, and by the rounding of stored weights, half a unit of weights of at most about 1. A tensor whose
-gradient is rounding noise is left out.
+in the gradient; updates show both. An update's size errs by the perturbation of its gradient's distance (`trajectory`),
+which grows over the steps, and by the rounding of stored weights, half a unit of weights of at most about 1. A tensor
+whose gradient is rounding noise is left out.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(various: list[dict[str,
         halves_the_bytes(*told["beside"])
 
 
-# -- TP shards of tensor parallelism ------------------------------------------------------------------------------------
+# -- TP shards --------------------------------------------------------------------------------------------------------
 
 PAIRS = (
     (Case(Fp8.delayed, ZERO_3, tp=2), Case(Fp8.delayed, "optim")),
