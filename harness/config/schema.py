@@ -288,6 +288,14 @@ class MeasureConfig:
     addition to the gradients of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
     """Your own classes that are called every step, as package.module:Class. Their results are recorded as `own`."""
+    trace_steps: list[int] = field(default_factory=list)
+    """Steps that torch.profiler records to `trace/`, after a step of warm-up; Perfetto (ui.perfetto.dev) opens the
+    files. These steps count for no median."""
+    trace_ranks: list[int] | None = field(default_factory=lambda: [0])
+    """Ranks that record the traced steps. null: all."""
+    memory_snapshot: bool = False
+    """Write each allocation of CUDA in the traced steps, with its stack, for pytorch.org/memory_viz. On a CPU the trace
+    itself has the allocations."""
     step_checks: bool = True
     """Check every step from outside the engine and write the results to `step_checks/`: local gradients against their
     sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.profiler import record_function
+
+from harness.private_torch import is_profiled
 
 ASIDE = "aside"
 
@@ -37,7 +40,8 @@ class Timers:
         self._open.append(left_out)
         end = self._begin()
         try:
-            yield
+            with record_function(f"harness::{name}") if is_profiled() else nullcontext():
+                yield
         finally:
             self._ended.append((name, end(), left_out))
             self._open.pop()

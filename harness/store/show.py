@@ -103,7 +103,12 @@ def _progress(run: RunDir) -> list[str]:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
-    return lines
+    traces = sorted(each.name for each in (run.path / "trace").glob("step-*"))
+    return (
+        [*lines, _field("trace", f"{', '.join(traces)} in {run.path.name}/trace: ui.perfetto.dev opens it")]
+        if traces
+        else lines
+    )
 
 
 def _plain(value: Any) -> str:

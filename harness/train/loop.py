@@ -34,6 +34,7 @@ from harness.train.feed import Feed, joined
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
 from harness.train.step_checks import StepChecks
+from harness.train.trace import Trace, untimed
 from harness.train.wandb_sync import WandbSync
 
 
@@ -94,6 +95,7 @@ class Loop:
         writer, wandb_sync = self._open_record(start)
         with self.session.meters.paused():
             self.step_checks = StepChecks.open(self.session, self.control, start)
+        trace = Trace(self.session, start)
         step, stop = start, False
         try:
             while step < self.config.train.steps and not stop:
@@ -105,6 +107,7 @@ class Loop:
                 wandb_sync.check()
                 self.session.progress(self._progress(record))
                 self._save_if_due(step, writer, report)
+                trace.after(step)
             self.checkpoints.finish()
             with self.session.meters.paused():
                 self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
@@ -112,6 +115,7 @@ class Loop:
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
+            trace.close()
             if writer is not None:
                 writer.close()
             if self.step_checks is not None:
@@ -322,7 +326,9 @@ class Loop:
             "wall_s": wall_s,
             **benched,
         }
-        warm_up = {1, start + 1} if self.bench is None else range(1, self.config.measure.warmup_steps + 1)
+        warm_up = {1, start + 1, *untimed(self.config.measure.trace_steps)}
+        if self.bench is not None:
+            warm_up = {*range(1, self.config.measure.warmup_steps + 1)}
         path = self.session.run_dir
         records = read_metrics(path / "metrics.jsonl")
         write_summary(path / "summary.json", self.config, status, records, warm_up, facts, self.last_rows)

@@ -49,6 +49,32 @@ def test_the_smallest_requests_that_are_fine(overrides: list[str]) -> None:
     compose(["measure=bench", *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        ("measure.trace_steps=[4,21]", "measure.trace_steps=[4]"),
+        ("measure.trace_steps=[2,2]", "needs distinct steps, counted from 1"),
+        ("measure=trace measure.trace_ranks=[2]", "numbers from 0 to 1; null: all"),
+        ("measure=trace measure.trace_ranks=[]", "names no rank"),
+        ("measure=trace measure.memory_snapshot=true", "on a CPU the trace itself has every allocation"),
+        ("measure.memory_snapshot=true", "measure=trace"),
+        ("measure.trace_ranks=null", "measure=trace"),
+        ("measure=bench measure.trace_steps=[7]", "measure.trace_steps=[]"),
+    ],
+)
+def test_what_no_profile_has_is_refused(overrides: str, fix: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        compose(overrides.split())
+    assert any(fix in str(each) for each in caught.value.violations), str(caught.value)
+
+
+def test_a_profile_of_all_ranks_and_of_cuda_memory() -> None:
+    compose(["measure=trace", "measure.trace_ranks=null", "mesh.world_size=2"])
+    with pytest.raises(BadRequest) as caught:
+        compose(["measure=trace", "measure.memory_snapshot=true", "cluster.device=cuda", "mesh.world_size=4096"])
+    assert "memory_snapshot" not in str(caught.value), "too few devices are all that is wrong"
+
+
 @pytest.mark.parametrize("override", ["measure.warmup_steps=5", "study.order_seed=1"])
 def test_settings_of_timing_have_no_effect_elsewhere(override: str) -> None:
     with pytest.raises(BadRequest, match="measure=bench"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.derived import data_ranks
 from harness.config.errors import Violation
+from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Config
 
@@ -60,10 +61,10 @@ def warmup_ends(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("train.steps", "measure.capture_steps", "measure.update_steps")
-def captured_steps_are_reached(request: Request) -> Iterator[Violation]:
+@rule("train.steps", *STEP_LISTS)
+def listed_steps_are_reached(request: Request) -> Iterator[Violation]:
     steps = request.config.train.steps
-    for path in ("measure.capture_steps", "measure.update_steps"):
+    for path in STEP_LISTS:
         wanted = request.value(path) or ()
         missed = [s for s in wanted if s > steps]
         if missed:
@@ -80,5 +81,5 @@ RULES: tuple[Rule, ...] = (
     batch_is_whole_microbatches,
     ranks_are_even_over_machines,
     warmup_ends,
-    captured_steps_are_reached,
+    listed_steps_are_reached,
 )

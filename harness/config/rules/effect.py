@@ -66,6 +66,9 @@ _CAPTURE = Condition(
 _BENCH = Condition(
     lambda c: c.measure.mode is MeasureMode.bench, "measure=bench", lambda c: f"measure.mode={c.measure.mode.name}"
 )
+_TRACE = Condition(
+    lambda c: bool(c.measure.trace_steps), "measure=trace", lambda c: f"measure.trace_steps={c.measure.trace_steps}"
+)
 _RECORD = Condition(lambda c: c.measure.mode is MeasureMode.record, "measure=default", lambda c: "measure=bench")
 _STEP_CHECKS = Condition(
     lambda c: c.measure.mode is MeasureMode.record and c.measure.step_checks,
@@ -187,6 +190,8 @@ CONDITIONS: dict[str, Condition] = {
     "measure.step_checks": _RECORD,
     "measure.step_checks_limit_mib": _STEP_CHECKS,
     "measure.warmup_steps": _BENCH,
+    "measure.trace_ranks": _TRACE,
+    "measure.memory_snapshot": _TRACE,
     "train.param_norm_every": _RECORD,
     "study.order_seed": _BENCH,
     "wandb.project": _WANDB,

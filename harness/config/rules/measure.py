@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.captured import captured
 from harness.config.errors import Violation
+from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
 from harness.store.screen import counted
@@ -17,12 +18,12 @@ def _is_bench(request: Request) -> bool:
     return request.config.measure.mode is MeasureMode.bench
 
 
-@rule("measure.capture_steps", "measure.update_steps")
+@rule(*STEP_LISTS)
 def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
     if not _is_bench(request):
         return
     c = request.config
-    for path in ("measure.capture_steps", "measure.update_steps"):
+    for path in STEP_LISTS:
         if request.value(path):
             yield _beside(request, path, "[]")
     if c.ckpt.policy is not CkptPolicy.none:
@@ -84,4 +85,33 @@ def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (timed_runs_do_nothing_else, warm_up_leaves_steps_to_time, only_the_reference_is_perturbed)
+@rule("measure.trace_ranks")
+def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
+    last, asked = request.config.mesh.world_size - 1, request.config.measure.trace_ranks
+    if asked is not None and not (asked and set(asked) <= set(range(last + 1))):
+        problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
+        yield Violation(
+            request.show("measure.trace_ranks"),
+            problem,
+            f"numbers from 0 to {last}; null: all",
+            "measure.trace_ranks=[0]",
+        )
+
+
+@rule("measure.memory_snapshot", "cluster.device")
+def snapshots_are_of_cuda(request: Request) -> Iterator[Violation]:
+    if request.config.measure.memory_snapshot and request.config.cluster.device is Device.cpu:
+        yield Violation(
+            request.show("measure.memory_snapshot"),
+            "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
+            fix="leave it out, or cluster.device=cuda",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    timed_runs_do_nothing_else,
+    warm_up_leaves_steps_to_time,
+    only_the_reference_is_perturbed,
+    traced_ranks_are_there,
+    snapshots_are_of_cuda,
+)

@@ -10,6 +10,8 @@ from harness.config.errors import Violation
 from harness.config.rules.request import Request
 from harness.store.identity import slug
 
+STEP_LISTS = ("measure.capture_steps", "measure.update_steps", "measure.trace_steps")
+
 T3_MEASURES = ("loss", "grad_norm")
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -44,7 +46,7 @@ def _lists(request: Request) -> dict[str, Violation]:
             found[path] = Violation(path, "is not a measure by which pairs of seeds are judged", ", ".join(T3_MEASURES))
         elif not 0 < margin < math.inf:
             found[path] = Violation(f"{path}={margin}", "is out of range", "above 0", f"{path}=0.001 is 0.1 %")
-    for path in ("measure.capture_steps", "measure.update_steps"):
+    for path in STEP_LISTS:
         steps = request.value(path) or ()
         if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
             found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
