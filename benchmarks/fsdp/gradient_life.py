@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness.fsdp import MixedPrecisionPolicy, OuterStrategy, Strategy, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.events import OUTER
-from harness.fsdp.comm.gradient_format import Floating
-from harness.fsdp.comm.reduction import Reduction
+from harness.fsdp.comm.reduction import Floating, Reduction
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
-    from harness.fsdp.state.named import ShardedState as ShardedState
-    from harness.fsdp.state.named import StateMismatch as StateMismatch
+    from harness.fsdp.state import ShardedState as ShardedState
+    from harness.fsdp.state import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel.parameters import TpShard as TpShard
     from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
@@ -69,7 +69,7 @@ _EXPORTS = {
     "options": "OPTIONS OptionKeywords Options",
     "policy": "Dtypes MixedPrecisionPolicy",
     "runtime.step": "StepError",
-    "state.named": "ShardedState StateMismatch",
+    "state": "ShardedState StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
     "tensor_parallel.parameters": "TpShard UnknownPlan",

@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
-from harness.fsdp.comm.gradient_format import Integers
-from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
-from harness.fsdp.comm.reduction import Reduction
+from harness.fsdp.comm.mesh import Groups, Mesh, Meshes, mesh_of
+from harness.fsdp.comm.reduction import Integers, Reduction
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.nonfinite import GradientGuard
@@ -31,17 +30,17 @@ from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.gather import pipeline_of
 from harness.fsdp.runtime.gradient_sync import GradientSync, Usage
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline, Reductions
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
-from harness.fsdp.runtime.two_encodings import pipeline_of
 from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
-from harness.fsdp.state.access import StateAccess
+from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.codec import Scales, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
@@ -50,7 +49,7 @@ from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.storage.placement import SHARD, Placements
-from harness.fsdp.tensor_parallel.declared import declare, mesh_of
+from harness.fsdp.tensor_parallel.declared import declare
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Strategy

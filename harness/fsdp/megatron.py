@@ -1,6 +1,6 @@
 """megatron-fsdp's names: its entries with their arguments, and the methods of its model.
 
-Arguments of `optimizer.step` and `optimizer.zero_grad` are in `harness.fsdp.binding`. A name that has no meaning here
+Arguments of `optimizer.step` and `optimizer.zero_grad` are in `harness.fsdp.sharding`. A name that has no meaning here
 raises, and says what to use in its place.
 """
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.binding import bind, engine_for
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import NAMES_OF_OTHERS, FromEngine, FSDPModule
@@ -24,7 +23,7 @@ from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
-from harness.fsdp.sharding import shard
+from harness.fsdp.sharding import bind, engine_for, shard
 from harness.fsdp.storage.param_group import InitialValue
 from harness.fsdp.update import norms
 from harness.fsdp.vocabulary import OuterStrategy, Strategy

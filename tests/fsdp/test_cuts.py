@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.fsdp import OuterStrategy, Placements, Strategy
-from harness.fsdp.comm.parts import Part
+from harness.fsdp.comm.communicator import Part
 from harness.fsdp.storage.cuts import Cuts, Place
 from harness.fsdp.storage.layout import ParamSpec
 from harness.fsdp.storage.placement import SHARD

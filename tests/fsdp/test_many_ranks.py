@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
-from harness.fsdp.comm.communicator import Communicator, Pending
-from harness.fsdp.comm.parts import Cut
+from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from harness.fsdp.members import group_of_members
+from harness.fsdp.comm.mesh import group_of_members
 from tests.support.spawn import run_ranks
 
 GPU = torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Join
 from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import backward_hooks
-from harness.fsdp.state.access import StateAccess
+from harness.fsdp.state import StateAccess
 from tests.fsdp.checked import Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, Pair, data, loss_of, shard
 from tests.support.mutants import Slip, each

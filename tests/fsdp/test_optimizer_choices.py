@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, create_state, fully_shard
-from harness.fsdp.state import named
+from harness.fsdp import state as states
 from harness.fsdp.storage.layout import Segment
 from harness.fsdp.update import rules
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said
@@ -167,7 +167,7 @@ def test_an_optimizer_is_stepped_as_was_promised(strategy: str, check: str) -> N
     holds(__name__, strategy, check)
 
 
-_held_by = named.held_by
+_held_by = states.held_by
 
 
 def _those_with_rows(*args: Any) -> list[Any]:
@@ -198,7 +198,7 @@ MUTANTS = {
     ),
     "nobody's count": Mutant(
         "Parameters without a row on a rank are counted from one after a load",
-        lambda: mock.patch.object(named, "held_by", _those_with_rows),
+        lambda: mock.patch.object(states, "held_by", _those_with_rows),
         "counting",
     ),
 }

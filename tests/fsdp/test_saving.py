@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel
+from harness.fsdp import state as states
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import access
-from harness.fsdp.state.access import StateAccess
-from harness.fsdp.state.named import StateMismatch
+from harness.fsdp.state import StateAccess, StateMismatch
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
 from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
@@ -305,7 +304,7 @@ MUTANTS = {
     ),
     "own names": Mutant(
         "A module that loads in a way of its own is held to the names that it saves",
-        lambda: mock.patch.object(access, "_loads_otherwise", return_value=False),
+        lambda: mock.patch.object(states, "_loads_otherwise", return_value=False),
         "having_ones_own_ways",
         "no_shard",
     ),
@@ -327,7 +326,7 @@ MUTANTS = {
     ),
     "missing is missed": Mutant(
         "A name that is missing is not told",
-        lambda: mock.patch.object(access, "check_fit"),
+        lambda: mock.patch.object(states, "check_fit"),
         "strictness",
     ),
 }

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import Observer, ShardedModel, fully_shard, members
-from harness.fsdp.comm import events
+from harness.fsdp import Observer, ShardedModel, fully_shard
+from harness.fsdp.comm import events, mesh
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog import watchdog
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
@@ -219,9 +219,7 @@ def own_group_s() -> list[float]:
     """Timeouts of a group and of one that the engine makes of it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=2))
     world: Any = dist.group.WORLD
-    found = [
-        timeout_of(*backends_of(group)).total_seconds() for group in (world, members.group_of_members([0], "a part"))
-    ]
+    found = [timeout_of(*backends_of(group)).total_seconds() for group in (world, mesh.group_of_members([0], "a part"))]
     dist.destroy_process_group()
     return found
 
@@ -235,7 +233,7 @@ OWN_TIMEOUT = "The engine's own groups have torch's timeout whatever init_proces
 
 @pytest.mark.parametrize("name", each("Deadlocks", [("torch's timeout", OWN_TIMEOUT)]))
 def test_another_timeout_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(members, "group_of_members", "list(ranks), timeout, ", "list(ranks), ").put(monkeypatch)
+    Slip(mesh, "group_of_members", "list(ranks), timeout, ", "list(ranks), ").put(monkeypatch)
     assert own_group_s() != [7200.0, 7200.0]
 
 

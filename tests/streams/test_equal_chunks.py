@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from harness.fsdp.comm.parts import Evened
+from harness.fsdp.comm.communicator import Evened
 from tests.streams.cases import Case
 from tests.streams.test_races import check
 from tests.streams.visits import run_all

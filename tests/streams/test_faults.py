@@ -16,9 +16,8 @@ from torch import Tensor
 
 from harness.fsdp.comm import device
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.device import DeviceRuntime, Event
+from harness.fsdp.comm.device import DeviceRuntime, Event, copy_together
 from harness.fsdp.comm.reduction import Reduction
-from harness.fsdp.comm.together import copy_together
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients

@@ -12,15 +12,67 @@ from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.members import group_of_members
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
+from harness.private_torch import backends_of, timeout_of
 from harness.shm import ShmGroup
+
+
+def group_of_members(
+    ranks: Sequence[int], description: str, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """A group that its members alone make, others doing something else meanwhile. *Collective* among them.
+
+    Where the default group is bound to a device, torch splits new ones off its communicator, for which NCCL needs all
+    ranks of that (`ncclCommSplit`): members of a part would wait for ever. So a part is made from nothing.
+
+    Args:
+        like: the group whose timeout it gets, which torch would not pass on; None is the default group.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    bound, timeout = default.bound_device_id, timeout_of(*backends_of(like or default))
+    if len(ranks) < default.size():
+        default.bound_device_id = None
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout, use_local_synchronization=True, group_desc=description
+        )
+    finally:
+        default.bound_device_id = bound
+    return made
+
+
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Kept for good: torch names groups by their ranks, and a second one of a name finds addresses of the first."""
+
+
+def kept_group(beside: dist.ProcessGroup, ranks: tuple[int, ...] | None, description: str) -> dist.ProcessGroup:
+    """A group of these ranks, or another one of the same ranks, made once. *Collective* among them."""
+    members = ranks or tuple(dist.get_process_group_ranks(beside))
+    made = _KEPT.setdefault(beside, {})
+    if members not in made:
+        made[members] = group_of_members(members, description, like=beside)
+    return made[members]
+
+
+def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, kind: str) -> DeviceMesh | None:
+    """One axis of all ranks of two, the second fastest; None where neither is there. *Collective* where both are."""
+    if data is None or tensor is None:
+        one = tensor if data is None else data
+        return None if one is None else DeviceMesh.from_group(one, kind)
+    row = torch.tensor(dist.get_process_group_ranks(tensor), device=kind)
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(data))]
+    dist.all_gather(rows, row, group=data)
+    ranks = tuple(torch.cat(rows).tolist())
+    return DeviceMesh.from_group(kept_group(data, ranks, "weights"), kind)
 
 
 @dataclass(frozen=True)
@@ -71,7 +123,9 @@ class Mesh:
         self.inner = Communicator(groups.inner, runtime, transport)
         gather = groups.gather
         if gather is None and separate_gather is not False and self.inner.size > 1:
-            gather = self.inner.group if self.inner.shm is not None else _second_group(self.inner.group)
+            gather = (
+                self.inner.group if self.inner.shm is not None else kept_group(self.inner.group, None, "fsdp_gather")
+            )
         self.gather = self.inner if gather is None else Communicator(gather, runtime, transport)
         self.outer: Communicator | None = None
         self.everyone = self.inner
@@ -110,20 +164,6 @@ class Mesh:
     @property
     def communicators(self) -> Sequence[Communicator]:
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
-
-
-_SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""Kept for good: torch names groups by their ranks, and a second one of a name finds addresses of the first."""
-
-
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Another communicator of a group's ranks; None where it has one. *Collective* among them."""
-    if dist.get_world_size(group) == 1:
-        return None
-    if group not in _SECOND:
-        ranks = dist.get_process_group_ranks(group)
-        _SECOND[group] = group_of_members(ranks, "fsdp_gather", like=group)
-    return _SECOND[group]
 
 
 def all_values(comm: Everyone, values: Tensor, purpose: str) -> Tensor:

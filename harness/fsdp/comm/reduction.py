@@ -3,7 +3,8 @@
 [Note: Four verbs] A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one
 object with four verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in
 the accumulate dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a
-floating-point number or an integer) is said in `harness.fsdp.comm.gradient_format`; the pipelines never ask.
+floating-point number or an integer) is said by `Floating` and `Integers`, which also *absorb* microbatches that are
+added up before any traffic; the pipelines never ask.
 
 [Note: Own sums] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the
 rank that owns them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an
@@ -19,16 +20,69 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Communicator, Pending
-from harness.fsdp.comm.device import is_queued
+from harness.fsdp.comm.communicator import Communicator, Evened, Part, Pending, joined
+from harness.fsdp.comm.device import add_together, copy_together, is_queued, scale_together
 from harness.fsdp.comm.events import Label
-from harness.fsdp.comm.gradient_format import Floating, Numbers
-from harness.fsdp.comm.parts import Evened, Part, joined
-from harness.fsdp.comm.together import add_together, copy_together, scale_together
+from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
 from harness.shm import sum_in_order
 from harness.shm.sums import BLOCK
+
+
+class Floating:
+    """Numbers of a dtype policy."""
+
+    scales_sums = True
+
+    def __init__(self, dtypes: Dtypes) -> None:
+        self.dtypes = dtypes
+
+    def encode(self, gradients: Tensor) -> Tensor:
+        """Gradients, or sums of them, as they are sent: the same tensor where they already are. Flat."""
+        return gradients.to(self.dtypes.wire)
+
+    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        """Put (or `add`) unreduced gradients into sums of the same length."""
+        (sums.add_ if add else sums.copy_)(gradients)
+
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        """Turn sums into main gradients (the same tensors, or others), scaled; those on the host follow the device."""
+        scale_together(sums, factor)
+        copy_together(main, sums, follows=False)
+
+
+class Integers:
+    """Multiples of 2^-bits; see [Note: Exact sums].
+
+    divisor: of the finished sums; a factor, which could not be undone exactly, is not used. beyond: int64, shape [1]:
+    blocks of this step in which an element could not be written down.
+    """
+
+    scales_sums = False
+
+    def __init__(self, fixed: FixedPoint, divisor: float, device: torch.device) -> None:
+        self.fixed = fixed
+        self.divisor = divisor
+        self.beyond = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def encode(self, gradients: Tensor) -> Tensor:
+        if gradients.dtype == torch.int64:
+            return gradients
+        encoded = torch.empty_like(gradients, dtype=torch.int64)
+        self.fixed.encode(gradients, encoded, self.beyond)
+        return encoded
+
+    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        self.fixed.encode(gradients, sums, self.beyond, add=add)
+
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        for source, target in zip(sums, main, strict=True):
+            self.fixed.decode(source, self.divisor, target)
+
+
+Numbers = Floating | Integers
+
 
 PACKED_BYTES = {True: 32 << 20, False: 1 << 18}
 """A bucket of at most so many bytes is sent as one message, by whether work is queued: copying that takes some 20 us on

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import abort_beside
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.comm.shared_memory import abort_beside
 from harness.watchdog import CollectiveError as CollectiveError
 from harness.watchdog import Watchdog, abort_group, default_timeout_s
 from harness.watchdog import by_value as by_value

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks

@@ -28,9 +28,9 @@ from typing import Protocol
 from torch import Tensor
 
 from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Part
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import OUTER, Label
-from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import Dtypes

@@ -13,8 +13,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from harness.fsdp.comm.communicator import Cut, Part, even_cut
 from harness.fsdp.comm.mesh import Place
-from harness.fsdp.comm.parts import Cut, Part, even_cut
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, ParamSpec, Slot, plan_bucket
 from harness.fsdp.storage.placement import SHARD, On, Placements
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Communicator, Pending
+from harness.fsdp.comm.communicator import Communicator, Part, Pending
+from harness.fsdp.comm.device import copy_together
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.comm.parts import Part
-from harness.fsdp.comm.together import copy_together
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec, WeightCodec
 from harness.fsdp.storage.cuts import Cuts

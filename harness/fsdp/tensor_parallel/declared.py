@@ -16,24 +16,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from typing import cast
-from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.members import group_of_members
 from harness.private_torch import parameters_of
 
 METHOD = "set_device_mesh"
 ARGUMENTS = ("tp_mesh", "weight_mesh")
 SUCCESSOR = "_fsdp_successor"
 Meshes = tuple[DeviceMesh | None, DeviceMesh | None]
-
-_CROSSED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of two axes, by the first. Kept, since torch names groups by their ranks."""
 
 
 def declares(part: nn.Module) -> bool:
@@ -75,18 +68,3 @@ def _succeed(held: nn.Parameter, made: nn.Parameter) -> None:
 
 def successor_of(param: Tensor) -> Tensor:
     return cast(Tensor, getattr(param, SUCCESSOR, param))
-
-
-def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, kind: str) -> DeviceMesh | None:
-    """One axis of all ranks of two, the second fastest; None where neither is there. *Collective* where both are."""
-    if data is None or tensor is None:
-        one = tensor if data is None else data
-        return None if one is None else DeviceMesh.from_group(one, kind)
-    row = torch.tensor(dist.get_process_group_ranks(tensor), device=kind)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(data))]
-    dist.all_gather(rows, row, group=data)
-    ranks = tuple(torch.cat(rows).tolist())
-    found = _CROSSED.setdefault(data, {})
-    if ranks not in found:
-        found[ranks] = group_of_members(ranks, "weights", like=data)
-    return DeviceMesh.from_group(found[ranks], kind)

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm.device import is_queued
+from harness.fsdp.comm.device import is_queued, scale_together
 from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
 from harness.fsdp.comm.mesh import Everyone, all_values
-from harness.fsdp.comm.together import scale_together
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
 from harness.private_torch import foreach_norm

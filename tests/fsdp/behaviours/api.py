@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, build
+from harness.fsdp import state as states
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.state import access, named
 from tests.fsdp.behaviours.lab import ALL, FP32, SHARDED, Lab, Mutant, behaviour, first_line, not_installed
 from tests.fsdp.behaviours.models import Block, Chain, Net, Unused, batch, holding, loss_of, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, sgd
@@ -74,7 +74,7 @@ def nan_is_named(lab: Lab) -> str:
 # -- 41, 42: state -----------------------------------------------------------------------------------------------------
 
 
-_load_local_state = named.load_local_state
+_load_local_state = states.load_local_state
 
 
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
@@ -114,14 +114,14 @@ def _loss(subject: Subject) -> float:
 
 
 def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
-    held = named.local_state(buckets, stepped)
+    held = states.local_state(buckets, stepped)
     _load_local_state(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
 
 
 @behaviour(
     "42",
     "Missing and unexpected keys raise.",
-    Mutant("what is missing is left, what is unexpected is dropped", patched(access, "load_local_state", _forgiving)),
+    Mutant("what is missing is left, what is unexpected is dropped", patched(states, "load_local_state", _forgiving)),
 )
 def strict_keys(lab: Lab) -> str:
     subject = lab.build(seeded(Net), Setup(units=(Block,)), sgd(momentum=0.9))

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import ShardedModel, ShardedState
+from harness.fsdp import state as states
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import access, named
 from harness.fsdp.storage import dtensors
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, not_installed
 from tests.fsdp.behaviours.models import Block, Net, seeded
@@ -108,7 +108,7 @@ def _adopts_nothing(self: ShardedState) -> None:
     """Counters stay as they are."""
 
 
-_add_optimizers, _held_by = named.add_optimizers, named.held_by
+_add_optimizers, _held_by = states.add_optimizers, states.held_by
 
 
 def _first_moments_alone(found: ShardedState, *args: Any) -> None:
@@ -120,7 +120,7 @@ def _first_moments_alone(found: ShardedState, *args: Any) -> None:
     "39",
     "Saved and loaded by DCP, parameters and optimizer state have their bits and the next losses are equal.",
     Mutant("step counts are not loaded", patched(ShardedState, "adopt", _adopts_nothing)),
-    Mutant("second moments are not saved", patched(access, "add_optimizers", _first_moments_alone)),
+    Mutant("second moments are not saved", patched(states, "add_optimizers", _first_moments_alone)),
     ranks=4,
     shortened=True,
 )
@@ -229,7 +229,7 @@ def _only_what_lies_here(*args: Any) -> Iterator[Any]:
 @behaviour(
     "43",
     "Ranks with empty shards have the same optimizer state keys as all others.",
-    Mutant("parameters without a row here are left out", patched(named, "held_by", _only_what_lies_here)),
+    Mutant("parameters without a row here are left out", patched(states, "held_by", _only_what_lies_here)),
     ranks=4,
 )
 def same_keys(lab: Lab) -> str:

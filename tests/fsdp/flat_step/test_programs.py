@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.fsdp import binding
+from harness.fsdp import sharding
 from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.update import flat_step
 from harness.fsdp.update.flat_step import Counter
@@ -213,7 +213,7 @@ MUTANTS = {
     ),
     "unfinished gradients": (
         Slip(
-            binding,
+            sharding,
             "bind",
             "engine.gradients.forget_unfinished()",
             "pass",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.runtime.two_encodings import PURPOSE, TwoEncodings
+from harness.fsdp.runtime.gather import PURPOSE, TwoEncodings
 from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, Encoding, Fp8Codec, Fp8Weight
 from harness.fsdp.storage.codec import PURPOSE as SCALES
 from harness.fsdp.vocabulary import Fp8

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.state.access import StateAccess
+from harness.fsdp.state import StateAccess
 from harness.fsdp.update.flat_step import FlatStep
 from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
 from tests.fsdp.habits.world import (

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding
-from harness.fsdp.state import access
+from harness.fsdp import state as states
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.parameter_access import Whereabouts
 from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
@@ -292,7 +292,7 @@ MUTANTS = {
     ),
     "renamed": _cannot_do(
         "State leaves out what goes by another name than when it was sharded",
-        patched(access, "check_names"),
+        patched(states, "check_names"),
         "written_over",
         "optim",
     ),

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import StepError, binding, megatron
+from harness.fsdp import StepError, megatron, sharding
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from harness.fsdp.update import flat_step
@@ -291,7 +291,7 @@ def trained_only(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = [param for param in group["params"] if param.requires_grad]
 
 
-_take_sharded = binding._take_sharded
+_take_sharded = sharding._take_sharded
 _of_steps = partial(Mutant, area="megatron-fsdp's names: a step")
 _of_state = partial(Mutant, area="megatron-fsdp's names: state")
 MUTANTS = {
@@ -323,7 +323,7 @@ MUTANTS = {
     ),
     "numbers of trained parameters": _of_state(
         "Frozen parameters are not counted, so that numbers are not torch's",
-        patched(binding, "_take_sharded", trained_only),
+        patched(sharding, "_take_sharded", trained_only),
         "saving",
     ),
     "kernels are saved": _of_state(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness.fsdp import build
+from harness.fsdp.comm import mesh
 from harness.fsdp.runtime import materialize
 from harness.fsdp.tensor_parallel import declared
 from tests.fsdp.tensor_parallel.declared import follow, told_before
@@ -39,7 +40,7 @@ MUTANTS: dict[str, tuple[str, Case, dict[str, Any], Any]] = {
         "A module that sizes itself for its TP shard is told of the data-parallel ranks alone",
         Case(2, 2),
         {},
-        lambda: mock.patch.object(build, "mesh_of", lambda data, tensor, kind: declared.mesh_of(data, None, kind)),
+        lambda: mock.patch.object(build, "mesh_of", lambda data, tensor, kind: mesh.mesh_of(data, None, kind)),
     ),
     "reset whole": (
         "A module that resets its own TP shard is given the whole parameter",
