@@ -38,7 +38,8 @@ gpu-wheels: install
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir wheels_gpu antlr4-python3-runtime==4.9.3
 	$(BIN)/python -m pip download --quiet --no-deps --dest wheels_gpu --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
-	  -c constraints.txt hydra-core omegaconf submitit cloudpickle pyyaml scipy safetensors psutil xxhash packaging jinja2 markupsafe
+	  -c constraints.txt hydra-core omegaconf submitit cloudpickle pyyaml scipy safetensors psutil xxhash packaging jinja2 markupsafe \
+	  pydantic pydantic-core annotated-types typing-extensions typing-inspection
 
 # Beside the engines to compare with, which come over the network.
 checks: lint types imports

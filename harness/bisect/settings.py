@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from harness.bisect.search import Answer, smallest
 from harness.bisect.snapshot import check_words
 from harness.bisect.trials import ROOM, Request, answer_of, brief, check_ends
-from harness.config.compose import Cell, compose_cell
+from harness.config.compose import Cell, freeze
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
 from harness.config.words import as_word, in_store
@@ -148,7 +146,7 @@ class KeySearch:
                 group = group[key]
             group[last] = self._values[name][1]
         # Not held against the request: a setting that has no effect without another is a trial like any other.
-        return compose_cell(OmegaConf.create(mixed), (), earlier=self._words(names))
+        return freeze(mixed, (), earlier=self._words(names))
 
     def _run(self, cells: Sequence[Cell]) -> None:
         from harness.launch.submit import submit  # late: a refusal needs none of it

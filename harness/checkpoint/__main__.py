@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
-from harness.config.compose import load_config
 from harness.config.errors import BadRequest
 from harness.config.hints import explain
 from harness.config.schema import Dtype
+from harness.config.typed import load_config
 from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError

@@ -21,9 +21,7 @@ STUDIES = "study"
 """Group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
 
 STUDY_FILE = "from_file"
-
-STUDY_FILES: dict[str, str] = {}
-"""Hydra's name of a study from a user's file (`study/from_file`) -> its path as typed."""
+"""Hydra's name of a study from a user's file."""
 
 NULLABLE = ("study", "experiment", "debug")
 
@@ -90,10 +88,7 @@ def load_catalog() -> Catalog:
 def file_of(group: str, name: str) -> Path:
     here = ROOT / "conf" / group / f"{name}.yaml"
     own = own_folder()
-    if own is None or here.exists():
-        return here
-    mine = own / group / f"{name}.yaml"
-    return mine if os.path.lexists(mine) else here  # a link that leads nowhere is theirs
+    return here if own is None or here.exists() else own / group / f"{name}.yaml"
 
 
 @functools.cache

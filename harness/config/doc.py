@@ -10,14 +10,14 @@ import dataclasses
 import functools
 import inspect
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from harness.config import cluster_group, engine_group, model_group, network, schema
+from harness.config import groups as sections
+from harness.config import schema
 from harness.fsdp import options
 from harness.fsdp.options import Range
 
@@ -90,34 +90,29 @@ def groups() -> dict[str, str]:
 
 
 def _walk(cls: type, prefix: str) -> Iterator[Setting]:
-    sentences, hints = _sentences()[cls.__name__], typing.get_type_hints(cls)
-    declared, ranges = sentences_of_options(), _ranges_of_options()
+    hints, declared = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        kind = hints[field.name]
+        path, kind = prefix + field.name, declared[field.name]
         if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            yield from _walk(kind, f"{prefix}{field.name}.")
+            yield from _walk(typing.cast(type, kind), f"{path}.")
             continue
-        bare, optional = _strip_optional(kind)
+        optional = type(None) in typing.get_args(kind)
+        bare = typing.get_args(kind)[0] if optional else kind
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        path = prefix + field.name
-        numbers = field.metadata.get("range") or ranges.get(path)
-        yield Setting(path, bare, optional, made, sentences.get(field.name) or declared[path], numbers)
+        sentence = _sentences()[cls.__name__].get(field.name) or sentences_of_options()[path]
+        yield Setting(path, bare, optional, made, sentence, next(_ranges(hints[field.name]), None))
 
 
-def _strip_optional(kind: Any) -> tuple[Any, bool]:
-    if isinstance(kind, types.UnionType):
-        (bare,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
-        return bare, True
-    return kind, False
+def _ranges(kind: Any) -> Iterator[Range]:
+    """Ranges in an annotation, at any depth."""
+    yield from (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Range))
+    for inner in typing.get_args(kind):
+        yield from _ranges(inner)
 
 
 @functools.cache
 def _sentences() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for module in (schema, cluster_group, engine_group, model_group, network):
-        found |= sentences_of(inspect.getsource(module))
-    return found
+    return sentences_of(inspect.getsource(schema)) | sentences_of(inspect.getsource(sections))
 
 
 @functools.cache
@@ -130,11 +125,6 @@ def sentences_of_options() -> dict[str, str]:
         for name, option in options.OPTIONS.items()
         if option.setting
     }
-
-
-@functools.cache
-def _ranges_of_options() -> dict[str, Range | None]:
-    return {each.setting: each.range for each in options.OPTIONS.values() if each.setting}
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:

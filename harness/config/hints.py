@@ -4,104 +4,93 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from harness.config.catalog import STUDY_FILES, Catalog, load_catalog
+from harness.config.catalog import Catalog, load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
 
-OPTION_SYNONYMS = {
-    "sharding": {
-        "zero0": "no_shard",
-        "ddp": "no_shard",
-        "replicate": "no_shard",
-        "none": "no_shard",
-        "zero1": "optim",
-        "zero2": "optim_grads",
-        "shard_grad_op": "optim_grads",
-        "zero3": "optim_grads_params",
-        "fsdp": "optim_grads_params",
-        "fsdp2": "optim_grads_params",
-        "full_shard": "optim_grads_params",
-    },
-    "dtype": {
-        "float32": "fp32",
-        "float": "fp32",
-        "bfloat16": "bf16",
-        "mixed": "bf16",
-        "amp": "bf16",
-        "float64": "fp64",
-        "double": "fp64",
-        "fp8": "fp8_current",
-        "float8": "fp8_current",
-        "blockwise": "fp8_block",
-        "mx": "mxfp8",
-    },
-    "engine": {"fsdp": "native", "reference": "single", "torch_ddp": "ddp"},
-    "data": {"bin": "tokens", "memmap": "tokens", "random": "synthetic", "bytes": "text", "txt": "text"},
-    "model": {"mixtral": "moe", "experts": "moe", "awkward": "odd", "llama": "tiny", "gpt2": "gpt_125m"},
-    "cluster": {"cpu": "local", "workstation": "local", "sbatch": "slurm", "submitit": "slurm"},
-    "wandb": {"off": "disabled", "false": "disabled", "none": "disabled", "on": "online", "true": "online"},
-    "ckpt": {"off": "none", "latest": "last", "newest": "last"},
-    "numerics": {"free": "fast", "bitwise": "ordered", "integer": "exact", "fixed_point": "exact"},
-    "mesh": {"1": "one", "2": "two"},
-}
 
-KEY_SYNONYMS = {
-    "backend": "engine",
-    "batch_size": "train.global_batch_size",
-    "checkpoint": "ckpt",
-    "clip": "optimizer.clip_norm",
-    "context_length": "data.seq_len",
-    "dataset": "data",
-    "deterministic": "numerics",
-    "device": "cluster.device",
-    "dry_run": "launch.dry_run",
-    "eager_limit_bytes": "engine.transport",
-    "framework": "engine",
-    "gbs": "train.global_batch_size",
-    "gpus": "mesh.world_size",
-    "grad_clip": "optimizer.clip_norm",
-    "grad_comm_dtype": "dtype.grad_comm",
-    "grad_reduce_in_fp32": "dtype.grad_comm",
-    "hidden_size": "model.dim",
-    "iterations": "train.steps",
-    "launcher": "cluster",
-    "layers": "model.num_layers",
-    "learning_rate": "optimizer.lr",
-    "logger": "wandb",
-    "main_grads_dtype": "dtype.main_grads",
-    "main_params_dtype": "dtype.main_params",
-    "max_steps": "train.steps",
-    "mbs": "train.microbatch_size",
-    "micro_batch_size": "train.microbatch_size",
-    "mixed_precision": "dtype",
-    "nproc": "mesh.world_size",
-    "num_gpus": "mesh.world_size",
-    "num_steps": "train.steps",
-    "optim": "optimizer",
-    "output_dir": "launch.root",
-    "precision": "dtype",
-    "preserve_fp32_weights": "dtype.main_params",
-    "ranks": "mesh.world_size",
-    "root": "launch.root",
-    "seed": "train.seed",
-    "sequence_length": "data.seq_len",
-    "num_local_experts": "model.num_experts",
-    "num_experts_per_tok": "model.experts_per_token",
-    "strategy": "sharding",
-    "top_k": "model.experts_per_token",
-    "sweep": "study",
-    "vouch": "measure.step_checks",
-    "vouch_limit_mib": "measure.step_checks_limit_mib",
-    "wd": "optimizer.weight_decay",
-    "zero": "sharding",
-}
+def _synonyms(table: str) -> dict[str, str]:
+    """Word -> its meaning, of lines `meaning: word word`; of an option's word, after its group's name."""
+    found: dict[str, str] = {}
+    for meaning, _, words in (line.strip().partition(":") for line in table.strip().splitlines()):
+        group, sign, _ = meaning.partition("=")
+        found |= {f"{group}={word}" if sign else word: meaning for word in words.split()}
+    return found
+
+
+SYNONYMS = _synonyms(
+    """
+    sharding=no_shard: zero0 ddp replicate none
+    sharding=optim: zero1
+    sharding=optim_grads: zero2 shard_grad_op
+    sharding=optim_grads_params: zero3 fsdp fsdp2 full_shard
+    dtype=fp32: float32 float
+    dtype=bf16: bfloat16 mixed amp
+    dtype=fp64: float64 double
+    dtype=fp8_current: fp8 float8
+    dtype=fp8_block: blockwise
+    dtype=mxfp8: mx
+    engine=native: fsdp
+    engine=single: reference
+    engine=ddp: torch_ddp
+    data=tokens: bin memmap
+    data=synthetic: random
+    data=text: bytes txt
+    model=moe: mixtral experts
+    model=odd: awkward
+    model=tiny: llama
+    model=gpt_125m: gpt2
+    cluster=local: cpu workstation
+    cluster=slurm: sbatch submitit
+    wandb=disabled: off false none
+    wandb=online: on true
+    ckpt=none: off
+    ckpt=last: latest newest
+    numerics=fast: free
+    numerics=ordered: bitwise
+    numerics=exact: integer fixed_point
+    mesh=one: 1
+    mesh=two: 2
+    engine: backend framework
+    train.global_batch_size: batch_size gbs
+    ckpt: checkpoint
+    optimizer.clip_norm: clip grad_clip
+    data.seq_len: context_length sequence_length
+    data: dataset
+    numerics: deterministic
+    cluster.device: device
+    launch.dry_run: dry_run
+    engine.transport: eager_limit_bytes
+    mesh.world_size: gpus nproc num_gpus ranks
+    dtype.grad_comm: grad_comm_dtype grad_reduce_in_fp32
+    model.dim: hidden_size
+    train.steps: iterations max_steps num_steps
+    cluster: launcher
+    model.num_layers: layers
+    optimizer.lr: learning_rate
+    wandb: logger
+    dtype.main_grads: main_grads_dtype
+    dtype.main_params: main_params_dtype preserve_fp32_weights
+    train.microbatch_size: mbs micro_batch_size
+    dtype: mixed_precision precision
+    optimizer: optim
+    launch.root: output_dir root
+    train.seed: seed
+    model.num_experts: num_local_experts
+    model.experts_per_token: num_experts_per_tok top_k
+    sharding: strategy zero
+    study: sweep
+    measure.step_checks: vouch
+    measure.step_checks_limit_mib: vouch_limit_mib
+    optimizer.weight_decay: wd
+    """
+)
+"""Words of other programs: `group=word` and keys."""
 
 REPLACED_KEYS = {
     "eager_limit_bytes": "engine.transport=backend sends all data over gloo, as engine.eager_limit_bytes=null did",
@@ -155,41 +144,42 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
     options = (catalog or load_catalog()).options[group]
     word = as_typed(option)
-    meant = [OPTION_SYNONYMS.get(group, {}).get(word.lower(), "")]
-    meant = [m for m in meant if m in options] or nearest(word, options)
-    fix = _did_you_mean([f"{group}={name}" for name in meant])
+    meant = SYNONYMS.get(f"{group}={word.lower()}", "")
+    known = meant.partition("=")[2] in options
+    fix = _did_you_mean([meant] if known else [f"{group}={name}" for name in nearest(word, options)])
     if group == "fault":
         fix = fix or "fault.name=package.module:function"
     return Violation(f"{group}={word}", "no such option", ", ".join(options) or "none yet", fix)
 
 
-def explain_value(error: Exception, subject: str | None = None) -> Violation:
-    path = str(getattr(error, "full_key", None) or "")
-    setting = settings().get(path.partition("[")[0])
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if setting is None:
-        return explain_key(path) if path and "not in" in first else Violation(subject or path or "request", first)
-    return Violation(subject or path, f"takes {setting.expects}", about=setting.sentence)
-
-
-def explain_unsaid(path: str, root: DictConfig) -> Violation:
+def explain_unsaid(path: str, values: Mapping[str, Any]) -> Violation:
     setting, (group, _, key) = settings()[path], path.partition(".")
     return Violation(
         path,
-        f"the option {group}={root[group].name} does not say it, and nothing can be assumed",
+        f"the option {group}={values[group].get('name', 'NAME')} does not say it, and nothing can be assumed",
         ", ".join(setting.choices),
         f"add the line `{key}: {setting.choices[0]}` to its file in conf/{group}/",
         setting.sentence,
     )
 
 
+def explain_range(path: str, value: Any) -> Violation:
+    setting = settings()[path]
+    assert setting.range is not None
+    fix = f"{path}={as_typed(setting.default or [setting.range.low])}"
+    if not isinstance(value, list):
+        nearest = setting.range.nearest(value)
+        end = "smallest" if nearest == setting.range.low else "largest"
+        fix = "" if nearest is None else f"{path}={nearest} is the {end}"
+    return Violation(f"{path}={as_typed(value)}", "is out of range", setting.valid, fix)
+
+
 def explain_setting(path: str, value: Any) -> Violation:
     setting = settings()[path]
     subject = f"{path}={as_typed(value)}"
     if setting.choices:
-        meant = nearest(str(value), setting.choices) or [
-            OPTION_SYNONYMS.get(path.partition(".")[0], {}).get(str(value).lower(), "")
-        ]
+        option = SYNONYMS.get(f"{path.partition('.')[0]}={str(value).lower()}", "")
+        meant = nearest(str(value), setting.choices) or [option.partition("=")[2]]
         fix = _did_you_mean([f"{path}={m}" for m in meant if m in setting.choices])
         return Violation(
             subject, "no such value", ", ".join(setting.choices) + (", null" if setting.optional else ""), fix
@@ -198,7 +188,7 @@ def explain_setting(path: str, value: Any) -> Violation:
 
 
 def _synonym(key: str) -> list[str]:
-    meant = KEY_SYNONYMS.get(key.rpartition(".")[2].lower())
+    meant = SYNONYMS.get(key.rpartition(".")[2].lower())
     return [meant] if meant else []
 
 
@@ -218,18 +208,18 @@ def explain(error: Exception) -> BadRequest:
     """
     if isinstance(error, YAMLError):
         return BadRequest([Violation("a file of conf/ or sweeps/", f"is not YAML: {' '.join(str(error).split())}")])
-    inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(inner, OmegaConfBaseException) and inner.full_key:
-        return BadRequest([explain_value(inner)])
+    key = getattr(error, "full_key", None)
+    if key:
+        return BadRequest([Violation(str(key), str(error).splitlines()[0])])
     plugin = re.search(
         r"Could not find '(hydra/(?:sweeper|launcher))/(\S+)'(?:.*?:\n((?:\t\S+\n?)+))?", str(error), re.DOTALL
     )
     if plugin:
         return BadRequest([_no_plugin(plugin[1], plugin[2], (plugin[3] or "").split())])
-    pattern = r"In '(?P<option>[^']+)': \w+ raised while composing config:\n(?P<text>.*)"
-    in_file = re.search(pattern, str(error), re.DOTALL)
-    if in_file:
-        return BadRequest([_in_file(in_file["option"], in_file["text"])])
+    inside = re.search(r"In '((?:study/)?)([^']+)': \w+ raised while composing config:\n([^\n]*)", str(error))
+    if inside:
+        problem = "is a list, not a table of settings" if "ListConfig" in inside[3] else inside[3]
+        return BadRequest([Violation(f"{'sweeps' if inside[1] else 'conf'}/{inside[2]}.yaml", problem)])
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if "+" not in line] or [type(error).__name__]
     return BadRequest([Violation("request", " ".join(useful[:3]))])
@@ -251,18 +241,3 @@ def _no_plugin(group: str, name: str, installed: Sequence[str]) -> Violation:
     meant = [f"{group}={each}" for each in nearest(name, installed)]
     fix = f"pip install hydra-{package}" if package else _did_you_mean(meant)
     return Violation(f"{group}={name}", "no such plugin is installed", ", ".join(installed), fix)
-
-
-def _in_file(option: str, text: str) -> Violation:
-    folder = "sweeps" if option.startswith("study/") else "conf"
-    file = STUDY_FILES.get(option) or f"{folder}/{option.removeprefix('study/')}.yaml"
-    named = re.search(r"full_key: (\S+)", text)
-    first = text.splitlines()[0]
-    if named is None:
-        return Violation(file, first)
-    known = settings().get(named[1].partition("[")[0])
-    if known is None and " not in " in first:
-        found = explain_key(named[1])
-        return Violation(f"{file}: {found.subject}", found.problem, found.choices, found.fix)
-    takes = f" ({named[1]} takes {known.expects})" if known else ""
-    return Violation(f"{file}: {named[1]}", f"{first}{takes}", about=known.sentence if known else "")

@@ -7,17 +7,13 @@ to say only for these; a setting that would have no effect is refused wherever i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from harness.config import catalog
 from harness.config.errors import Violation
-from harness.store.errors import StoreError
-from harness.store.reading import read_text, read_yaml
-from harness.store.shapes import Maybe
+from harness.config.option import OptionFile, files_of
 
 SWEEPER, LAUNCHER = "harness", "basic"
 """The sweeper and launcher where none is named: one plan for all cells, carried out where `cluster` says."""
@@ -26,8 +22,6 @@ INSTEAD = {"run": _RUNS, "sweep": _RUNS, "output_subdir": _RUNS}
 ALONE = "name it in words, or in an option that all cells have"
 OF_JOBS = ("sweep", "job_logging", "hydra_logging")
 """Settings of jobs that Hydra starts: honoured beside a sweeper or launcher of Hydra's."""
-
-_PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -118,60 +112,26 @@ def asked(typed: Iterable[HydraSetting], options: Iterable[tuple[str, str, bool]
     """
     found = list(typed)
     for group, name, swept in options:
-        file = catalog.study_path(name) if group == catalog.STUDIES else None
-        inside = in_study_file(file) if file is not None else in_option(group, name)
-        found += [replace(each, swept=swept) for each in inside]
+        found += [replace(each, swept=swept) for each in in_option(group, name)]
     return Asked(tuple(found), multirun)
 
 
 def in_option(group: str, name: str) -> Iterator[HydraSetting]:
-    yield from _in_file(_file(f"{group}/{name}"), group, set())
+    for file in files_of(group, name):
+        yield from _in_file(file)
 
 
-def in_study_file(file: Path) -> Iterator[HydraSetting]:
-    yield from _in_file(file, catalog.STUDIES, set())
-
-
-def _file(path: str) -> Path | None:
-    group, _, name = path.rpartition("/")
-    if group == catalog.STUDIES:
-        return catalog.study_path(name) or catalog.ROOT / "sweeps" / f"{name}.yaml"
-    file = catalog.file_of(group, name)
-    return file if file.is_file() else None
-
-
-def _in_file(file: Path | None, group: str, seen: set[Path]) -> Iterator[HydraSetting]:
-    if file is None or file in seen:
-        return
-    seen.add(file)
-    try:
-        values: Mapping[str, Any] = read_yaml(file, Maybe(dict)) or {}
-        package = _PACKAGE.search(read_text(file) or "")
-    except StoreError:  # Hydra, or the reader of one's own files, says what is wrong with it
-        return
-    if package and is_hydra(package[1]):
-        yield setting(f"{file}: @package {package[1]}", package[1], values)
-    for key in filter(is_hydra, map(str, values)):
-        inside = values[key]
+def _in_file(file: OptionFile) -> Iterator[HydraSetting]:
+    if is_hydra(file.package):
+        yield setting(f"{file.path}: @package {file.package}", file.package, file.values)
+    for key in filter(is_hydra, map(str, file.values)):
+        inside = file.values[key]
         pairs = [(f"{key}.{each}", inside[each]) for each in inside] if isinstance(inside, dict) else [(key, inside)]
-        yield from (setting(f"{file}: {path}", path, value) for path, value in pairs)
-    defaults = values.get("defaults")
-    for entry in defaults if isinstance(defaults, list) else ():
-        yield from _in_default(entry, file, group, seen)
-
-
-def _in_default(entry: object, file: Path, group: str, seen: set[Path]) -> Iterator[HydraSetting]:
-    """Read a line of a defaults list: `- name`, `- override /group@package: name`, `- optional group: [name, name]`."""
-    words, names = next(iter(entry.items())) if isinstance(entry, dict) and entry else (str(entry), None)
-    path, _, package = str(words).rpartition(" ")[2].partition("@")
-    if is_hydra(path) or is_hydra(package):
-        chosen = "" if names is None else f": {names}"
-        where = path if is_hydra(path) else package
-        if names is None and is_hydra(path):  # `- /hydra/launcher/joblib`
-            where, _, names = path.rpartition("/")
-        yield setting(f"{file}: defaults: {words}{chosen}", where, names)
-        return
-    whole = path.lstrip("/") if path.startswith("/") else f"{group}/{path}"
-    for name in names if isinstance(names, list) else [names]:
-        below = whole if names is None else f"{whole}/{name}"
-        yield from _in_file(_file(below.removesuffix(".yaml")), below.rpartition("/")[0], seen)
+        yield from (setting(f"{file.path}: {path}", path, value) for path, value in pairs)
+    for line in file.lines:
+        if is_hydra(line.path) or is_hydra(line.package):
+            where = line.group if is_hydra(line.path) else line.package
+            names = line.names or (line.path.rpartition("/")[2],)
+            chosen = f": {', '.join(line.names)}" if line.names else ""
+            value = names[0] if len(names) == 1 else [*names]
+            yield setting(f"{file.path}: defaults: {line.words}{chosen}", where, value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 import shlex
 from collections import defaultdict
@@ -20,22 +21,18 @@ from typing import Any, get_origin
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import hydra_settings
-from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, file_of, load_catalog, own_folder, study_path
+from harness.config.catalog import NULLABLE, STUDIES, STUDY_FILE, Catalog, load_catalog, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
-from harness.config.hints import explain_key, explain_option, explain_setting, nearest
+from harness.config.hints import explain_key, explain_option, nearest
 from harness.config.hydra_settings import Asked, HydraSetting, is_hydra
-from harness.config.root import OPEN_DICTS, typed_root
+from harness.config.option import files_of
+from harness.config.typed import MISSING, put, tables, wrong_parts
 from harness.config.words import quote
 from harness.store import commands
-from harness.store.errors import StoreError
-from harness.store.reading import read_yaml
 from harness.store.screen import shorten
-from harness.store.shapes import Maybe
 
 SHOWN = 60
 
@@ -163,7 +160,7 @@ def _understand(text: str, override: Override, catalog: Catalog) -> Word | list[
 
 
 def _is_setting(key: str) -> bool:
-    return key in settings() or any(key.startswith(f"{path}.") for path in OPEN_DICTS)
+    return key in settings() or any(key.startswith(f"{path}.") for path in tables())
 
 
 def _group(text: str, group: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
@@ -184,21 +181,16 @@ def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violat
         return [Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)]
     if str(option) not in catalog.options[group]:
         return [explain_option(group, option, catalog)]
-    fault = _own_fault(group, str(option))
-    return [fault] if fault else []
+    return [*_file_faults(group, str(option))]
 
 
-def _own_fault(group: str, option: str) -> Violation | None:
-    own = own_folder()
-    if own is None or group == "study" or own not in (file := file_of(group, option)).parents:
-        return None
-    try:
-        if not file.exists():
-            raise StoreError(f"{file} leads nowhere")
-        read_yaml(file, Maybe(dict))
-    except StoreError as error:
-        return Violation(f"{group}={option}", str(error), fix="a table of settings, written out")
-    return None
+def _file_faults(group: str, option: str) -> Iterator[Violation]:
+    """Faults of the files that an option is made of; Hydra would not name the file."""
+    for file in () if group == STUDIES else files_of(group, option):
+        if file.problem and os.path.lexists(file.path):
+            yield Violation(f"{group}={option}", file.problem, fix="a table of settings, written out")
+        for each in wrong_parts({key: value for key, value in file.table.items() if not is_hydra(str(key))}):
+            yield replace(each, subject=f"{file.path}: {each.subject}")
 
 
 def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
@@ -232,33 +224,15 @@ def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
             yield _Value(parsed.text if isinstance(parsed, QuotedString) else parsed, str(text))
 
 
-_ROOT: list[DictConfig] = []
-
-
 def _type_violations(key: str, value: Any) -> Iterator[Violation]:
-    if not _ROOT:
-        _ROOT.append(typed_root())
-    if value == "???":
-        yield Violation(f"{key}=???", "is not a value: it is OmegaConf's mark for a missing one", fix="give a value")
+    if value == MISSING:
+        yield Violation(
+            f"{key}={MISSING}", "is not a value: it is OmegaConf's mark for a missing one", fix="give a value"
+        )
         return
-    if key in settings() and _is_other_kind(settings()[key].type, value):
-        yield explain_setting(key, value)
-        return
-    group, dot, within = key.partition(".")
-    holder, name = (_ROOT[0][group], within) if dot else (_ROOT[0], key)
-    try:  # in a copy of its group alone: one of the whole root takes 10 ms, and a sweep has many values
-        OmegaConf.update(holder.copy(), name, value, merge=True, force_add=key not in settings())
-    except OmegaConfBaseException:
-        if key in settings():
-            yield explain_setting(key, "" if value == "" else value)
-        else:
-            yield Violation(f"{key}={value}", "takes text")
-
-
-def _is_other_kind(wanted: Any, value: Any) -> bool:
-    if wanted is bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return wanted in (int, float) and isinstance(value, bool)
+    table: dict[str, Any] = {}
+    put(table, key, value)
+    yield from wrong_parts(table)
 
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:

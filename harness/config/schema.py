@@ -8,19 +8,19 @@ under a field for the generated guide and for error hints. Torch is never import
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
+from typing import Annotated
 
-from harness.config.cluster_group import Backend as Backend
-from harness.config.cluster_group import ClusterConfig as ClusterConfig
-from harness.config.cluster_group import Device as Device
-from harness.config.engine_group import EngineConfig as EngineConfig
-from harness.config.engine_group import EngineName as EngineName
-from harness.config.model_group import ModelConfig as ModelConfig
-from harness.config.model_group import ModelFamily as ModelFamily
-from harness.config.network import NcclLog as NcclLog
-from harness.config.network import NcclUbConfig, SharpConfig
-from harness.config.number import COUNT, SEED, number
-from harness.fsdp.options import Options, Range
+from harness.config.groups import COUNT, SEED, Flag, Group, NcclUbConfig, Range, SharpConfig, of_option
+from harness.config.groups import Backend as Backend
+from harness.config.groups import ClusterConfig as ClusterConfig
+from harness.config.groups import Device as Device
+from harness.config.groups import EngineConfig as EngineConfig
+from harness.config.groups import EngineName as EngineName
+from harness.config.groups import ModelConfig as ModelConfig
+from harness.config.groups import ModelFamily as ModelFamily
+from harness.config.groups import NcclLog as NcclLog
+from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
 from harness.fsdp.vocabulary import Dtype as Dtype
 from harness.fsdp.vocabulary import Fallback as Fallback
@@ -33,63 +33,19 @@ from harness.fsdp.vocabulary import SharpAxis as SharpAxis
 from harness.fsdp.vocabulary import Strategy as Strategy
 from harness.fsdp.vocabulary import Transport as Transport
 
-
-class FaultStrength(Enum):
-    full = "full"
-    middle = "middle"
-    weak = "weak"
-
-
-class DataKind(Enum):
-    stdlib = "stdlib"
-    text = "text"
-    tokens = "tokens"
-    synthetic = "synthetic"
-    ext = "ext"
-
-
-class TokenDtype(Enum):
-    uint16 = "uint16"
-    uint32 = "uint32"
-
-
-class OptimizerName(Enum):
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-    ext = "ext"
-
-
-class Schedule(Enum):
-    constant = "constant"
-    cosine = "cosine"
-    linear = "linear"
-
-
-class CkptPolicy(Enum):
-    none = "none"
-    last = "last"
-
-
-class MeasureMode(Enum):
-    record = "record"
-    bench = "bench"
-
-
-class Rerun(Enum):
-    never = "never"
-    stale = "stale"
-    always = "always"
-
-
-class WandbMode(Enum):
-    disabled = "disabled"
-    offline = "offline"
-    online = "online"
+FaultStrength = StrEnum("FaultStrength", "full middle weak")
+DataKind = StrEnum("DataKind", "stdlib text tokens synthetic ext")
+TokenDtype = StrEnum("TokenDtype", "uint16 uint32")
+OptimizerName = StrEnum("OptimizerName", "sgd adam adamw ext")
+Schedule = StrEnum("Schedule", "constant cosine linear")
+CkptPolicy = StrEnum("CkptPolicy", "none last")
+MeasureMode = StrEnum("MeasureMode", "record bench")
+Rerun = StrEnum("Rerun", "never stale always")
+WandbMode = StrEnum("WandbMode", "disabled offline online")
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Group):
     """Real or synthetic tokens in a fixed global order."""
 
     kind: DataKind = DataKind.stdlib
@@ -98,20 +54,20 @@ class DataConfig:
     """Your own data source, as package.module:Class (ext)."""
     path: str | None = None
     """File or folder for `text`, `tokens` and `ext`; unused otherwise."""
-    seq_len: int = number(128, 1, 2**24, "tokens")
+    seq_len: Annotated[int, Range(1, 2**24, "tokens")] = 128
     """Tokens per sequence that the model is trained on; seq_len + 1 are read."""
     token_dtype: TokenDtype = TokenDtype.uint16
     """Width of a token for `tokens` files."""
-    header_bytes: int = number(0, 0, 2**40, "bytes")
+    header_bytes: Annotated[int, Range(0, 2**40, "bytes")] = 0
     """Bytes to skip at the start of each token file (0 for nanoGPT and Megatron .bin, 1024 for llm.c)."""
-    order_seed: int = number(1234, 0, SEED)
+    order_seed: Annotated[int, Range(0, SEED)] = 1234
     """Seed of the order of sequences. It is separate from train.seed, so that weights and data vary independently."""
-    num_sequences: int = number(4096, 1, 2**40, "sequences")
+    num_sequences: Annotated[int, Range(1, 2**40, "sequences")] = 4096
     """Number of distinct sequences of `synthetic`."""
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Group):
     """Update rule and its constants."""
 
     name: OptimizerName = OptimizerName.adamw
@@ -120,46 +76,46 @@ class OptimizerConfig:
     """Your own optimizer, as package.module:Class (ext)."""
     options: dict[str, float] = field(default_factory=dict)
     """Arguments of your own optimizer, in addition to the learning rate (ext)."""
-    lr: float = number(1.0e-3, 0, 10**6)
+    lr: Annotated[float, Range(0, 10**6)] = 1.0e-3
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95], metadata={"range": Range(0, 1, below=True)})
+    betas: list[Annotated[float, Range(0, 1, below=True)]] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's two decay rates."""
-    eps: float = number(1.0e-8, 0, 1, above=True)
+    eps: Annotated[float, Range(0, 1, above=True)] = 1.0e-8
     """Adam's epsilon."""
-    weight_decay: float = number(0.1, 0, 10**6)
+    weight_decay: Annotated[float, Range(0, 10**6)] = 0.1
     """Weight decay of matrices. Vectors (norm scales, biases) are a second parameter group without decay."""
-    momentum: float = number(0.0, 0, 1, below=True)
+    momentum: Annotated[float, Range(0, 1, below=True)] = 0.0
     """SGD's momentum."""
-    clip_norm: float | None = number(1.0, 0, 10**9, above=True)
+    clip_norm: Annotated[float, Range(0, 10**9, above=True)] | None = 1.0
     """Largest global gradient norm. null: gradients are not clipped; the norm is still logged."""
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Group):
     """Length, batch and seeds of one run."""
 
-    steps: int = number(20, 1, COUNT, "steps")
+    steps: Annotated[int, Range(1, COUNT, "steps")] = 20
     """Number of optimizer updates."""
-    seed: int = number(0, 0, SEED)
+    seed: Annotated[int, Range(0, SEED)] = 0
     """Seed of the initial weights."""
-    global_batch_size: int = number(16, 1, COUNT, "sequences")
+    global_batch_size: Annotated[int, Range(1, COUNT, "sequences")] = 16
     """Sequences per optimizer step, over all ranks and microbatches."""
-    microbatch_size: int = number(4, 1, COUNT, "sequences")
+    microbatch_size: Annotated[int, Range(1, COUNT, "sequences")] = 4
     """Sequences of one forward and backward on one rank."""
-    replicate: int = number(0, 0, 9_999)
+    replicate: Annotated[int, Range(0, 9_999)] = 0
     """Number of this repetition; part of the signature, so that A/A pairs are two runs."""
     schedule: Schedule = Schedule.cosine
     """Shape of the learning rate after warm-up."""
-    warmup_steps: int = number(2, 0, COUNT, "steps")
+    warmup_steps: Annotated[int, Range(0, COUNT, "steps")] = 2
     """Steps of linear warm-up."""
-    min_lr_ratio: float = number(0.1, 0, 1)
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1
     """The last learning rate divided by the peak learning rate."""
-    param_norm_every: int = number(10, 0, COUNT, "steps")
+    param_norm_every: Annotated[int, Range(0, COUNT, "steps")] = 10
     """Steps between records of the weights' norm. 0: never. measure=bench never records it."""
 
 
 @dataclass
-class ShardingConfig:
+class ShardingConfig(Group):
     """Sharding over the data-parallel ranks."""
 
     strategy: Strategy = Strategy.optim_grads_params
@@ -169,7 +125,7 @@ class ShardingConfig:
 
 
 @dataclass
-class DtypeConfig:
+class DtypeConfig(Group):
     """The dtype of each buffer and of each collective."""
 
     name: str = "fp32"
@@ -184,16 +140,16 @@ class DtypeConfig:
     """Dtype in which a reduction sends gradients."""
     grad_accum: Dtype | None = None
     """Dtype of the sum inside a reduction. null: fp32 or wider if the engine itself sums, otherwise grad_comm."""
-    allow_low_precision_grads: bool = False
+    allow_low_precision_grads: Flag = False
     """Permits main gradients below fp32, sums in fewer bits than fp32 or than grad_comm, and fp16 without a loss
     scale."""
     loss_scale: str = "none"
     """Factor on the loss, so that fp16 gradients do not underflow: none, dynamic, or a fixed power of two (native)."""
-    loss_scale_growth_steps: int = number(2000, 1, COUNT, "steps")
+    loss_scale_growth_steps: Annotated[int, Range(1, COUNT, "steps")] = 2000
     """Steps without overflow after which a dynamic loss scale doubles; it starts at 65536."""
     fp8: Fp8 | None = None
     """FP8 recipe of the projections of attention and feed-forward. null: they do not use FP8."""
-    fp8_history: int = number(1024, 1, 2**20, "steps")
+    fp8_history: Annotated[int, Range(1, 2**20, "steps")] = 1024
     """Number of past steps whose largest magnitudes delayed scaling uses."""
 
 
@@ -202,25 +158,25 @@ DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("
 
 
 @dataclass
-class NumericsConfig:
+class NumericsConfig(Group):
     """The promise about the order of sums: options of the native engine."""
 
     mode: Numerics = Options.numerics
-    exact_bits: int = Options.exact_bits
+    exact_bits: Annotated[int, of_option("exact_bits")] = Options.exact_bits
 
 
 @dataclass
-class MeshConfig:
+class MeshConfig(Group):
     """The number of ranks and the sizes of their axes."""
 
-    world_size: int = number(2, 1, 2**20, "ranks")
+    world_size: Annotated[int, Range(1, 2**20, "ranks")] = 2
     """Number of ranks."""
-    dp_outer: int = number(1, 1, 2**20, "ranks")
+    dp_outer: Annotated[int, Range(1, 2**20, "ranks")] = 1
     """Size of the outer data-parallel axis. world_size / tp / dp_outer ranks share one sharded copy of the model."""
-    tp: int = number(1, 1, 2**10, "ranks")
+    tp: Annotated[int, Range(1, 2**10, "ranks")] = 1
     """Size of the tensor-parallel axis. Neighbouring ranks work on the same microbatch, each with a part of the
     matrices."""
-    sequence_parallel: bool = False
+    sequence_parallel: Flag = False
     """Split the positions of a sequence over tensor-parallel ranks between matrices, for example in norms."""
 
 
@@ -229,7 +185,7 @@ NO_FAULT = "none"
 
 
 @dataclass
-class FaultConfig:
+class FaultConfig(Group):
     """A deliberate mistake, to test whether a verdict finds it."""
 
     name: str = NO_FAULT
@@ -237,104 +193,104 @@ class FaultConfig:
     strength: FaultStrength = FaultStrength.full
     """full: the fault as reported. middle: a tenth of it. weak: a hundredth of it. A fault that keeps fewer bits keeps
     8, 11 or 16 bits."""
-    begins_at: int = number(1, 1, COUNT)
+    begins_at: Annotated[int, Range(1, COUNT)] = 1
     """The first step in which the fault acts; steps before it are normal."""
 
 
 @dataclass
-class CkptConfig:
+class CkptConfig(Group):
     """Checkpoints for resuming."""
 
     policy: CkptPolicy = CkptPolicy.last
     """none: no checkpoints. last: the newest ones are kept."""
-    every: int = number(0, 0, COUNT, "steps")
+    every: Annotated[int, Range(0, COUNT, "steps")] = 0
     """Steps between saves. 0: only by ckpt.minutes, when stopped, and at the end."""
-    minutes: float = number(10.0, 0, 10**6, "minutes")
+    minutes: Annotated[float, Range(0, 10**6, "minutes")] = 10.0
     """Time after which a save is due, at the end of a step, since the last save or the start. 0: never by time. Saving
     counts for no step's time."""
-    keep: int = number(1, 1, COUNT, "checkpoints")
+    keep: Annotated[int, Range(1, COUNT, "checkpoints")] = 1
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
-    background: bool = False
+    background: Flag = False
     """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
     """Checkpoint to start from if this run has none of its own: a run (a path, digits of its signature, `@last`), its
     ckpt/ folder, or one of its step-* folders. Its layout may differ."""
-    strict: bool = True
+    strict: Flag = True
     """Refuse a checkpoint whose names, shapes or position in the data differ. false: load what fits."""
 
 
 @dataclass
-class MeasureConfig:
+class MeasureConfig(Group):
     """Records in addition to the loss."""
 
     mode: MeasureMode = MeasureMode.record
     """record: all steps are recorded alike. bench: warm-up steps, then timed steps, alone on the machine."""
-    warmup_steps: int = number(0, 0, COUNT, "steps")
+    warmup_steps: Annotated[int, Range(0, COUNT, "steps")] = 0
     """How many of train.steps are warm-up steps before the timed ones (bench). Fixed beforehand."""
-    capture_steps: list[int] | None = None
+    capture_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and 3,
     10, 30, 100, ... between them, with their updates and the last weights, as many as fit into capture_limit_mib."""
-    update_steps: list[int] | None = None
+    update_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose whole update (main weights after minus before) is written to `capture/`; it shows faults that Adam
     hides in later numbers. null: the steps chosen by capture_steps if that is null too, otherwise none."""
-    rounding_draws: int = number(0, 0, 1_000, "draws")
+    rounding_draws: Annotated[int, Range(0, 1_000, "draws")] = 0
     """How often an fp64 reference repeats its first step for each dtype, with a random rounding error after every
     operation. Verdicts against this run then use the measured effect of rounding on each gradient. 0: bounds are
     computed by counting roundings."""
-    rounding_fp8: bool = False
+    rounding_fp8: Flag = False
     """Repeat that for every FP8 recipe that fits the model's sizes."""
-    capture_limit_mib: int = number(1024, 0, 2**30, "MiB")
+    capture_limit_mib: Annotated[int, Range(0, 2**30, "MiB")] = 1024
     """If one step of gradients would take more, none are captured. If capture_steps is null, everything captured in
     addition to the gradients of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
     """Your own classes that are called every step, as package.module:Class. Their results are recorded as `own`."""
-    trace_steps: list[int] = field(default_factory=list)
+    trace_steps: list[Annotated[int, Range(1, COUNT)]] = field(default_factory=list)
     """Steps that torch.profiler records to `trace/`, after a step of warm-up; Perfetto (ui.perfetto.dev) opens the
     files. These steps count for no median."""
-    trace_ranks: list[int] | None = field(default_factory=lambda: [0])
+    trace_ranks: list[Annotated[int, Range(0, 2**20)]] | None = field(default_factory=lambda: [0])
     """Ranks that record the traced steps. null: all."""
-    memory_snapshot: bool = False
+    memory_snapshot: Flag = False
     """Write each allocation of CUDA in the traced steps, with its stack, for pytorch.org/memory_viz. On a CPU the trace
     itself has the allocations."""
-    step_checks: bool = True
+    step_checks: Flag = True
     """Check every step from outside the engine and write the results to `step_checks/`: local gradients against their
     sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
-    step_checks_limit_mib: int = number(256, 1, 2**30, "MiB")
+    step_checks_limit_mib: Annotated[int, Range(1, 2**30, "MiB")] = 256
     """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
 
 
 @dataclass
-class LaunchConfig:
+class LaunchConfig(Group):
     """How a request is carried out. Never part of the signature."""
 
     root: str = "runs"
     """Where runs are stored."""
-    dry_run: bool = False
+    dry_run: Flag = False
     """Print what would run, and start nothing. Batch scripts are written to <root>/<study>/.dry_run/."""
-    wait: bool = False
+    wait: Flag = False
     """Wait until submitted cells end (SLURM). A local launch always waits."""
-    inline: bool = False
+    inline: Flag = False
     """Run the only rank inside this process, so that a debugger works."""
     rerun: Rerun = Rerun.never
     """Which finished cells to run again."""
-    fail_fast: bool = False
+    fail_fast: Flag = False
     """Once a run of a request has failed, start no further run of it. Runs that have started go on."""
-    hang_timeout_s: float = number(1800.0, 1, 10**7, "seconds")
+    hang_timeout_s: Annotated[float, Range(1, 10**7, "seconds")] = 1800.0
     """After this time without a step, every rank's stack is dumped and the run ends."""
-    stop_grace_s: float = number(20.0, 0, 86_400, "seconds")
+    stop_grace_s: Annotated[float, Range(0, 86_400, "seconds")] = 20.0
     """Time that ranks have to save after a request to stop, before they are killed."""
-    fork: bool | None = None
+    fork: Flag | None = None
     """Fork ranks from a process that has already imported torch, which saves each rank the time of its imports. null:
     do so where possible, that is, for untimed runs on CPUs of this machine under Linux."""
     nccl_log: NcclLog = NcclLog.setup
     """Log of NCCL in the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""
-    preempt_at: int = number(0, 0, COUNT)
+    preempt_at: Annotated[int, Range(0, COUNT)] = 0
     """After this step, save and end as preempted, once, to rehearse an interruption. 0: never."""
 
 
 @dataclass
-class WandbConfig:
+class WandbConfig(Group):
     """The copy of the record in wandb. Never part of the signature."""
 
     mode: WandbMode = WandbMode.disabled
@@ -346,7 +302,7 @@ class WandbConfig:
 
 
 @dataclass
-class StudyConfig:
+class StudyConfig(Group):
     """A question, its arms, its control and its margins. None of these settings is part of the signature."""
 
     name: str = "adhoc"
@@ -363,20 +319,20 @@ class StudyConfig:
     """Axes of equal length whose values are taken together, first with first and so on."""
     skip_if: list[str] = field(default_factory=list)
     """Lines of space-separated overrides. A cell that has all overrides of a line is left out."""
-    replicates: int = number(1, 1, 9_999, "repetitions")
+    replicates: Annotated[int, Range(1, 9_999, "repetitions")] = 1
     """Repetitions of every cell (train.replicate 0 .. n-1). Under measure=bench a repetition is a block."""
     margins: dict[str, float] = field(default_factory=dict)
     """Largest mean difference over seeds that does not matter: loss (relative), grad_norm (logarithm of the ratio)."""
-    window: int = number(0, 0, COUNT, "steps")
+    window: Annotated[int, Range(0, COUNT, "steps")] = 0
     """Number of last steps to which the margins apply. 0: the later half of the run."""
     objective: str = "loss"
     """Number that Hydra's sweepers such as Optuna are given: loss, grad_norm, or another of the last step's record."""
-    order_seed: int = number(0, 0, SEED)
+    order_seed: Annotated[int, Range(0, SEED)] = 0
     """Seed of the order in which the arms of a block run; each block has a new order (bench)."""
 
 
 @dataclass
-class Config:
+class Config(Group):
     """A complete cell."""
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -10,7 +10,7 @@ import sys
 
 OLDEST = (3, 11)
 
-NEEDED = ("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "safetensors", "scipy", "xxhash")
+NEEDED = ("hydra", "omegaconf", "submitit", "jinja2", "numpy", "psutil", "pydantic", "safetensors", "scipy", "xxhash")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

@@ -2,7 +2,7 @@
 
 A secret is the value of an environment variable with a telling name, an assignment to such a name, a password within an
 address, or a text in the form of a well-known service's keys. Settings that hold one are refused before
-(`harness.config.rules.launch`), because a frozen configuration must not change.
+(`harness.config.rules.running`), because a frozen configuration must not change.
 """
 
 from __future__ import annotations

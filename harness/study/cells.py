@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from harness.config.catalog import load_catalog
-from harness.config.compose import Cell, choose, freeze, into_root
+from harness.config.compose import Cell, defaults, freeze, unresolved
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.option import chosen_apart
 from harness.config.overrides import hydra_words
+from harness.config.typed import put
 from harness.launch.order import in_blocks
 from harness.store.rundir import flatten
 from harness.study.expand import Point
@@ -39,32 +41,29 @@ class Composer:
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self._loader, self._master = loader, master
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
         self._groups = set(load_catalog().groups)
-        self._parse = OverridesParser.create().parse_override
+        self._parse = functools.cache(OverridesParser.create().parse_override)
 
     def cell(self, overrides: Sequence[str]) -> Cell:
         """Compose, check and freeze one cell. Raises `BadRequest`, as `compose_cell`."""
         chosen = tuple(hydra_words([text for text in overrides if text.partition("=")[0] in self._groups]))
-        values = [self._parse(text) for text in overrides if text.partition("=")[0] not in self._groups]
-        cfg = self._root(chosen)
-        for override in values:
-            set_value(cfg, override)
-        return freeze(cfg, overrides)
+        values = self._with_options(chosen)
+        for text in overrides:
+            if text.partition("=")[0] not in self._groups:
+                override = self._parse(text)
+                put(values, override.key_or_group, override.value())
+        return freeze(values, overrides)
 
-    def _root(self, chosen: tuple[str, ...]) -> DictConfig:
+    def _with_options(self, chosen: tuple[str, ...]) -> dict[str, Any]:
         apart = chosen_apart(chosen)
         asked = tuple(text for text in chosen if text not in apart)
         if asked not in self._composed:
-            self._composed[asked] = into_root(self._loader.load_sweep_config(self._master, list(asked)))
-        root = deepcopy(self._composed[asked])
+            self._composed[asked] = unresolved(self._loader.load_sweep_config(self._master, list(asked)))
+        values = deepcopy(self._composed[asked])
         for option in apart.values():
-            choose(root, option.group, option.values)
-        return root
-
-
-def set_value(cfg: DictConfig, override: Override) -> None:
-    OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+            values[option.group] = deepcopy({**defaults()[option.group], **option.values})
+        return values
 
 
 def desired(points: Sequence[Point], composer: Composer) -> Desired:

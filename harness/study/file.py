@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 
-from harness.config.catalog import STUDIES, STUDY_FILE, STUDY_FILES, study_path
+from harness.config.catalog import STUDY_FILE, study_path
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.store.reading import Loader, read_text, read_yaml
@@ -63,7 +63,6 @@ def register(overrides: Sequence[str]) -> None:
             if found := [*_said_twice(path), *_dates(raw, str(path))]:
                 raise BadRequest(found)
             node = normalise(raw, path.stem)
-            STUDY_FILES[f"{STUDIES}/{STUDY_FILE}"] = str(path)
             _typed[f"study={STUDY_FILE}"] = text
             ConfigStore.instance().store(group="study", name=STUDY_FILE, node=node, provider="harness")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from harness.config.compose import Cell, compose_cell, composed, load_config, plain
+from harness.config.compose import Cell, composed, freeze, unresolved
 from harness.config.errors import BadRequest, Violation
 from harness.config.overrides import Word, check_overrides
 from harness.config.schema import StudyConfig
+from harness.config.typed import load_config, put
 from harness.config.words import in_store
 from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
@@ -31,13 +33,13 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
     """
     words = check_overrides(overrides)
     options = [word for word in words if word.is_group]
-    cfg = OmegaConf.create(frozen)
+    values = deepcopy(frozen)
     if options:
-        _choose(cfg, [text for word in options for text in word.cells])
+        _choose(values, [text for word in options for text in word.cells])
     for word in words:
         if not word.is_group:
-            _set(cfg, word)
-    return compose_cell(cfg, overrides, earlier=[text for text in earlier if not _overridden(text, words)])
+            put(values, word.key, OverridesParser.create().parse_override(word.cells[0]).value())
+    return freeze(values, overrides, earlier=[text for text in earlier if not _overridden(text, words)])
 
 
 def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
@@ -95,23 +97,10 @@ def _maker(run: RunDir) -> str:
     return f"; or run it with the code that made it, commit {git['sha'][:12]}" if git.get("sha") else ""
 
 
-def _choose(cfg: DictConfig, options: Sequence[str]) -> None:
-    before, after = plain_composed(()), plain_composed(options)
+def _choose(values: dict[str, Any], options: Sequence[str]) -> None:
+    before, after = unresolved(composed(())), unresolved(composed(options))
     chosen = {text.partition("=")[0] for text in options}
-    for group, values in after.items():
-        if group in chosen or values != before[group]:
-            cfg[group] = values
-
-
-def plain_composed(options: Sequence[str]) -> dict[str, Any]:
-    return plain(composed(options))
-
-
-def _set(cfg: DictConfig, word: Word) -> None:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    override = OverridesParser.create().parse_override(word.cells[0])
-    OmegaConf.update(cfg, word.key, override.value(), merge=True, force_add=True)
+    values |= {group: each for group, each in after.items() if group in chosen or each != before[group]}
 
 
 def _overridden(text: str, words: Sequence[Word]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import catalog
-from harness.config.compose import Cell, check_kinds, compose_cell
-from harness.config.errors import refuse
-from harness.config.overrides import check_overrides, hydra_words
+from harness.config.compose import Cell, compose_cell, plain
+from harness.config.errors import BadRequest, refuse
+from harness.config.option import files_of
+from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
+from harness.config.typed import load_config
 from harness.launch.order import is_timed
 from harness.launch.slurm.steps import in_allocation
 from harness.store import commands
@@ -137,12 +140,19 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
     for word in words:
         if word.key == "study" and len(word.values) > 1:
             raise refuse(word.text, "names several studies, and each has its own axes", fix=f"study={word.values[0]}")
-    study = OmegaConf.to_object(master.study)
-    assert isinstance(study, StudyConfig)
-    check_kinds(study, "study")
-    wanted = desired(expand(study, words), Composer(loader, master))
+    wanted = desired(expand(_study(master, words), words), Composer(loader, master))
     _carried_out_as_one(wanted.cells)
     return wanted
+
+
+def _study(master: DictConfig, words: Sequence[Word]) -> StudyConfig:
+    """Raises `BadRequest`, naming the study's file: a key or value of it is wrong."""
+    try:
+        return load_config({"study": plain(master.study)}).study
+    except BadRequest as error:
+        names = [word.values[0] for word in words if word.key == "study"]
+        file = f"{files_of('study', names[0])[0].path}: " if names else ""
+        raise BadRequest(replace(each, subject=f"{file}{each.subject}") for each in error.violations) from None
 
 
 SHARED = ("root", "dry_run", "wait", "fail_fast")

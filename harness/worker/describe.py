@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from harness.config.compose import load_config
 from harness.config.schema import Config
+from harness.config.typed import load_config
 from harness.engines.describe import Unusable, imported, nearest, sources, where
 from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Microbatch

@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.config.compose import load_config
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
+from harness.config.typed import load_config
 from harness.store import first_failure
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder

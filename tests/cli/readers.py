@@ -10,7 +10,7 @@ from typing import Any
 from harness.analysis import load as tables
 from harness.bench import record as bench
 from harness.cli import convert
-from harness.config.compose import load_config
+from harness.config.typed import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
 from harness.parity.telling import zoom

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.checks.bad_requests import poison_torch
 from harness.cli.main import main
 from harness.config.catalog import ROOT
-from harness.config.compose import load_config
+from harness.config.typed import load_config
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
 from harness.store.study import read_study

@@ -12,12 +12,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from harness.config.catalog import NULLABLE, load_catalog
-from harness.config.compose import Cell, compose, compose_cell, composed, load_config
+from harness.config.compose import Cell, compose, compose_cell, composed, defaults
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.root import typed_root
 from harness.config.schema import Config, EngineName, Strategy
+from harness.config.typed import MISSING, load_config
 from harness.store.rundir import Store
 from tests.support import composing
 from tests.support.programs import fork_trials
@@ -225,7 +225,7 @@ def test_a_model_that_does_not_say_its_family_is_refused() -> None:
     cfg.model.family = "???"
     with pytest.raises(BadRequest, match=r"(?s)model=tiny does not say it.*valid: llama, moe, odd, ext.*conf/model/"):
         compose_cell(cfg, [])
-    assert OmegaConf.is_missing(typed_root().model, "family")
+    assert defaults()["model"]["family"] == MISSING
     for name in load_catalog().options["model"]:
         assert not OmegaConf.is_missing(composed([f"model={name}"]).model, "family")
 

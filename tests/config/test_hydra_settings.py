@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import catalog, hydra_settings
+from harness.config import catalog, hydra_settings, option
 from harness.config.catalog import load_catalog
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, read_overrides
@@ -136,7 +136,7 @@ def test_no_shipped_option_asks_anything_of_hydra() -> None:
     ("slip", "name"),
     [
         pytest.param(
-            Slip(hydra_settings, "_in_default", "is_hydra(path) or is_hydra(package)", "is_hydra(package)"),
+            Slip(hydra_settings, "_in_file", "is_hydra(line.path) or is_hydra(line.package)", "is_hydra(line.package)"),
             "override",
             marks=kills(
                 "the front end", "a launcher in a file", "A launcher named in an option file is silently ignored"
@@ -144,13 +144,13 @@ def test_no_shipped_option_asks_anything_of_hydra() -> None:
             id="a launcher in a file",
         ),
         pytest.param(
-            Slip(hydra_settings, "_in_file", "for key in filter(is_hydra, map(str, values)):", "for key in ():"),
+            Slip(hydra_settings, "_in_file", "for key in filter(is_hydra, map(str, file.values)):", "for key in ():"),
             "params",
             marks=kills("the front end", "sweeper's parameters", "hydra.sweeper.params in a file is an internal error"),
             id="sweeper's parameters",
         ),
         pytest.param(
-            Slip(hydra_settings, "_in_default", "yield from _in_file(", "yield from () and _in_file("),
+            Slip(option, "files_of", "for line in found[path].lines", "for line in ()"),
             "through",
             marks=kills("the front end", "files of files", "Only the chosen file is looked into, none that it names"),
             id="files of files",

@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 
 from harness.config.catalog import load_catalog
-from harness.config.compose import composed, load_config, plain
+from harness.config.compose import composed, plain
 from harness.config.derived import may_leave_unused
 from harness.config.hints import explain_key, explain_option
-from harness.config.rules import effect, model
+from harness.config.rules import effect, rules_of, sizes
 from harness.config.rules.request import Request
 from harness.config.schema import Config
+from harness.config.typed import load_config
 
 
 def asked(*overrides: str) -> tuple[Config, dict[str, str]]:
     """The configuration and the violations of the model's rules, by the knob they name."""
     config = load_config(plain(composed([*overrides])))
     request = Request(config, overrides)
-    rules = (*model.RULES, *effect.RULES)
-    return config, {v.subject.partition("=")[0]: str(v) for rule in rules for v in rule.apply(request)}
+    return config, {
+        v.subject.partition("=")[0]: str(v) for rule in rules_of(sizes, effect) for v in rule.apply(request)
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from harness.config import overrides
 from harness.config.compose import compose
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, REPLACED_KEYS, nearest
+from harness.config.hints import REPLACED_KEYS, SYNONYMS, nearest
 from harness.config.overrides import MAX_SWEEP, check_overrides, typed_value
 from harness.config.words import as_word, ask_again, quote
 from tests.support.mutants import Slip, kills
@@ -108,11 +108,10 @@ def test_synonyms_lead_to_names_that_exist() -> None:
     from harness.config.catalog import load_catalog
 
     options = load_catalog().options
-    assert all(meant in options or meant in settings() for meant in KEY_SYNONYMS.values())
-    assert set(REPLACED_KEYS) <= set(KEY_SYNONYMS)
-    for group, table in OPTION_SYNONYMS.items():
-        assert set(table.values()) <= set(options[group])
-        assert not set(table) & set(options[group])
+    assert set(REPLACED_KEYS) <= set(SYNONYMS)
+    for word, meant in SYNONYMS.items():
+        (group, _, option), (_, sign, name) = meant.partition("="), word.partition("=")
+        assert option in options[group] and name not in options[group] if sign else meant in {*options, *settings()}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.compose import composed, load_config, plain
+from harness.config.compose import composed, plain
 from harness.config.schema import Config, Dtype, EngineName, Strategy
+from harness.config.typed import load_config
 from harness.engines import optim
 from harness.engines.protocol import Microbatch
 from harness.models.registry import workload_for

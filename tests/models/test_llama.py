@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.config.compose import composed, load_config, plain
+from harness.config.compose import composed, plain
 from harness.config.derived import parameter_count
 from harness.config.schema import Config, ModelConfig
+from harness.config.typed import load_config
 from harness.models.llama import Attention, Block, Embedding, Head, Llama, RMSNorm, rotary_tables, rotate
 from harness.models.registry import workload_for
 from harness.models.workload import LlamaWorkload

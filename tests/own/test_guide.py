@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import catalog
+from harness.config import catalog, overrides
 from harness.config.compose import composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
@@ -210,8 +210,7 @@ def test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(
 
 @kills("own classes", "every file beside", "An engine's name is taken for a file in one's own conf/engine")
 def test_a_name_that_is_taken_for_a_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(catalog, "file_of", "if os.path.lexists(mine) else here", "if True else here").put(monkeypatch)
-    monkeypatch.setattr("harness.config.overrides.file_of", catalog.file_of)
+    Slip(overrides, "_file_faults", "file.problem and os.path.lexists(file.path)", "file.problem").put(monkeypatch)
     with pytest.raises(BadRequest, match=r"native\.yaml leads nowhere"):
         test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(tmp_path, monkeypatch)
 

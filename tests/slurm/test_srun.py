@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.catalog import ROOT
-from harness.config.compose import load_config
+from harness.config.typed import load_config
 from harness.store import provenance
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store

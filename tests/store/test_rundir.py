@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness.config.compose import load_config
+from harness.config.typed import load_config
 from harness.store import identity
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel

@@ -19,10 +19,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from harness.config.catalog import ROOT, load_catalog
-from harness.config.compose import compose, load_config, register
+from harness.config.compose import compose, register
 from harness.config.errors import BadRequest
 from harness.config.option import read_option
 from harness.config.schema import Config, EngineName, MeasureMode
+from harness.config.typed import load_config
 from harness.store.rundir import Store
 from harness.store.study import read_study, study_record, write_study
 from harness.study.cells import Composer, Desired

@@ -7,54 +7,28 @@ A rule is a function of a `Request` that yields violations, and names the settin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, ModuleType
 
 from harness.config.errors import Violation
-from harness.config.rules import (
-    adapter,
-    batch,
-    ckpt,
-    data,
-    effect,
-    eight_bits,
-    engine,
-    environment,
-    fault,
-    launch,
-    loss_scale,
-    measure,
-    model,
-    network,
-    numbers,
-    own,
-    tensor_parallel,
-)
+from harness.config.rules import custom, dtypes, effect, engine, environment, network, numbers, running, sizes
 from harness.config.rules.request import Request, Rule
 from harness.config.schema import Config
 
-RULES: tuple[Rule, ...] = (
-    *model.RULES,
-    *batch.RULES,
-    *adapter.RULES,
-    *own.RULES,
-    *engine.RULES,
-    *tensor_parallel.RULES,
-    *eight_bits.RULES,
-    *network.RULES,
-    *loss_scale.RULES,
-    *fault.RULES,
-    *effect.RULES,
-    *launch.RULES,
-    *measure.RULES,
-    *ckpt.RULES,
-    *data.RULES,
-    *environment.RULES,
-)
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Rule))
 
 
-def check(config: Config, overrides: Sequence[str] = ()) -> list[Violation]:
+RULES = rules_of(sizes, custom, engine, dtypes, network, effect, running, environment)
+
+
+def check(
+    config: Config, overrides: Sequence[str] = (), beyond: Mapping[str, Violation] = MappingProxyType({})
+) -> list[Violation]:
+    """Args: beyond: settings out of range, and what is said of them."""
     request = Request(config, tuple(overrides))
-    out_of_range = numbers.check(request)
+    out_of_range = {**beyond, **numbers.check(request)}
     found = list(out_of_range.values())
     for rule in RULES:
         if not any(path in out_of_range for path in rule.reads):

@@ -10,7 +10,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.errors import Violation
 from harness.config.rules.engine import narrow_waits
-from harness.config.rules.request import Request, Rule, rule
+from harness.config.rules.request import Request, rule
 from harness.config.schema import (
     NO_FAULT,
     Backend,
@@ -245,6 +245,3 @@ def _without_effect(request: Request, key: str, because: str, where: str) -> Vio
     return Violation(
         f"{key}={request.named[key]}", f"has no effect with {because}", fix=f"leave it out, or choose {where}"
     )
-
-
-RULES: tuple[Rule, ...] = (typed_settings_have_an_effect, engine_takes_its_settings)

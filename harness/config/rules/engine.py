@@ -16,7 +16,7 @@ from harness.config.derived import (
 )
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
-from harness.config.rules.request import Request, Rule, rule
+from harness.config.rules.request import Request, rule
 from harness.config.schema import (
     DTYPE_ROLES,
     Config,
@@ -337,23 +337,3 @@ def lone_shards_are_right(request: Request) -> Iterator[Violation]:
         "mesh.world_size of at least twice mesh.dp_outer",
         f"mesh.world_size={2 * config.mesh.dp_outer}, or sharding=optim, or engine=native",
     )
-
-
-RULES: tuple[Rule, ...] = (
-    strategy_is_built,
-    numerics_are_promised,
-    ranks_are_possible,
-    outer_axis_divides_the_ranks,
-    hybrid_is_built,
-    formats_are_known,
-    main_dtypes_are_possible,
-    gradient_dtypes_are_possible,
-    gradients_keep_their_precision,
-    microbatches_are_summed_wide,
-    main_weights_are_no_narrower,
-    bits_do_not_depend_on_cuts,
-    integers_are_possible,
-    options_go_together,
-    idle_parameters_are_taken,
-    lone_shards_are_right,
-)

@@ -22,7 +22,7 @@ from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
 from harness.config.disk import PROBE_BYTES, free_bytes, nearest, shown, written
 from harness.config.errors import Violation
-from harness.config.rules.request import Request, Rule, rule
+from harness.config.rules.request import Request, rule
 from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.store import commands, interpreter
@@ -273,19 +273,3 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
-
-
-RULES: tuple[Rule, ...] = (
-    devices_exist,
-    threads_have_processors,
-    scheduler_exists,
-    torch_is_installed,
-    project_has_a_name,
-    wandb_can_start,
-    engine_is_installed,
-    buffers_can_be_registered,
-    own_allocator_is_there,
-    torch_copes_with_idle_parameters,
-    model_fits_in_memory,
-    disk_takes_the_run,
-)

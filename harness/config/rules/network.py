@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.adapter import capabilities_of
 from harness.config.errors import Violation
-from harness.config.rules.request import Request, Rule, rule
+from harness.config.rules.request import Request, rule
 from harness.config.schema import CtaPolicy, Numerics, Registration, SharpAxis
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
@@ -149,14 +149,3 @@ def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
             ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^",
             "sharp.algo=Ring",
         )
-
-
-RULES: tuple[Rule, ...] = (
-    buffers_are_registered_by_the_engine,
-    registered_buffers_are_fixed,
-    thread_block_limits_are_ordered,
-    thread_block_policy_finds_its_buffers,
-    sharp_gives_up_order,
-    sharp_has_its_axis,
-    sharp_asks_for_something,
-)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.config.compose import load_config
 from harness.config.rank_environment import run_environment
+from harness.config.typed import load_config
 from harness.launch.environment import child_environment
 from harness.launch.local.ranks import worker_command
 from harness.store.files import write_json

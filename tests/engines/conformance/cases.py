@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from harness.config.rules import engine as engine_rules
+from harness.config.rules import rules_of
 from harness.config.rules.request import Request
 from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
 from tests.support.composing import compose
@@ -147,7 +148,7 @@ def _allowed(engine: str, adapter: str | None) -> Iterator[Case]:
     def is_allowed(strategy: str, outer: str | None, world_size: int, dtype: str, model: str, mode: str) -> bool:
         case = Case(engine, strategy, outer, world_size, 1, "adamw", False, dtype, model, mode, adapter)
         request = Request(case.config())
-        return not any(True for rule in engine_rules.RULES for _ in rule.apply(request))
+        return not any(True for rule in rules_of(engine_rules) for _ in rule.apply(request))
 
     shards = [(s.name, None) for s in Strategy] + [(s.name, o.name) for s in Strategy for o in OuterStrategy]
     axes = WORLD_SIZES, (1, 2, 3), ("adamw", "sgd"), (False, True), DTYPES, tuple(MODELS), [n.name for n in Numerics]

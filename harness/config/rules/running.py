@@ -1,17 +1,23 @@
-"""Rules of launching: in this process, on this machine, by a scheduler."""
+"""Rules of launching, checkpoints and timed runs."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
+from harness.config.captured import captured
 from harness.config.derived import against_forks, devices_per_node, gpus_of_gres
 from harness.config.doc import settings
 from harness.config.errors import Violation
-from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, Device
+from harness.config.rules.numbers import STEP_LISTS
+from harness.config.rules.request import Request, rule
+from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
+from harness.store.reading import folder_names
 from harness.store.redaction import redacted
+from harness.store.rundir import checkpoint_folder
+from harness.store.screen import counted
 
 
 @rule("mesh.world_size")
@@ -199,17 +205,172 @@ def forks_on_one_machine_untimed(request: Request) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (
-    inline_is_one_local_rank,
-    one_machine_without_a_scheduler,
-    grace_is_within_the_limit,
-    every_cuda_rank_gets_a_device,
-    devices_are_asked_for_once,
-    shared_devices_have_no_switch,
-    sbatch_options_are_words_of_its_own,
-    the_scheduler_is_told_words,
-    a_container_brings_its_own_python,
-    root_survives_scripts_and_logs,
-    nothing_secret_is_frozen,
-    forks_on_one_machine_untimed,
-)
+STEP = "step-"
+
+
+@rule("ckpt.load", "train.steps")
+def checkpoint_is_there(request: Request) -> Iterator[Violation]:
+    """`ckpt.load` holds a checkpoint of this version and of a step within the run.
+
+    Its bytes are checked when it is loaded.
+    """
+    named, steps = request.config.ckpt.load, request.config.train.steps
+    if named is None:
+        return
+    problem = checkpoint_problem(Path(named))
+    if problem:
+        yield Violation(
+            request.show("ckpt.load"),
+            problem,
+            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last",
+        )
+    elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
+        yield Violation(
+            request.show("ckpt.load"),
+            f"begins after step {newest}, and train.steps={steps} counts from the beginning of training",
+            fix=f"train.steps={newest + steps}, or an earlier step-* folder",
+        )
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    names = [path.name] if path.name.startswith(STEP) else folder_names(checkpoint_folder(path))
+    numbers = (name.removeprefix(STEP) for name in names if name.startswith(STEP))
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
+
+
+def checkpoint_problem(path: Path) -> str:
+    try:
+        if not path.is_dir():
+            return f"{path} is no folder"
+        steps = checkpoint_steps(path)
+        folder = path.parent if path.name.startswith(STEP) else checkpoint_folder(path)
+        found = [folder / f"{STEP}{step:06d}" for step in steps]
+        if not found:
+            return f"{path} holds no checkpoint"
+        return "" if any((each / "manifest.json").exists() for each in found) else f"{found[-1]} has no manifest.json"
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+
+
+@rule("ckpt.every", "train.steps")
+def saves_happen(request: Request) -> Iterator[Violation]:
+    every, steps = request.config.ckpt.every, request.config.train.steps
+    if every > steps and request.config.ckpt.policy is not CkptPolicy.none:
+        yield Violation(
+            request.show("ckpt.every"), f"is beyond the last step, train.steps={steps}", f"0 to {steps}", "ckpt.every=0"
+        )
+
+
+@rule("launch.preempt_at", "train.steps")
+def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
+    at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config
+    if at >= steps:
+        yield Violation(
+            request.show("launch.preempt_at"),
+            f"is not before the last step, train.steps={steps}",
+            f"0 to {steps - 1}",
+            f"launch.preempt_at={steps // 2}",
+        )
+    elif at and c.ckpt.policy is CkptPolicy.none and c.cluster.backend is Backend.slurm:
+        yield Violation(
+            f"{request.show('launch.preempt_at')} ckpt.policy=none",
+            "is requeued without a checkpoint, and would stop at the same step forever",
+            fix="ckpt=last",
+        )
+
+
+LEAST_WARM_UP = 3
+
+
+def _is_bench(request: Request) -> bool:
+    return request.config.measure.mode is MeasureMode.bench
+
+
+@rule(*STEP_LISTS)
+def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
+    if not _is_bench(request):
+        return
+    c = request.config
+    for path in STEP_LISTS:
+        if request.value(path):
+            yield _beside(request, path, "[]")
+    if c.ckpt.policy is not CkptPolicy.none:
+        yield _beside(request, "ckpt.policy", "none", fix="ckpt=none")
+    if c.wandb.mode is not WandbMode.disabled:
+        yield _beside(request, "wandb.mode", "disabled", fix="wandb=disabled")
+
+
+def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation:
+    return Violation(
+        request.show(path),
+        "runs during the steps that measure=bench times",
+        valid,
+        f"{fix or f'{path}={valid}'}, or measure=default",
+    )
+
+
+@rule("train.steps", "measure.warmup_steps")
+def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
+    steps, warm_up = request.config.train.steps, request.config.measure.warmup_steps
+    if not _is_bench(request):
+        return
+    if warm_up < LEAST_WARM_UP:
+        yield Violation(
+            request.show("measure.warmup_steps"),
+            "is too short: the first step makes what later ones keep, and memory is read in the last",
+            f"{LEAST_WARM_UP} or more",
+            f"measure.warmup_steps={LEAST_WARM_UP}",
+        )
+    if steps - warm_up < 2:
+        yield Violation(
+            request.show("train.steps"),
+            f"leaves {counted(max(steps - warm_up, 0), 'step')} to time after measure.warmup_steps={warm_up}",
+            f"{warm_up + 2} or more; ten timed steps make a median",
+            f"train.steps={warm_up + 10}",
+        )
+
+
+@rule("measure.rounding_draws", "measure.capture_steps")
+def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
+    """Perturbations follow the operations of one fp64 process, at the step whose gradients it captures."""
+    config = request.config
+    if config.measure.rounding_draws == 0:
+        return
+    exact = config.dtype.compute is Dtype.fp64 and config.dtype.main_grads is Dtype.fp64
+    if config.engine.name is not EngineName.single or not exact:
+        yield Violation(
+            request.show("measure.rounding_draws"),
+            f"perturbs the fp64 reference; this is engine={config.engine.name.name} with "
+            f"dtype.compute={config.dtype.compute.name}",
+            "0, or any number with engine=single dtype=fp64 mesh=one",
+            "measure.rounding_draws=0",
+        )
+    elif 1 not in captured(config).gradients or config.cluster.device is not Device.cpu:
+        yield Violation(
+            request.show("measure.rounding_draws"),
+            "needs the gradients of step 1 on cluster.device=cpu",
+            fix="measure.capture_steps=[1] cluster.device=cpu",
+        )
+
+
+@rule("measure.trace_ranks")
+def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
+    last, asked = request.config.mesh.world_size - 1, request.config.measure.trace_ranks
+    if asked is not None and not (asked and set(asked) <= set(range(last + 1))):
+        problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
+        yield Violation(
+            request.show("measure.trace_ranks"),
+            problem,
+            f"numbers from 0 to {last}; null: all",
+            "measure.trace_ranks=[0]",
+        )
+
+
+@rule("measure.memory_snapshot", "cluster.device")
+def snapshots_are_of_cuda(request: Request) -> Iterator[Violation]:
+    if request.config.measure.memory_snapshot and request.config.cluster.device is Device.cpu:
+        yield Violation(
+            request.show("measure.memory_snapshot"),
+            "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
+            fix="leave it out, or cluster.device=cuda",
+        )

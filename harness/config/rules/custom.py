@@ -1,15 +1,36 @@
-"""Rules of a user's own model, data, optimizer and callbacks."""
+"""Rules of a user's own engine, model, data, optimizer, callbacks and faults."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config import adapter
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
+from harness.config.catalog import ROOT
 from harness.config.errors import Violation
+from harness.config.hints import nearest
 from harness.config.own import describe, described, targets
-from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import DataKind, EngineName, MeasureMode, ModelFamily, OptimizerName
+from harness.config.rules.request import Request, rule
+from harness.config.schema import NO_FAULT, DataKind, EngineName, MeasureMode, ModelFamily, OptimizerName
+
+
+@rule()
+def adapter_is_named(request: Request) -> Iterator[Violation]:
+    engine = request.config.engine
+    if engine.name is EngineName.ext and engine.adapter is None:
+        yield Violation(
+            "engine=ext", "needs a class of yours", "engine.adapter=package.module:Class", "see docs/adapter.md"
+        )
+
+
+@rule()
+def adapter_is_an_engine(request: Request) -> Iterator[Violation]:
+    engine = request.config.engine
+    if engine.name is EngineName.ext and engine.adapter is not None:
+        found = adapter.describe(engine.adapter)
+        if isinstance(found, Violation):
+            yield found
 
 
 @rule()
@@ -76,10 +97,27 @@ def callbacks_are_not_timed(request: Request) -> Iterator[Violation]:
         yield Violation(request.show("measure.callbacks"), "would run between timed steps", fix="measure=default")
 
 
-RULES: tuple[Rule, ...] = (
-    own_things_are_named,
-    own_things_can_be_used,
-    parameters_are_counted,
-    the_engine_takes_the_optimizer,
-    callbacks_are_not_timed,
-)
+@rule("fault.name", "engine.name", "mesh.tp")
+def sample_acts(request: Request) -> Iterator[Violation]:
+    config = request.config
+    name, subject = config.fault.name, request.show("fault.name")
+    if name == NO_FAULT or ":" in name:
+        return
+    samples = sorted(path.stem for path in (ROOT / "conf" / "fault").glob("*.yaml"))
+    if name not in samples:
+        near = nearest(name, samples)
+        fix = f"did you mean fault={near[0]}?" if near else "fault.name=package.module:function"
+        yield Violation(subject, "is no sample", f"{', '.join(samples)}, or package.module:function", fix)
+    elif config.engine.name is not EngineName.native:
+        text = f"is put into our own engine, and engine={config.engine.name.name} is another"
+        yield Violation(subject, text, fix="engine=native")
+    elif config.mesh.tp > 1:
+        yield Violation(subject, f"is not implemented with mesh.tp={config.mesh.tp}", fix="mesh.tp=1")
+
+
+@rule("fault.begins_at", "train.steps")
+def fault_begins(request: Request) -> Iterator[Violation]:
+    begins, steps = request.config.fault.begins_at, request.config.train.steps
+    if begins > steps:
+        text, path = f"begins after the run has ended, train.steps={steps}", "fault.begins_at"
+        yield Violation(request.show(path), text, f"1 to {steps}", f"{path}={steps}")

@@ -1,0 +1,244 @@
+"""The groups `model`, `engine`, `nccl_ub`, `sharp` and `cluster`, and how a setting declares its range.
+
+Settings of NCCL are in the signature: who sums, and in what order, can change numbers. `harness.fsdp.options` declares
+the engine's own options, with the sentences of fields that have none here.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import astuple, dataclass, field, fields, make_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar, cast
+
+from harness.config.capabilities import EngineName as EngineName
+from harness.fsdp import options
+from harness.fsdp.options import OPTIONS, EngineOptions, Options
+from harness.fsdp.vocabulary import CtaPolicy, Fallback, Registration, SharpAxis
+
+T = TypeVar("T")
+
+COUNT = 2**31 - 1
+SEED = 2**63 - 1
+
+
+class Range(options.Range):
+    """Range and unit of a number, declared at its field: `Annotated[int, Range(1, 64, "ranks")]`."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        ends = {"gt" if self.above else "ge": self.low, "lt" if self.below else "le": self.high}
+        return {"type": "int" if kind is int else "float", "strict": True, **ends}
+
+
+class _Strict:
+    """No number is true, and none is false."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        return {"type": "bool", "strict": True}
+
+
+Flag = Annotated[bool, _Strict()]
+
+
+def of_option(name: str) -> Range:
+    declared = OPTIONS[name].range
+    assert declared is not None
+    return Range(*astuple(declared))
+
+
+class Group:
+    """Base of groups of settings, with pydantic's configuration."""
+
+    __pydantic_config__: typing.ClassVar = {"extra": "forbid", "coerce_numbers_to_str": True}
+
+
+ModelFamily = StrEnum("ModelFamily", "llama moe odd ext")
+
+
+@dataclass
+class ModelConfig(Group):
+    """The model that is trained: a family of modules and its sizes."""
+
+    name: str = "tiny"
+    """Label used in run names and reports."""
+    family: ModelFamily = ModelFamily.llama
+    """Family of the model: llama is a Llama-style decoder, moe the same with routed experts, odd a set of
+    awkward cases, and ext your own class."""
+    target: str | None = None
+    """Your own model, as package.module:Class (ext)."""
+    parameters: Annotated[int, Range(0, 2**50, "weights")] | None = None
+    """Number of weights of your own model (ext). It is counted before ranks start and cannot be set."""
+    vocab_size: Annotated[int, Range(2, COUNT, "token ids")] = 256
+    """Number of token ids; 256 for bytes."""
+    dim: Annotated[int, Range(1, 2**20, "features")] = 64
+    """Width of the residual stream."""
+    num_layers: Annotated[int, Range(1, 10_000, "blocks")] = 4
+    """Number of transformer blocks."""
+    num_heads: Annotated[int, Range(1, 2**16, "heads")] = 4
+    """Number of query heads; it must divide `dim`."""
+    num_kv_heads: Annotated[int, Range(1, 2**16, "heads")] = 2
+    """Number of key and value heads (grouped-query attention); it must divide `num_heads`."""
+    ffn_dim: Annotated[int, Range(1, 2**22, "features")] = 176
+    """Hidden width of the SwiGLU feed-forward."""
+    max_seq_len: Annotated[int, Range(1, 2**24, "tokens")] = 2048
+    """Longest sequence that the rotary table covers."""
+    rope_theta: Annotated[float, Range(0, 10**12, above=True)] = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: Annotated[float, Range(0, 1, above=True)] = 1.0e-5
+    """Epsilon inside RMSNorm."""
+    tie_embeddings: Flag = False
+    """Tie the output projection to the embedding matrix."""
+    activation_checkpointing: Flag = False
+    """Recompute the activations of each block in the backward."""
+    num_experts: Annotated[int, Range(1, 2**16, "experts")] = 4
+    """Number of experts (feed-forwards) in every block (moe)."""
+    experts_per_token: Annotated[int, Range(1, 2**16, "experts")] = 2
+    """Number of experts to which each token is routed (moe)."""
+    skip_idle: Flag = True
+    """Skip a part that no token of a microbatch uses (an expert, a side branch), so that its parameters get no gradient
+    there (moe, odd). false: it runs on zero tokens, and its gradients are zeros. For ext: parts may be skipped."""
+    repeat_unit: Flag = False
+    """Run the first block a second time, after the last one (odd)."""
+    init_std: Annotated[float, Range(0, 1_000)] = 0.02
+    """Standard deviation of initial weights. For residual projections it is divided by sqrt(2 * num_layers)."""
+
+
+def thawed(frozen: type[T]) -> type[T]:
+    """Mutable dataclass with the same fields, its own before inherited ones, with the ranges of `OPTIONS`.
+
+    The type checker still sees the frozen one.
+    """
+    hints = typing.get_type_hints(frozen)
+    # mypy wants a dataclass here, and `type` is all that the caller can promise of what it thaws
+    ordered = sorted(fields(frozen), key=lambda each: each.name not in frozen.__annotations__)  # type: ignore[arg-type]
+    for name, option in OPTIONS.items():
+        if name in hints and option.kind in (bool, int, float):
+            bare: Any = Flag if option.kind is bool else Annotated[option.kind, of_option(name)]
+            hints[name] = bare | None if option.optional else bare
+    typed = [(each.name, hints[each.name], field(default=each.default)) for each in ordered]
+    made = make_dataclass(frozen.__name__, typed, bases=(Group,), namespace={"__doc__": frozen.__doc__})
+    made.__module__ = frozen.__module__
+    return cast("type[T]", made)
+
+
+@thawed
+@dataclass(frozen=True)
+class EngineConfig(EngineOptions):
+    """Which engine, and what only some engines take."""
+
+    name: EngineName = EngineName.native
+    """Engine."""
+    adapter: str | None = None
+    """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
+
+
+NcclLog = StrEnum("NcclLog", "none setup choices")
+
+
+@dataclass
+class NcclUbConfig(Group):
+    """NCCL user buffers: collectives read and write the engine's buckets without a copy, on few thread blocks."""
+
+    mode: Registration = Options.nccl_ub
+    symmetric: Flag = not Options.disable_symmetric_registration
+    """Register buckets as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
+    registered only for NVLink SHARP and zero copy."""
+    fallback: Fallback = Options.registration_fallback
+    cta_policy: CtaPolicy = CtaPolicy.default
+    """How many thread blocks NCCL uses for a collective."""
+    min_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
+    """Fewest thread blocks of a collective. null: NCCL chooses."""
+    max_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
+    """Most thread blocks of a collective. null: NCCL chooses."""
+
+
+@dataclass
+class SharpConfig(Group):
+    """SHARP: reductions inside NVLink switches and InfiniBand switches. Their order of sums is not guaranteed.
+
+    default leaves both kinds to NCCL and to exported variables, as in other programs, and records what took effect.
+    none turns both off, so that NCCL's thread blocks on the devices make all sums.
+    """
+
+    group: SharpAxis = SharpAxis.default
+    """The communicator that uses InfiniBand SHARP; only one communicator of a run can."""
+    nvlink: Flag = True
+    """Use NVLink SHARP (NVLS) for all communicators of the run, if group names an axis and the devices have it."""
+    infiniband: Flag = True
+    """Use InfiniBand SHARP (CollNet) for the communicator that group names, if two or more machines share a switch."""
+    algo: str | None = None
+    """Value of NCCL_ALGO, such as CollnetDirect or ^NVLS. null: NCCL chooses."""
+    nvls_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
+    """Thread blocks of a collective over NVLink SHARP. null: NCCL chooses."""
+    streaming: Flag = True
+    """Streaming aggregation of long messages (InfiniBand SHARP). A switch has room for two such flows."""
+    overlap_gather: Flag = False
+    """Let gathers and reductions overlap in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""
+
+
+Backend = StrEnum("Backend", "local slurm")
+Device = StrEnum("Device", "cpu cuda")
+
+
+@dataclass
+class ClusterConfig(Group):
+    """Facts of the machine. Never part of the signature."""
+
+    backend: Backend = Backend.local
+    """Launcher of the ranks: this machine or SLURM."""
+    device: Device = Device.cpu
+    """Device of a rank: cpu with gloo, or cuda with NCCL."""
+    nodes: Annotated[int, Range(1, 2**16, "machines")] = 1
+    """Machines of a cell; world_size is divided evenly over them."""
+    threads_per_rank: Annotated[int, Range(1, 4_096, "threads")] = 1
+    """Intra-op threads of a rank. Some sums depend on this number, so a verdict requires equal ones."""
+    cpus_per_rank: Annotated[int, Range(1, 4_096, "processors")] | None = None
+    """Processors per rank that the scheduler is asked for. null: threads_per_rank, and at least 4 on CUDA, where NCCL,
+    autograd and the checkpoint writer have threads of their own."""
+    ranks_per_device: Annotated[int, Range(1, 64, "ranks")] = 1
+    """How many neighbouring ranks share a CUDA device (needs NCCL 2.30 or newer), to try several ranks on few devices.
+    Their times do not apply to ranks with a device each."""
+    bind_to_device: Flag = True
+    """Bind each CUDA rank to those of its processors that are on the NUMA node of its device."""
+    interface: str | None = None
+    """Network interface of gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr shows it.
+    null: loopback where all ranks are on one host; else gloo uses the one that leads to rank 0, and NCCL chooses."""
+    slots: Annotated[int, Range(1, 2**16, "ranks")] = 2
+    """Ranks that may run at a time on this machine. A sweep starts cells while slots are free, at least one cell."""
+    partition: str | None = None
+    """SLURM partition."""
+    account: str | None = None
+    """SLURM account."""
+    qos: str | None = None
+    """SLURM quality of service."""
+    time_min: Annotated[int, Range(1, 525_600, "minutes")] = 60
+    """Time limit of one attempt."""
+    grace_s: Annotated[int, Range(0, 86_400, "seconds")] = 120
+    """How long before the time limit a run is asked to save and requeue."""
+    mem_gb: Annotated[float, Range(0, 10**6, "GB")] | None = None
+    """Memory per node. null: the scheduler decides. 0: all memory, which an exclusive node does not imply."""
+    gpus_per_node: Annotated[int, Range(0, 1_024, "devices")] = 0
+    """Devices per node that the scheduler is asked for."""
+    gres: str | None = None
+    """Devices per node that the scheduler is asked for with --gres, such as gpu:h100:8, in place of gpus_per_node, if a
+    site has no --gpus-per-node."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines of the batch script before the ranks (module loads)."""
+    teardown: list[str] = field(default_factory=list)
+    """Shell lines of the batch script after the ranks, also if these failed. The job keeps the ranks' exit code."""
+    array_parallelism: Annotated[int, Range(1, 1_000_000, "cells")] | None = None
+    """Cells of a job array that run at a time. null: no limit."""
+    sharp_network: str | None = "sharp"
+    """Value of sbatch's --network for a cell that uses InfiniBand SHARP. null: the option is left out."""
+    flags: list[str] = field(default_factory=list)
+    """Further sbatch options without a value, such as exclusive."""
+    additional: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options, as `name: value`."""
+    srun_args: list[str] = field(default_factory=list)
+    """Further arguments of the srun that starts the ranks, such as --mpi=none."""
+    python: str | None = None
+    """Shell words that start Python in a job. null: the path of the interpreter that made the request."""
+    container_image: str | None = None
+    """Container image of the ranks, as srun's --container-image takes it (pyxis). null: no container."""
+    container_mounts: list[str] = field(default_factory=list)
+    """Further --container-mounts, each FROM:TO. launch.root is always mounted, at its own path."""

@@ -1,0 +1,279 @@
+"""Rules of sizes: model, batch, ranks, steps, tensor parallelism and data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from harness.config.capabilities import ENGINES
+from harness.config.data_source import SourceFacts, describe, inspect
+from harness.config.derived import data_ranks
+from harness.config.errors import Violation
+from harness.config.own import described
+from harness.config.rules.numbers import STEP_LISTS
+from harness.config.rules.request import Request, rule
+from harness.config.schema import Config, DataConfig, DataKind, EngineName, ModelFamily, TokenDtype
+
+DECODERS = (ModelFamily.llama, ModelFamily.moe)
+
+
+@rule("model.dim", "model.num_heads")
+def heads_divide_the_width(request: Request) -> Iterator[Violation]:
+    """Heads have equal, even widths, because rotary embeddings rotate pairs."""
+    m = request.config.model
+    if m.family in DECODERS and m.dim % (2 * m.num_heads):
+        lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
+        yield Violation(
+            request.show("model.dim"),
+            f"is not an even multiple of model.num_heads={m.num_heads}: rotary embeddings need even heads",
+            f"multiples of {2 * m.num_heads}",
+            f"model.dim={lower}",
+        )
+
+
+@rule("model.num_heads", "model.num_kv_heads")
+def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
+    m = request.config.model
+    if m.family in DECODERS and m.num_heads % m.num_kv_heads:
+        valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
+        best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
+        yield Violation(
+            request.show("model.num_kv_heads"),
+            f"does not divide model.num_heads={m.num_heads}",
+            ", ".join(map(str, valid)),
+            f"model.num_kv_heads={best}",
+        )
+
+
+@rule("model.num_experts", "model.experts_per_token")
+def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Violation]:
+    m = request.config.model
+    if m.family is ModelFamily.moe and m.experts_per_token > m.num_experts:
+        yield Violation(
+            request.show("model.experts_per_token"),
+            f"is more than model.num_experts={m.num_experts}: a token goes to distinct experts",
+            f"1 to {m.num_experts}",
+            f"model.experts_per_token={m.num_experts}, or model.num_experts={m.experts_per_token}",
+        )
+
+
+@rule("data.seq_len", "model.max_seq_len")
+def sequence_fits_the_positions(request: Request) -> Iterator[Violation]:
+    seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
+    if seq_len > longest:
+        yield Violation(
+            request.show("data.seq_len"),
+            f"is longer than model.max_seq_len={longest}",
+            f"1 to {longest}",
+            f"data.seq_len={longest}, or model.max_seq_len={seq_len}",
+        )
+
+
+@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
+def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
+    t, ranks = request.config.train, data_ranks(request.config)
+    unit = t.microbatch_size * ranks
+    if t.global_batch_size % unit == 0:
+        return
+    below = t.global_batch_size // unit * unit
+    yield Violation(
+        request.show("train.global_batch_size"),
+        f"is not divisible by {_ranks(request.config)} * train.microbatch_size ="
+        f" {ranks} * {t.microbatch_size} = {unit}",
+        ", ".join(str(n) for n in (below, below + unit, below + 2 * unit) if n),
+        f"train.global_batch_size={below or unit}{_smaller_microbatch(t.global_batch_size, ranks)}",
+    )
+
+
+def _ranks(config: Config) -> str:
+    return "mesh.world_size" if config.mesh.tp == 1 else "mesh.world_size / mesh.tp"
+
+
+def _smaller_microbatch(batch: int, ranks: int) -> str:
+    if batch % ranks:
+        return ""
+    return f", or train.microbatch_size={batch // ranks}"
+
+
+@rule("mesh.world_size", "cluster.nodes")
+def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
+    ranks, nodes = request.config.mesh.world_size, request.config.cluster.nodes
+    if ranks % nodes:
+        yield Violation(
+            request.show("mesh.world_size"),
+            f"is not divisible by cluster.nodes={nodes}",
+            f"multiples of {nodes}",
+            f"mesh.world_size={max(ranks // nodes, 1) * nodes}",
+        )
+
+
+@rule("train.steps", "train.warmup_steps")
+def warmup_ends(request: Request) -> Iterator[Violation]:
+    t = request.config.train
+    if t.warmup_steps > t.steps:
+        yield Violation(
+            request.show("train.warmup_steps"),
+            f"is longer than the run, train.steps={t.steps}",
+            f"0 to {t.steps}",
+            f"train.warmup_steps={min(t.steps // 10 + 1, t.steps)}",
+        )
+
+
+@rule("train.steps", *STEP_LISTS)
+def listed_steps_are_reached(request: Request) -> Iterator[Violation]:
+    steps = request.config.train.steps
+    for path in STEP_LISTS:
+        wanted = request.value(path) or ()
+        missed = [s for s in wanted if s > steps]
+        if missed:
+            kept = [s for s in wanted if s <= steps]
+            yield Violation(
+                request.show(path),
+                f"names steps that train.steps={steps} never reaches: {missed}",
+                f"steps from 1 to {steps}",
+                f"{path}={kept}".replace(" ", ""),
+            )
+
+
+PLANNED = (ModelFamily.llama,)
+
+
+@rule("mesh.tp", "mesh.world_size")
+def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
+    mesh = request.config.mesh
+    if mesh.world_size % mesh.tp:
+        yield Violation(
+            request.show("mesh.tp"),
+            f"does not divide mesh.world_size={mesh.world_size}",
+            ", ".join(str(n) for n in range(1, mesh.world_size + 1) if mesh.world_size % n == 0),
+            f"mesh.world_size={max(mesh.world_size // mesh.tp, 1) * mesh.tp}",
+        )
+
+
+@rule("mesh.tp")
+def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
+    config = request.config
+    if config.mesh.tp == 1:
+        return
+    engine, family = config.engine.name, config.model.family
+    if not ENGINES[engine].tensor_parallel:
+        able = [each.name for each in EngineName if ENGINES[each].tensor_parallel]
+        yield Violation(
+            request.show("mesh.tp"),
+            f"engine={engine.name} does not support tensor parallelism",
+            "mesh.tp=1; engines that do: " + ", ".join(able),
+            f"mesh.tp=1, or engine={able[0]}",
+        )
+    if family not in PLANNED:
+        yield Violation(
+            request.show("mesh.tp"),
+            f"model.family={family.name} has no tensor-parallel plan",
+            "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
+            "mesh.tp=1, or model=tiny",
+        )
+    if config.sharp.group.is_asked:
+        yield Violation(
+            request.show("sharp.group"),
+            f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
+            "none",
+            "sharp=none",
+        )
+
+
+@rule("mesh.tp", "model.vocab_size")
+def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
+    """Embedding and output projection are cut into equal parts and a rest, as in torch.
+
+    torch's lookup fails on a rank with an empty part.
+    """
+    tp, vocab = request.config.mesh.tp, request.config.model.vocab_size
+    if tp == 1 or request.config.model.family not in PLANNED or -(-vocab // tp) * (tp - 1) < vocab:
+        return
+    yield Violation(
+        request.show("model.vocab_size"),
+        f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}",
+        f"more than {tp - 1} parts",
+        f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1",
+    )
+
+
+@rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
+def parts_are_even(request: Request) -> Iterator[Violation]:
+    config, tp = request.config, request.config.mesh.tp
+    if tp == 1 or config.model.family not in PLANNED:
+        return
+    sizes = {path: int(request.value(path)) for path in ("model.num_heads", "model.num_kv_heads", "model.ffn_dim")}
+    if config.mesh.sequence_parallel:
+        sizes["data.seq_len"] = config.data.seq_len
+    common = _common((config.mesh.world_size, *sizes.values()), tp)
+    for path, size in sizes.items():
+        if size % tp:
+            yield Violation(
+                request.show(path),
+                f"is not divisible by mesh.tp={tp}",
+                f"multiples of {tp}",
+                f"{path}={max(size // tp, 1) * tp}, or mesh.tp={common}",
+            )
+
+
+def _common(sizes: Sequence[int], most: int) -> int:
+    return max(n for n in range(1, most + 1) if not any(size % n for size in sizes))
+
+
+_READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
+
+
+@functools.lru_cache(maxsize=64)
+def _inspected(
+    kind: DataKind, path: str | None, seq_len: int, width: TokenDtype, header: int, count: int
+) -> SourceFacts:
+    return inspect(
+        DataConfig(kind, path=path, seq_len=seq_len, token_dtype=width, header_bytes=header, num_sequences=count)
+    )
+
+
+def _facts(config: Config) -> SourceFacts | str | None:
+    data = config.data
+    if data.kind is DataKind.ext:
+        found = described("data", config)
+        if found is None:
+            return None
+        count = int(found.told["num_sequences"])
+        return SourceFacts(count * (data.seq_len + 1), count, int(found.told["max_token"]))
+    try:
+        return _inspected(data.kind, data.path, data.seq_len, data.token_dtype, data.header_bytes, data.num_sequences)
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+@rule(*_READS)
+def source_is_readable(request: Request) -> Iterator[Violation]:
+    facts = _facts(request.config)
+    if isinstance(facts, str):
+        data = request.config.data
+        choices = "" if data.path else "stdlib, text, tokens, synthetic, ext"
+        yield Violation(describe(data), facts, choices, "data=stdlib needs no file")
+
+
+@rule(*_READS, "train.global_batch_size")
+def source_fills_a_batch(request: Request) -> Iterator[Violation]:
+    facts, batch = _facts(request.config), request.config.train.global_batch_size
+    if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
+        yield Violation(
+            describe(request.config.data),
+            f"has {facts.num_sequences:,} sequences of data.seq_len={request.config.data.seq_len}, "
+            f"fewer than one global batch, train.global_batch_size={batch}",
+            fix="more data, a shorter data.seq_len or a smaller train.global_batch_size",
+        )
+
+
+@rule(*_READS, "model.vocab_size")
+def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
+    facts, vocab = _facts(request.config), request.config.model.vocab_size
+    if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
+        yield Violation(
+            request.show("model.vocab_size"),
+            f"{describe(request.config.data)} has token ids up to {facts.max_token} or more",
+            f"{facts.max_token + 1} or more",
+            f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes",
+        )
