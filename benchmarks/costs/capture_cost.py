@@ -107,8 +107,8 @@ class Parts:
         self._around(capture, "save_file", "writing")
         self._around(capture, "_facts", "hashing, beside writing", beside=True)
         self._around(captures.Captures, "_weights", "main weights gathered, before and after")
-        self._around(captures.Captures, "update", "main weights after, update written")
-        self._around(captures.Captures, "gradients", "all but hooks and updates")
+        self._around(captures.Captures, "_update", "main weights after, update written")
+        self._around(captures.Captures, "_gradients", "all but hooks and updates")
         self.inside = False
         """Whether a clock for the whole runs."""
 

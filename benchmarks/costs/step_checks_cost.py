@@ -35,6 +35,7 @@ from benchmarks.costs.capture_cost import interval
 from harness.bench.stats import median_ratio
 from harness.config.schema import CkptPolicy, Config, EngineName, Strategy
 from harness.train import loop
+from harness.train.callbacks import Callback
 from harness.train.step_checks import StepChecks
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
@@ -85,11 +86,13 @@ class Step(NamedTuple):
     looking: float
 
 
-class EveryOther:
+class EveryOther(Callback):
     """Looks at every second step only, and counts what that takes."""
 
     def __init__(self, step_checks: StepChecks) -> None:
-        self.step_checks, self.step, self.seconds = step_checks, 0, 0.0
+        super().__init__(step_checks.config)
+        self.step_checks, self.looks, self.seconds = step_checks, False, 0.0
+        step_checks.again_at, step_checks.looks_for_drift = 0, False  # once in a run, and no part of a step's cost
         timers = step_checks.session.meters.timers
         inner = timers.aside
 
@@ -109,38 +112,28 @@ class EveryOther:
         finally:
             self.seconds += time.perf_counter() - began
 
-    @property
-    def looks(self) -> bool:
-        return self.step % 2 == 0
-
-    def before(self) -> None:
-        self.step += 1  # what the last step that was looked at left is another's by now, and costs as much to compare
+    def before(self, step: int, *args: Any) -> None:
+        self.looks = step % 2 == 0  # what the last such step left is another's by now, and costs as much to compare
         if self.looks:
-            self.step_checks.before()
+            self.step_checks.before(step, *args)
 
-    def work_out_again(self, step: int) -> None:
-        """Once in a run, and no part of a step's cost."""
+    def watch(self, *args: Any) -> Any:
+        return self.step_checks.watch(*args) if self.looks else nullcontext()
 
-    def watch(self, step: int) -> Any:
-        return self.step_checks.watch(step) if self.looks else nullcontext()
-
-    def reduced(self) -> None:
+    def reduced(self, *args: Any) -> None:
         if self.looks:
-            self.step_checks.reduced()
+            self.step_checks.reduced(*args)
 
-    def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
-        if not self.looks:
-            return lambda: None
-        told = self._timed(self.step_checks.after, step, lr, norm)
-        return lambda: self._timed(told)
+    def after(self, *args: Any) -> None:
+        if self.looks:
+            self._timed(self.step_checks.after, *args)
 
-    def close(self, *, finished: bool) -> None:
-        self.step_checks.abandon()
+    def step(self, *args: Any) -> None:
+        if self.looks:
+            self._timed(self.step_checks.step, *args)
 
-    def abandon(self) -> None:
-        pass
-
-    sync = abandon
+    def close(self) -> None:
+        self.step_checks.close()
 
     def take(self) -> float:
         taken, self.seconds = self.seconds, 0.0

@@ -1,62 +1,130 @@
-"""A user's own class that is called at every step, with its numbers in the record."""
+"""Callbacks of the training loop: a user's own classes, and the checks and captures of a run."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
 from harness.config.schema import Config
-from harness.engines.protocol import Engine
+from harness.engines.protocol import Engine, Microbatch
+from harness.train.session import Session
 
 
-class Callback(ABC):
-    """One object on each rank. All ranks call every method in the same order, so that methods may call collectives.
+class Callback:
+    """One object on each rank. All ranks call every hook in the same order, so that hooks may call collectives.
 
-    Its time and its collectives are not counted. Its state is not saved: results must follow from the step alone, or a
-    resumed run differs from an uninterrupted one.
+    Steps count from 1. Time and collectives of hooks are not counted. State is not saved: results must follow from the
+    step alone, or a resumed run differs from an uninterrupted one.
     """
 
     def __init__(self, config: Config) -> None:
         """Called before the first step, with the entire configuration."""
         self.config = config
 
-    @abstractmethod
+    def begin(self, step: int, engine: Engine) -> None:
+        """Called before the first step of an attempt, with the number of steps done: 0, or that of the checkpoint."""
+
+    def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
+        """Called before a step's first forward, with the microbatches of this rank."""
+
+    def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
+        """Context manager around a step's forwards and backwards."""
+        return nullcontext()
+
+    def reduced(self, step: int, engine: Engine) -> None:
+        """Called with averaged gradients over all ranks (`engine.local_gradients`), before clipping and the update."""
+
+    def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
+        """Called after the update, before ranks exchange their losses; grad_norm: before clipping."""
+
     def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> Mapping[str, float] | None:
-        """Called after an update, with the step's number, its line of the record, and the engine with the new weights.
+        """Called at the end of a step, with its line of the record, and the engine with the new weights.
 
         Returns numbers by name, or None. Those of rank 0 are recorded under `own`.
         """
+        return None
 
-    def end(self, status: str, engine: Engine) -> None:  # noqa: B027 - most have nothing to do
+    def checkpoint(self, step: int, engine: Engine) -> None:
+        """Called before a checkpoint is written; files that a resumed run reads must be on disk on return."""
+
+    def end(self, status: str, engine: Engine) -> None:
         """Called after the last step; status is done or preempted."""
+
+    def close(self) -> None:
+        """Called last, even after an error; no collectives."""
+
+
+HOOKS = ("begin", "before", "watch", "reduced", "after", "step", "checkpoint", "end", "close")
+
+
+def hooks_of(kind: type[Callback]) -> list[str]:
+    """Names of the hooks that a class defines."""
+    return [name for name in HOOKS if getattr(kind, name) is not getattr(Callback, name)]
 
 
 class Callbacks:
-    def __init__(self, config: Config) -> None:
-        self.each: Sequence[Callback] = [_class_of(name)(config) for name in config.measure.callbacks]
+    """Every callback of a run; a hook without callbacks costs nothing."""
 
-    def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> dict[str, float]:
+    def __init__(self, session: Session, callbacks: Sequence[Callback]) -> None:
+        self._engine, self._meters = session.engine, session.meters
+        self._of = {hook: [each for each in callbacks if hook in hooks_of(type(each))] for hook in HOOKS}
+
+    def begin(self, step: int) -> None:
+        self._call("begin", step, self._engine)
+
+    def before(self, step: int, batches: Sequence[Microbatch]) -> None:
+        self._call("before", step, batches, self._engine)
+
+    def watch(self, step: int, watches: ExitStack) -> None:
+        for each in self._of["watch"]:
+            watches.enter_context(each.watch(step, self._engine))
+
+    def reduced(self, step: int) -> None:
+        if self._of["reduced"]:
+            with self._meters.timers.aside():
+                self._call("reduced", step, self._engine)
+
+    def after(self, step: int, lr: float, grad_norm: float) -> None:
+        self._call("after", step, lr, grad_norm, self._engine)
+
+    def checkpoint(self, step: int) -> None:
+        self._call("checkpoint", step, self._engine)
+
+    def end(self, status: str) -> None:
+        self._call("end", status, self._engine)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, hook: str, *args: Any) -> None:
+        with self._meters.paused():
+            for each in self._of[hook]:
+                getattr(each, hook)(*args)
+
+    def step(self, step: int, record: Mapping[str, Any]) -> dict[str, float]:
         """Joined numbers of a step.
 
         Raises `ValueError`: a duplicate name, or a result that is no mapping of names to numbers.
         """
         joined: dict[str, float] = {}
-        for each in self.each:
-            who, found = f"measure.callbacks: {type(each).__name__}", each.step(step, record, engine)
-            if found is not None and not isinstance(found, Mapping):
-                raise ValueError(f"{who}.step returns {found!r}: return a dict of numbers by name, or None")
-            for name, value in (found or {}).items():
-                if name in joined:
-                    raise ValueError(f"{who} returns {name!r}, which another callback returns too")
-                joined[name] = _number(who, name, value)
+        with self._meters.paused():
+            for each in self._of["step"]:
+                who, found = f"measure.callbacks: {type(each).__name__}", each.step(step, record, self._engine)
+                if found is not None and not isinstance(found, Mapping):
+                    raise ValueError(f"{who}.step returns {found!r}: return a dict of numbers by name, or None")
+                for name, value in (found or {}).items():
+                    if name in joined:
+                        raise ValueError(f"{who} returns {name!r}, which another callback returns too")
+                    joined[name] = _number(who, name, value)
         return joined
 
-    def end(self, status: str, engine: Engine) -> None:
-        for each in self.each:
-            each.end(status, engine)
+
+def made(config: Config) -> list[Callback]:
+    """The user's callbacks."""
+    return [_class_of(name)(config) for name in config.measure.callbacks]
 
 
 def _number(who: str, name: str, value: Any) -> float:

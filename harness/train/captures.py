@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from harness.config.projections import fitting
 from harness.config.update_rule import Rule
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
-from harness.engines.protocol import Microbatch
+from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.registry import workload_for
 from harness.probe import structure
 from harness.probe.capture import (
@@ -30,31 +31,66 @@ from harness.probe.capture import (
 )
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
+from harness.train.callbacks import Callback
 from harness.train.pieces import whole_moments
 from harness.train.session import Session
 
 
-class Captures:
+class Captures(Callback):
     def __init__(self, session: Session, control: Control) -> None:
         config = session.config
+        super().__init__(config)
         self.session = session
         self.control = control
-        self.config = config
         self.folder = session.run_dir / "capture"
         self.is_first_rank = session.ranks.rank == 0
         self.plan = captured(config)
         self.steps, self.update_steps = set(self.plan.gradients), set(self.plan.updates)
         self._last: dict[str, Tensor] = {}
+        self._batches: Sequence[Microbatch] = ()
+        self._weights_before: dict[str, Tensor] = {}
+        self._witness: Witness | None = None
+        self.structure: dict[str, Any] | None = None
+        """Aliased or untied tensors of the engine; None if they cannot be seen."""
 
-    def begin(self) -> None:
+    def write_plan(self) -> None:
         if self.is_first_rank and self.config.measure.capture_steps is None:
             write_plan(self.folder, self.plan)
 
-    def structure(self) -> dict[str, Any] | None:
-        """Aliased or untied tensors of the engine; None without captures. Collective over all ranks."""
-        seen = self.session.engine.seen() if self.steps else None
-        if seen is None:
-            return None
+    def begin(self, step: int, engine: Engine) -> None:
+        seen = engine.seen() if self.steps else None
+        if seen is not None:
+            self.structure = self._structure(seen)
+
+    def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
+        """Keep main weights before a captured update on the first rank, and write moments. Collective over all ranks.
+
+        After a captured update both follow from it; before step 1 moments are zero.
+        """
+        if step in self.update_steps:
+            if step > 1 and self._begins_anew(step):
+                self._moments(step)
+            self._weights_before = self._weights()
+        if step in self.steps:
+            self._batches, seen = batches, engine.seen()
+            self._witness = None if seen is None else Witness(*seen, self.session.meters.timers.aside)
+
+    def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
+        return self._witness or nullcontext()
+
+    def reduced(self, step: int, engine: Engine) -> None:
+        """Write a captured step's gradients and witness. Collective over all ranks."""
+        if step in self.steps:
+            self._gradients(step, self._witness, self._batches)
+            self._batches, self._witness = (), None
+
+    def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
+        """Write the update of a step. Collective over all ranks."""
+        if step in self.update_steps:
+            before, self._weights_before = self._weights_before, {}
+            self._update(step, before)
+
+    def _structure(self, seen: Seen) -> dict[str, Any]:
         aliases = structure.overlaps(self.session.engine.state_dict())
         untied = structure.untied(workload_for(self.config).build("meta", torch.float32), seen.module)
         rows = self.control.gather([len(aliases), len(untied)])
@@ -69,12 +105,7 @@ class Captures:
         params = workload.build("meta", torch.float32).named_parameters()
         return [name for name, param in params if workload.decays(name, param.shape)]
 
-    def witness(self, step: int) -> Witness | None:
-        seen = self.session.engine.seen() if step in self.steps else None
-        return None if seen is None else Witness(*seen, self.session.meters.timers.aside)
-
-    def gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
-        """Write a captured step's gradients and witness. Collective over all ranks."""
+    def _gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
         if step == 1 and self.config.measure.rounding_draws:
             self._rounding(step, microbatches)
         if witness is not None:
@@ -104,30 +135,17 @@ class Captures:
         found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, seed, recipes)
         write_rounding(self.folder, step, draws, found)
 
-    def before(self, step: int) -> dict[str, Tensor] | None:
-        """Main weights before a captured update, on the first rank; moments go to disk. Collective over all ranks.
-
-        After a captured update both follow from it; before step 1 moments are zero.
-        """
-        if step not in self.update_steps:
-            return None
-        if step > 1 and self._begins_anew(step):
-            self._moments(step)
-        return self._weights()
-
     def _begins_anew(self, step: int) -> bool:
         """True if earlier captures do not determine the state before a step."""
         return step - 1 not in self.update_steps
 
     def _moments(self, step: int) -> None:
-        with self.session.meters.paused():
-            moments = whole_moments(self.session, self.control, Rule.of_config(self.config.optimizer).entries)
-            found = {name: moment for name, moment in moments if self.is_first_rank}
+        moments = whole_moments(self.session, self.control, Rule.of_config(self.config.optimizer).entries)
+        found = {name: moment for name, moment in moments if self.is_first_rank}
         if found:
             write_moments(self.folder, step, found.items())
 
-    def update(self, step: int, before: dict[str, Tensor]) -> None:
-        """Write the update of a step. Collective over all ranks."""
+    def _update(self, step: int, before: dict[str, Tensor]) -> None:
         after = self._weights()
         if self.is_first_rank:
             write_update(self.folder, step, before, after.items())
@@ -148,5 +166,4 @@ class Captures:
 
     def _weights(self) -> dict[str, Tensor]:
         """Main weights on the first rank, empty on the others. Collective over all ranks."""
-        with self.session.meters.paused():
-            return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}
+        return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}

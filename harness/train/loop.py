@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,9 @@ from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
 from harness.probe.timers import ASIDE
-from harness.probe.witness import Witness
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
-from harness.train.callbacks import Callbacks
+from harness.train.callbacks import Callbacks, made
 from harness.train.captures import Captures
 from harness.train.feed import Feed, joined
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
@@ -74,14 +73,12 @@ class Loop:
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
-        self.callbacks = Callbacks(session.config)
-        self.step_checks: StepChecks | None = None
+        self.callbacks = Callbacks(session, ())
         self.feed = Feed(self.config, session.ranks.data_rank)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
         self.given: Microbatch
         self.initial_weights = ""
-        self.structure: dict[str, Any] | None = None
         self.restored: dict[str, Any] | None = None
         self.saved_step = -1
         self.saved_at = time.monotonic()
@@ -93,11 +90,10 @@ class Loop:
         began = time.perf_counter()
         start = self._begin()
         writer, wandb_sync = self._open_record(start)
-        with self.session.meters.paused():
-            self.step_checks = StepChecks.open(self.session, self.control, start)
         trace = Trace(self.session, start)
         step, stop = start, False
         try:
+            self._open_callbacks(start)
             while step < self.config.train.steps and not stop:
                 step += 1
                 record, report = self._step(step)
@@ -109,30 +105,27 @@ class Loop:
                 self._save_if_due(step, writer, report)
                 trace.after(step)
             self.checkpoints.finish()
-            with self.session.meters.paused():
-                self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
-            self._close_step_checks(finished=step == self.config.train.steps)
-            status = "done" if step == self.config.train.steps else "preempted"
+            status: Literal["done", "preempted"] = "done" if step == self.config.train.steps else "preempted"
+            self.callbacks.end(status)
             self._finish(status, start, time.perf_counter() - began)
         finally:
             trace.close()
             if writer is not None:
                 writer.close()
-            if self.step_checks is not None:
-                self.step_checks.abandon()
+            self.callbacks.close()
             wandb_sync.close(hurry=step < self.config.train.steps)
-        return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
+        return Outcome(status, step, self.saved_step == step)
 
-    def _close_step_checks(self, *, finished: bool) -> None:
-        if self.step_checks is not None:
-            with self.session.meters.paused():
-                self.step_checks.close(finished=finished)
-            self.step_checks = None
+    def _open_callbacks(self, start: int) -> None:
+        with self.session.meters.paused():
+            checks = StepChecks.open(self.session, self.control, start)
+        captures = self.captures if self.captures.steps or self.captures.update_steps else None
+        own = [each for each in (captures, checks) if each is not None]
+        self.callbacks = Callbacks(self.session, [*own, *made(self.config)])
+        self.callbacks.begin(start)
 
     def _begin(self) -> int:
-        self.captures.begin()
-        with self.session.meters.paused():
-            self.structure = self.captures.structure()
+        self.captures.write_plan()
         if self.keeps_checkpoints or self.config.ckpt.load is not None:
             loaded = self.checkpoints.load_newest(self.session.engine)
             if loaded is not None:
@@ -168,13 +161,10 @@ class Loop:
     def _step(self, step: int) -> tuple[dict[str, Any], StepReport]:
         session = self.session
         session.begins(step)
-        before = self.captures.before(step)
         with nullcontext() if self.bench is None else self.bench.step(step):
             losses, measured = self._update(step)
-        if before is not None:
-            self.captures.update(step, before)
         self.last_rows = measured.rows
-        told = self._check_step(step, measured)
+        self.callbacks.after(step, measured.lr, measured.grad_norm)
         digests = self.feed.digests(step, self.given)
         del self.given
         exchange = self.control.begin_report(
@@ -183,13 +173,10 @@ class Loop:
         if step < self.config.train.steps:
             self.ahead = self._fetch(step + 1)  # while the exchange is under way
         report = exchange()
-        told()
         followed = None if self.bench is None else self.bench.after(step)
         memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
         record = self.records.line(step, report, measured, memory, self._param_norm(step))
-        if self.callbacks.each:
-            with session.meters.paused():
-                record["own"] = self.callbacks.step(step, record, session.engine)
+        record["own"] = self.callbacks.step(step, record)
         return record, report
 
     def _update(self, step: int) -> tuple[list[Tensor], Measured]:
@@ -201,23 +188,17 @@ class Loop:
         fetched, self.ahead = self.ahead or self._fetch(step), None
         microbatches = fetched.take()
         began = time.perf_counter()
-        witness, step_checks = self.captures.witness(step), self.step_checks
         with ExitStack() as watches:
-            self._outside(lambda: self._watch(step, microbatches, witness, watches))
+            self._outside(lambda: self._watch(step, microbatches, watches))
             with meters.timers.span("forward_backward"):
                 losses = [
                     session.engine.forward_backward(microbatch, last=number == len(microbatches))
                     for number, microbatch in enumerate(microbatches, start=1)
                 ]
             self._outside(watches.close)
-        if step_checks is not None or step in self.captures.steps:
-            with meters.timers.span("optimizer"):
-                session.engine.finish_gradients()
-        if step_checks is not None:
-            self._outside(step_checks.reduced)
-        if step in self.captures.steps:
-            self._outside(lambda: self.captures.gradients(step, witness, microbatches))
         with meters.timers.span("optimizer"):
+            session.engine.finish_gradients()
+            self.callbacks.reduced(step)
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
         step_time_s = fetched.seconds + time.perf_counter() - began - spans[ASIDE]
@@ -225,21 +206,10 @@ class Loop:
         counters, scaled = session.engine.counters(), session.engine.scaled()
         return losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
 
-    def _watch(
-        self, step: int, microbatches: Sequence[Microbatch], witness: Witness | None, watches: ExitStack
-    ) -> None:
-        if self.step_checks is not None:
-            self.step_checks.before()
-            self.step_checks.work_out_again(step)
-        watches.enter_context(witness or nullcontext())
-        watches.enter_context(nullcontext() if self.step_checks is None else self.step_checks.watch(step))
+    def _watch(self, step: int, microbatches: Sequence[Microbatch], watches: ExitStack) -> None:
+        self.callbacks.before(step, microbatches)
+        self.callbacks.watch(step, watches)
         self.given = joined(microbatches)
-
-    def _check_step(self, step: int, measured: Measured) -> Callable[[], None]:
-        if self.step_checks is None:
-            return lambda: None
-        with self.session.meters.paused():
-            return self.step_checks.after(step, measured.lr, measured.grad_norm)
 
     def _fetch(self, step: int) -> Fetched:
         began, data, error = time.perf_counter(), None, None
@@ -275,9 +245,8 @@ class Loop:
         due = report.stop or report.save or step == self.config.train.steps or (every and step % every == 0)
         if not due or not self.keeps_checkpoints:
             return
+        self.callbacks.checkpoint(step)
         if writer is not None:
-            if self.step_checks is not None:
-                self.step_checks.sync()
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)
@@ -321,7 +290,7 @@ class Loop:
             "network": self._network(),
             "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],
             **({} if decayed is None else {"decayed": decayed}),
-            **({} if self.structure is None else {"structure": self.structure}),
+            **({} if self.captures.structure is None else {"structure": self.captures.structure}),
             **({} if self.restored is None else {"restored": self.restored}),
             "wall_s": wall_s,
             **benched,

@@ -35,6 +35,7 @@ from harness.config.schema import Config, MeasureMode, Numerics
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
+from harness.engines.protocol import Engine, Microbatch
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
 from harness.probe.step_checks.forward import ForwardWatch
@@ -49,6 +50,7 @@ from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
 from harness.train import drift
 from harness.train.again import off_by, step_of, worked_out
+from harness.train.callbacks import Callback
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
 
@@ -76,15 +78,12 @@ def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | 
     return np.array([lost_in_integers(bits, terms, math.prod(shape)) / FINEST for shape in shapes])
 
 
-class StepChecks:
-    """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks.
-
-    Order in a step: `before`, `work_out_again`, `watch` around the forwards and backwards, `reduced`, `after`; `close`
-    at the end.
-    """
+class StepChecks(Callback):
+    """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks."""
 
     def __init__(self, session: Session, control: Control, pieces: list[Piece], sample: Sample, done: int) -> None:
         config = session.config
+        super().__init__(config)
         self.session, self.control, self.pieces, self.sample = session, control, pieces, sample
         self.names = [piece.name for piece in pieces]
         self.places = {name: place for place, name in enumerate(self.names)}
@@ -156,7 +155,7 @@ class StepChecks:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def before(self) -> None:
+    def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
         """Observe the state before the step, except weights left to its first forward (`_settle`)."""
         self._begin()
         if self.cast is None and self.left is not None and self.session.engine.seen() is not None:
@@ -167,6 +166,7 @@ class StepChecks:
             self.summed.put("cast", cast, self.counted)
         self.values = self.sample.look()
         self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
+        self.work_out_again(step)
 
     def _begins(self, place: int) -> Sketch:
         piece = self.pieces[place]
@@ -203,8 +203,8 @@ class StepChecks:
                 self.first, self.drift = (self.first, now) if step == self.again_at else (now, None)
                 self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
 
-    def watch(self, step: int) -> AbstractContextManager[Any]:
-        seen = self.session.engine.seen()
+    def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
+        seen = engine.seen()
         if seen is None:
             return nullcontext()
         self.divisor, aside = seen.divisor, self.session.meters.timers.aside
@@ -219,9 +219,9 @@ class StepChecks:
         both.enter_context(self.forward)
         return both
 
-    def reduced(self) -> None:
+    def reduced(self, step: int, engine: Engine) -> None:
         self._settle()
-        gradients = self.session.engine.local_gradients()
+        gradients = engine.local_gradients()
         if gradients is None:
             return
         everything = torch.ones(len(self.pieces), dtype=torch.float64)
@@ -229,9 +229,8 @@ class StepChecks:
         self.gradient_sample = self.sample.gradients(gradients)
         self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
 
-    def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
-        """Observe the state after the step, and begin the sum to the first rank; call the result to finish and
-        write."""
+    def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
+        """Observe the state after the step, and begin the sum to the first rank, which `step` waits for."""
         if self.forward is not None:
             self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
@@ -242,7 +241,7 @@ class StepChecks:
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False, *alone)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
-            self._hold_to_rule(step, lr, norm, values)
+            self._hold_to_rule(step, lr, grad_norm, values)
         if self.watching is not None:
             self._tell_local(self.watching)
         self.left = sketches, values
@@ -253,9 +252,12 @@ class StepChecks:
             end()
             if self.writer is not None:
                 self._follow(step, summed, largest)
-                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, norm, self.least))
+                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, grad_norm, self.least))
 
-        return write
+        self._write = write
+
+    def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> None:
+        self._write()
 
     def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
         if self.whole is not None:
@@ -311,21 +313,20 @@ class StepChecks:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def sync(self) -> None:
+    def checkpoint(self, step: int, engine: Engine) -> None:
         if self.writer is not None:
             self.writer.sync()
 
-    def close(self, *, finished: bool) -> None:
-        """Observe the last weights of a finished run, and close the stream. Collective over all ranks if finished."""
-        if finished and self.left is not None:
+    def end(self, status: str, engine: Engine) -> None:
+        """Observe the last weights of a finished run."""
+        if status == "done" and self.left is not None:
             self._begin()
             self.largest.kept[:] = self._kept(self._sketches(), self.sample.look())
             self.control.begin_totals(self.summed.values, self.largest.values)()
             if self.writer is not None:
                 self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest.kept.numpy()))
-        self.abandon()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
 

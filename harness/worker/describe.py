@@ -25,7 +25,7 @@ from harness.engines.describe import Unusable, imported, nearest, sources, where
 from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Microbatch
 from harness.fsdp import create_state
-from harness.train.callbacks import Callback
+from harness.train.callbacks import HOOKS, Callback, hooks_of
 
 MOST_TRIED = 20_000_000
 """Weights above which a model's loss is not tried before ranks start."""
@@ -247,11 +247,12 @@ def _steps_elementwise(kind: Any) -> bool:
 
 
 def try_callback(kind: type, config: Config) -> dict[str, Any]:
-    """The class must be complete; it is made where it runs."""
+    """The class must have a hook; it is made where it runs."""
     if not issubclass(kind, Callback):
         raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
-    if inspect.isabstract(kind):
-        raise Unusable(f"lacks {', '.join(sorted(kind.__abstractmethods__))}", fix="write what is missing")
+    if not hooks_of(kind):
+        fix = "def step(self, step, record, engine)"
+        raise Unusable("has no hook, so nothing would call it", choices=", ".join(HOOKS), fix=fix)
     return {}
 
 

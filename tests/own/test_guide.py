@@ -130,7 +130,7 @@ WRONG = {
     "has num_sequences=0": ("data", "(len(self.ids) - 1) // data.seq_len", "0"),
     "keeps 'exp_avg' of a weight, and declares nothing": ("optimizer", '("exp_avg",)', "()"),
     "is no torch.optim.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
-    "lacks step": ("callback", "def step", "def stop"),
+    "has no hook, so nothing would call it": ("callback", "def step", "def stop"),
 }
 """What is said, of which class, after which change."""
 NAMES = {

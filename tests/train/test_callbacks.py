@@ -1,7 +1,11 @@
-"""What callbacks of a user's own return: numbers by name are recorded, anything else is refused with what to do."""
+"""Callbacks: which hook is called when, and what is recorded of what `step` returns."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from harness.train.callbacks import Callback, Callbacks
-from tests.support.mutants import kills
+from harness.config.schema import CkptPolicy
+from harness.store.metrics import read_metrics
+from harness.train import loop
+from harness.train.callbacks import Callback, Callbacks, made
+from tests.support.factory import small_config, train
+from tests.support.mutants import Slip, each, kills
 
 RETURNED: dict[str, Any] = {}
 
@@ -33,7 +41,8 @@ def joined(first: Any, second: Any = None) -> dict[str, float]:
     RETURNED.update(First=first, Second=second)
     names = [f"{__name__}:{each}" for each in RETURNED]
     config: Any = SimpleNamespace(measure=SimpleNamespace(callbacks=names))
-    return Callbacks(config).step(1, {}, None)  # type: ignore[arg-type] # nothing here looks at the engine
+    session: Any = SimpleNamespace(engine=None, meters=SimpleNamespace(paused=nullcontext))
+    return Callbacks(session, made(config)).step(1, {})
 
 
 def test_numbers_of_python_and_numpy_are_joined() -> None:
@@ -63,6 +72,114 @@ def test_anything_else_is_refused(returned: Any, said: str) -> None:
 def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="Second returns 'a', which another callback returns too"):
         joined({"a": 1}, {"a": 2})
+
+
+CALLED: list[str] = []
+HOOK_S = 0.05
+
+
+class Everywhere(Callback):
+    """Notes every hook, with what the engine holds there, and takes long in each."""
+
+    def begin(self, step: int, engine: Any) -> None:
+        self.note(f"begin {step}")
+
+    def before(self, step: int, batches: Any, engine: Any) -> None:
+        self.weight = weight_of(engine)
+        self.note(f"before {step} {len(batches)}")
+
+    @contextmanager
+    def watch(self, step: int, engine: Any) -> Iterator[None]:
+        self.note("watch")
+        yield
+        self.note("watched")
+
+    def reduced(self, step: int, engine: Any) -> None:
+        gradients = engine.local_gradients()
+        self.note(f"reduced {set(gradients) == set(dict(engine.named_weights()))} {self.moved(engine)}")
+
+    def after(self, step: int, lr: float, grad_norm: float, engine: Any) -> None:
+        self.note(f"after {grad_norm > 0} {self.moved(engine)}")
+
+    def step(self, step: int, record: Any, engine: Any) -> Any:
+        self.note(f"step {step} {record['step']}")
+        if step == self.config.train.seed:
+            raise RuntimeError("stop here")
+
+    def checkpoint(self, step: int, engine: Any) -> None:
+        self.note(f"checkpoint {step}")
+
+    def end(self, status: str, engine: Any) -> None:
+        self.note(f"end {status}")
+
+    def close(self) -> None:
+        self.note("close")
+
+    def moved(self, engine: Any) -> str:
+        return "same" if torch.equal(weight_of(engine), self.weight) else "moved"
+
+    def note(self, what: str) -> None:
+        time.sleep(HOOK_S)
+        CALLED.append(what)
+
+
+def weight_of(engine: Any) -> torch.Tensor:
+    weight: torch.Tensor = next(weight for _, weight in engine.named_weights())
+    return weight.clone()
+
+
+def step_of(number: int) -> list[str]:
+    watched = ["watch", "watched", "reduced True same", "after True moved"]
+    return [f"before {number} 4", *watched, f"step {number} {number}"]
+
+
+def called(root: Path, **changes: Any) -> list[str]:
+    CALLED.clear()
+    usual = {"train__steps": 2, "measure__callbacks": [f"{__name__}:Everywhere"]}
+    train(small_config(**{**usual, **changes}), root)
+    return list(CALLED)
+
+
+def wrong_hooks(root: Path) -> Iterator[str]:
+    """Order of hooks over a run and a resumed one, and what they cost a step."""
+    every = {"ckpt__policy": CkptPolicy.last, "ckpt__every": 1}
+    found = called(root / "run", **every)
+    wanted = ["begin 0", *step_of(1), "checkpoint 1", *step_of(2), "checkpoint 2", "end done", "close"]
+    if found != wanted:
+        yield f"{found}"
+    line = read_metrics(root / "run" / "metrics.jsonl")[-1]
+    if line["step_time_s"] > HOOK_S:
+        yield f"hooks of {HOOK_S} s count: {line['step_time_s']} s"
+    if (found := called(root / "run", **every, train__steps=3))[:2] != ["begin 2", "before 3 4"]:
+        yield f"resumed: {found}"
+    with pytest.raises(RuntimeError, match="stop here"):
+        called(root / "broken", train__seed=1)
+    if CALLED[-2:] != ["step 1 1", "close"]:
+        yield f"after an error: {CALLED[-2:]}"
+
+
+def test_hooks_are_called_in_order(tmp_path: Path) -> None:
+    assert list(wrong_hooks(tmp_path)) == []
+
+
+MUTANTS = {
+    "too late": Slip(
+        loop.Loop,
+        "_watch",
+        "self.callbacks.before(step, microbatches)\n    self.callbacks.watch(step, watches)",
+        "self.callbacks.watch(step, watches)\n    self.callbacks.before(step, microbatches)",
+        "A hook before the step is called within it",
+    ),
+    "time of hooks": Slip(Callbacks, "reduced", "self._meters.timers.aside()", "nullcontext()", "A hook's time counts"),
+    "left open": Slip(loop.Loop, "run", "self.callbacks.close()", "pass", "Callbacks are not closed"),
+    "a checkpoint unheard of": Slip(loop.Loop, "_save_if_due", "self.callbacks.checkpoint(step)", "", "It is not told"),
+}
+
+
+@pytest.mark.parametrize("name", each("own classes", ((name, slip.breaks) for name, slip in MUTANTS.items())))
+def test_a_hook_out_of_place_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(wrong_hooks(tmp_path)), f"{name} survives"
 
 
 @kills("own classes", "a bare number", "A callback's bare number is dropped without a word")
