@@ -21,7 +21,6 @@
 #     STORE=$PWD/runs STUDY=parity_pair jupytext --to ipynb --execute analysis/notebooks/verdict_power.py
 
 # %%
-import json
 import os
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from analysis import judge, plot, stats
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
 SOURCES = None if os.environ.get("ARCHIVED") else "checkout"  # ARCHIVED=1: runs that other sources made
-CAMPAIGN = Path(os.environ.get("CAMPAIGN", Path(analysis.__file__).parents[1] / "benchmarks/data/power.json"))
+CAMPAIGN = Path(os.environ.get("CAMPAIGN", Path(analysis.__file__).parents[1] / "benchmarks/data/power.csv"))
 study = judge.study(STORE, STUDY, sources=SOURCES)
 print(study.question or f"The study {STUDY}.")
 print(study.told)
@@ -81,12 +80,12 @@ for seeds in study.verdict.seeds if study.verdict else ():
 # %% [markdown]
 # ## Faults put in on purpose
 #
-# The campaign of `docs/records/power.md` (`python benchmarks/power/first_steps.py`): the share of faulty runs that did
-# not pass, by strength, and of clean ones that did not pass either.
+# The campaign over whole runs (docs/records/power.md): the share of faulty runs that did not pass, by strength, and of
+# clean ones that did not pass either.
 
 # %%
 if CAMPAIGN.exists():
-    pairs = pd.DataFrame(json.loads(CAMPAIGN.read_text(encoding="utf-8"))["pairs"])
+    pairs = pd.read_csv(CAMPAIGN, keep_default_na=False)
     pairs["stopped"] = ~pairs["outcome"].isin(["EQUAL", "EQUIVALENT"])
     pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
     pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
@@ -95,7 +94,7 @@ if CAMPAIGN.exists():
     plot.rates(found, ax)
     print(found[["name", "hits", "of", "share"]].to_string(index=False))
 else:
-    print(f"There is no campaign at {CAMPAIGN}; python benchmarks/power/first_steps.py --out {CAMPAIGN} makes one.")
+    print(f"There is no campaign at {CAMPAIGN}; benchmarks/power/whole_runs.py makes one.")
 
 # %%
 plt.show()

@@ -13,19 +13,13 @@ lacks a behaviour that is not listed as pending.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tests.fsdp.behaviours.catalog import (  # noqa: E402
+from benchmarks.pages.tables import DOCS, markdown_table, read, versions, write
+from tests.fsdp.behaviours.catalog import (
     BEHAVIOURS,
     DECIDED,
     PENDING,
@@ -34,12 +28,9 @@ from tests.fsdp.behaviours.catalog import (  # noqa: E402
     UNPROVEN,
     WAITING,
 )
-from tests.fsdp.behaviours.lab import Behaviour  # noqa: E402
-from tests.fsdp.behaviours.running import Trial, run  # noqa: E402
+from tests.fsdp.behaviours.running import Trial, run
 
-DATA = ROOT / "benchmarks" / "data" / "behaviours.json"
-PAGE = ROOT / "docs" / "records" / "behaviours.md"
-PACKAGES = ("torch", "megatron-fsdp")
+DATA, PAGE = "behaviours.json", DOCS / "records" / "behaviours.md"
 PATIENCE = 20.0
 """Seconds that a rank of an engine waits for another; some do so for ever."""
 
@@ -56,6 +47,21 @@ KNOWN = {
 }
 """Failures that a script in docs/records/upstream shows without this repository's code."""
 
+HEAD = """# What an FSDP engine is known by
+
+*Record. What three FSDP engines do and do not do, check by check. Made by
+`python benchmarks/pages/behaviours.py`; every answer is in `benchmarks/data/behaviours.json`.
+{versions}; {machine}.*
+
+Each behaviour is one check (`tests/fsdp/behaviours/`), the same for all engines: our own, NVIDIA's
+megatron-fsdp as released, and torch's FSDP2. *holds*, *fails*: what was measured. *not offered*: the engine
+cannot be asked for it. *pending*: our engine does not have it yet. A mutant is our engine with one mistake;
+the check fails on it (`pytest tests/fsdp/behaviours`). Without a GPU megatron-fsdp runs through
+`harness/engines/adapters/megatron_on_cpu.py`: one thread does everything in the order of issue, so memory
+and overlap say less about a GPU than numbers do.
+Names in brackets are reports with scripts that need nothing of this repository.
+"""
+
 Answers = dict[str, dict[str, dict[str, Any]]]
 """Engine -> behaviour -> answer."""
 
@@ -67,16 +73,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--keys", default=",".join(BEHAVIOURS), help="comma-separated (default: all)")
     parser.add_argument("--page", action="store_true", help="run nothing")
     arguments = parser.parse_args(argv)
-    facts = json.loads(DATA.read_text()) if DATA.exists() else {"answers": {}}
+    facts = read(DATA, {"answers": {}})
     if not arguments.page:
-        measured = measure(arguments.engines.split(","), arguments.keys.split(","))
-        for engine, answers in measured.items():
+        for engine, answers in measure(arguments.engines.split(","), arguments.keys.split(",")).items():
             facts["answers"].setdefault(engine, {}).update(answers)
-        facts |= {"versions": versions(), "machine": f"{platform.machine()}, gloo on CPU"}
-        DATA.write_text(json.dumps(facts, indent=1) + "\n")
-    PAGE.write_text(page(facts))
+        facts |= {"versions": versions("torch", "megatron-fsdp"), "machine": f"{platform.machine()}, gloo on CPU"}
+        write(DATA, facts)
+    PAGE.write_text(page(facts), encoding="utf-8")
     bad = [key for key, each in facts["answers"]["native"].items() if each["outcome"] != "holds" and key not in PENDING]
-    print(f"{PAGE}: {len(BEHAVIOURS)} checks on {len(facts['answers'])} engines")
     for key in bad:
         print(f"native fails {key}: {facts['answers']['native'][key]['fact']}", file=sys.stderr)
     return 1 if bad else 0
@@ -89,66 +93,39 @@ def measure(engines: Sequence[str], keys: Sequence[str]) -> Answers:
         for ranks in sorted({BEHAVIOURS[key].ranks for key in keys}):
             trials = [Trial(engine, key, whole=True) for key in keys if BEHAVIOURS[key].ranks == ranks]
             for trial, answer in run(trials, ranks, PATIENCE).items():
-                told = {name: value for name, value in asdict(answer).items() if name in ("outcome", "fact")}
-                found[engine][trial.key] = told
+                found[engine][trial.key] = {"outcome": answer.outcome, "fact": answer.fact}
                 print(f"{engine} {trial.key}: {answer.outcome}: {answer.fact} ({answer.seconds:.1f} s)", flush=True)
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of what was measured."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
-
-
 def page(facts: dict[str, Any]) -> str:
-    """The page."""
-    shown = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    parts = [
-        "# What an FSDP engine is known by\n",
-        "*Record. What three FSDP engines do and do not do, check by check. Made by",
-        "`python benchmarks/pages/behaviours.py`; every answer is in `benchmarks/data/behaviours.json`.",
-        f"{shown}; {facts['machine']}.*\n",
-        "Each behaviour is one check (`tests/fsdp/behaviours/`), the same for all engines: our own, NVIDIA's",
-        "megatron-fsdp as released, and torch's FSDP2. *holds*, *fails*: what was measured. *not offered*: the engine",
-        "cannot be asked for it. *pending*: our engine does not have it yet. A mutant is our engine with one mistake;",
-        "the check fails on it (`pytest tests/fsdp/behaviours`). Without a GPU megatron-fsdp runs through",
-        "`harness/engines/adapters/megatron_on_cpu.py`: one thread does everything in the order of issue, so memory",
-        "and overlap say less about a GPU than numbers do.",
-        "Names in brackets are reports with scripts that need nothing of this repository.\n",
-        *_counts(facts["answers"]),
-    ]
+    answers = facts["answers"]
+    kinds = ("holds", "fails", "not offered", "pending")
+    each = {engine: [_outcome(engine, *item) for item in answers.get(engine, {}).items()] for engine in SUBJECTS}
+    counts = [(engine, *map(outcomes.count, kinds)) for engine, outcomes in each.items()]
+    parts = [HEAD.format(**facts), markdown_table(["engine", *kinds], counts)]
     for title, module in SECTIONS.items():
-        parts += _section(title, [b for b in BEHAVIOURS.values() if b.check.__module__ == module.__name__], facts)
-    parts += [
-        *_listed("Decided otherwise", "Not wanted as they stand; what is done instead:", DECIDED),
-        *_listed("Unproven here", "No machine that ran this can show:", UNPROVEN),
-        *_listed("Waiting", "Not checked, or in part only, until other work is done:", WAITING),
-        *_listed("Pending in our engine", "Checked, and expected to fail until it has:", PENDING),
-    ]
+        rows = [
+            [b.key, b.says]
+            + [_cell(engine, b.key, answers.get(engine, {}).get(b.key)) for engine in SUBJECTS]
+            + ["; ".join(mutant.says for mutant in b.mutants)]
+            for b in BEHAVIOURS.values()
+            if b.check.__module__ == module.__name__
+        ]
+        parts += [f"\n## {title}\n", markdown_table(["", "behaviour", *SUBJECTS, "mutants"], rows)]
+    for title, lead, entries in (
+        ("Decided otherwise", "Not wanted as they stand; what is done instead:", DECIDED),
+        ("Unproven here", "No machine that ran this can show:", UNPROVEN),
+        ("Waiting", "Not checked, or in part only, until other work is done:", WAITING),
+        ("Pending in our engine", "Checked, and expected to fail until it has:", PENDING),
+    ):
+        parts += [f"\n## {title}\n", f"{lead}\n", *(f"- {key}: {text}" for key, text in entries.items())]
     return "\n".join(parts).rstrip() + "\n"
-
-
-def _counts(answers: Answers) -> list[str]:
-    lines = ["| engine | holds | fails | not offered | pending |", "|---|---|---|---|---|"]
-    for engine in SUBJECTS:
-        outcomes = [_outcome(engine, key, each) for key, each in answers.get(engine, {}).items()]
-        counts = [str(outcomes.count(name)) for name in ("holds", "fails", "not offered", "pending")]
-        lines.append(f"| {engine} | " + " | ".join(counts) + " |")
-    return [*lines, ""]
 
 
 def _outcome(engine: str, key: str, answer: dict[str, Any]) -> str:
     pending = engine == "native" and key in PENDING and answer["outcome"] != "holds"
     return "pending" if pending else str(answer["outcome"])
-
-
-def _section(title: str, behaviours: Sequence[Behaviour], facts: dict[str, Any]) -> list[str]:
-    lines = [f"## {title}\n", "| | behaviour | " + " | ".join(SUBJECTS) + " | mutants |", "|---|---|---|---|---|---|"]
-    for each in behaviours:
-        cells = [_cell(engine, each.key, facts["answers"].get(engine, {}).get(each.key)) for engine in SUBJECTS]
-        mutants = "; ".join(mutant.says for mutant in each.mutants)
-        lines.append(f"| {each.key} | {each.says} | " + " | ".join(map(_escaped, [*cells, mutants])) + " |")
-    return [*lines, ""]
 
 
 def _cell(engine: str, key: str, answer: dict[str, Any] | None) -> str:
@@ -158,16 +135,7 @@ def _cell(engine: str, key: str, answer: dict[str, Any] | None) -> str:
     if outcome == "pending":
         return f"**pending**: {PENDING[key]}"
     report = KNOWN.get((engine, key)) if outcome == "fails" else None
-    link = f" [[{report}](upstream/{report}.md)]" if report else ""
-    return f"**{outcome}**: {answer['fact']}{link}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _listed(title: str, lead: str, entries: dict[Any, str]) -> list[str]:
-    return [f"## {title}\n", f"{lead}\n", *(f"- {key}: {text}" for key, text in entries.items()), ""]
+    return f"**{outcome}**: {answer['fact']}{f' [[{report}](upstream/{report}.md)]' if report else ''}"
 
 
 if __name__ == "__main__":

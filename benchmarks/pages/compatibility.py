@@ -13,27 +13,21 @@ sentences and versions are in benchmarks/data/compatibility.json. Exits 1 where 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.pages.tables import DOCS, ROOT, markdown_table, read, versions, write
+from tests.fsdp.ordinary.dialects import OURS, PEERS, attempt_as, changed_lines
+from tests.fsdp.ordinary.judging import TOLERANCE, difference
+from tests.fsdp.ordinary.program import Program
+from tests.fsdp.ordinary.running import Lost, Outcome, Raised, Trained, reference, run
+from tests.fsdp.ordinary.scenarios import SCENARIOS
+from tests.fsdp.pairs import STRATEGIES
 
-from tests.fsdp.ordinary.dialects import OURS, PEERS, attempt_as, changed_lines  # noqa: E402
-from tests.fsdp.ordinary.judging import TOLERANCE, difference  # noqa: E402
-from tests.fsdp.ordinary.program import Program  # noqa: E402
-from tests.fsdp.ordinary.running import Lost, Outcome, Raised, Trained, reference, run  # noqa: E402
-from tests.fsdp.ordinary.scenarios import SCENARIOS  # noqa: E402
-from tests.fsdp.pairs import STRATEGIES  # noqa: E402
-
-DATA = ROOT / "benchmarks" / "data" / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+DATA, PAGE = "compatibility.json", DOCS / "compatibility.md"
 PROSE = ROOT / "benchmarks" / "pages" / "compatibility_prose.md"
 PATIENCE = 6
 RIGHT, REFUSED, RAISES, WRONG, HANGS = "right", "refused", "raises", "wrong", "hangs"
@@ -50,16 +44,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--headings", default=",".join(SCENARIOS), help="comma-separated (default: all)")
     parser.add_argument("--page", action="store_true", help="run nothing")
     chosen = parser.parse_args(argv)
-    facts: Facts = json.loads(DATA.read_text()) if DATA.exists() else {"outcomes": {}}
+    facts: Facts = read(DATA, {"outcomes": {}})
     if not chosen.page:
         for name, column, told in measure(chosen.engines.split(","), chosen.headings.split(",")):
             facts["outcomes"].setdefault(name, {})[column] = told
         known = [name for programs in SCENARIOS.values() for name in programs]
         facts["outcomes"] = {name: facts["outcomes"][name] for name in known if name in facts["outcomes"]}
-        packages = {each: metadata.version(each) for each in ("torch", "megatron-fsdp")}
-        facts |= {"versions": {"python": platform.python_version(), **packages}}
-        facts |= {"machine": f"{platform.machine()}, gloo on CPU"}
-        DATA.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        facts |= {"versions": versions("torch", "megatron-fsdp"), "machine": f"{platform.machine()}, gloo on CPU"}
+        write(DATA, facts)
     PAGE.write_text(page(facts), encoding="utf-8")
     bad = [(n, c) for n, told in facts["outcomes"].items() for c, (kind, _) in told.items()
            if c in STRATEGIES and kind in (WRONG, HANGS)]  # fmt: skip
@@ -118,29 +110,21 @@ def _first_line(text: str) -> str:
 
 def page(facts: Facts) -> str:
     """The page, from the data and the prose beside this file."""
-    shown = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     notes: dict[str, int] = {}
-    tables = "\n".join(
-        line for heading, programs in SCENARIOS.items() for line in _table(heading, programs, facts, notes)
-    )
+    head = ["", *PEERS, "ours", "lines from DDP, FSDP2, megatron-fsdp"]
+    tables = [
+        f"## {heading}\n\n{markdown_table(head, [_row(*each, facts, notes) for each in programs.items()])}\n"
+        for heading, programs in SCENARIOS.items()
+    ]
     sentences = "\n".join(f"{number}. {_escaped(text)}" for text, number in notes.items())
-    text = PROSE.read_text(encoding="utf-8")
-    for place, made in (("VERSIONS", f"{shown}; {facts['machine']}"), ("TABLES", tables), ("SENTENCES", sentences)):
-        text = text.replace(f"<{place}>", made)
-    return text
+    text = PROSE.read_text(encoding="utf-8").replace("<VERSIONS>", f"{facts['versions']}; {facts['machine']}")
+    return text.replace("<TABLES>", "\n".join(tables)).replace("<SENTENCES>", sentences)
 
 
-def _table(heading: str, programs: dict[str, Program], facts: Facts, notes: dict[str, int]) -> Iterator[str]:
-    names = " | ".join(PEERS)
-    yield f"## {heading}\n"
-    yield f"| | {names} | ours | lines from DDP, FSDP2, megatron-fsdp |"
-    yield "|---|---|---|---|---|---|"
-    for name, program in programs.items():
-        told = facts["outcomes"].get(name, {})
-        cells = [_cell(told[peer], notes) if peer in told else "not run" for peer in PEERS]
-        lines = ", ".join(str(changed_lines(peer, program)) for peer in PEERS)
-        yield f"| {name} | {' | '.join(cells)} | {_ours(told, notes)} | {lines} |"
-    yield ""
+def _row(name: str, program: Program, facts: Facts, notes: dict[str, int]) -> list[str]:
+    told = facts["outcomes"].get(name, {})
+    cells = [_cell(told[peer], notes) if peer in told else "not run" for peer in PEERS]
+    return [name, *cells, _ours(told, notes), ", ".join(str(changed_lines(peer, program)) for peer in PEERS)]
 
 
 def _ours(told: dict[str, list[str]], notes: dict[str, int]) -> str:

@@ -15,8 +15,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from harness.bench import Report, markdown, report, text
 from harness.config.errors import BadRequest
 from harness.store.files import write_atomic, write_json

@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from benchmarks.gpu.wheels import bring  # noqa: E402
 bring(ROOT)  # before what needs it is imported
 
 from benchmarks.gpu.pieces import PIECES, files  # noqa: E402
+from benchmarks.pages.tables import markdown_table  # noqa: E402
 from harness.store.provenance import cpu_model  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "gpu"
@@ -58,14 +58,12 @@ def read() -> dict[str, Facts]:
 
 def page(results: dict[str, Facts], rehearsal: Facts | None, compared: Facts | None = None) -> str:
     """The whole page. compared: of `benchmarks/gpu/versions.py`."""
-    lines = [HEAD, "| piece | what it asks | what it found | on | seconds |", "|---|---|---|---|---|"]
-    found = {piece: " | ".join(outcome(results.get(piece.name))) for piece in PIECES}
-    lines += [f"| `{piece.name}` | {piece.asks} | {cells} |" for piece, cells in found.items()]
-    for name in TIMED:
-        lines += ["", f"## {name}", "", *rows(results.get(name))]
-    lines += ["", "## Before and after parameters at rest became DTensors", "", *versions(compared)]
-    lines += ["", "## The rehearsal on CPU", "", *rehearsed(rehearsal)]
-    return "\n".join(lines) + "\n"
+    pieces = [(f"`{piece.name}`", piece.asks, *outcome(results.get(piece.name))) for piece in PIECES]
+    parts = [HEAD, markdown_table(["piece", "what it asks", "what it found", "on", "seconds"], pieces)]
+    parts += [f"\n## {name}\n\n{rows(results.get(name))}" for name in TIMED]
+    parts.append(f"\n## Before and after parameters at rest became DTensors\n\n{versions(compared)}")
+    parts.append(f"\n## The rehearsal on CPU\n\n{rehearsed(rehearsal)}")
+    return "\n".join(parts) + "\n"
 
 
 def made() -> str:
@@ -108,63 +106,54 @@ def product(row: Facts) -> str:
     return f"{row['kind']} within {row['error']:.0e}" if row["right"] else f"{row['kind']} not used: {row['why'][0]}"
 
 
-def rows(result: Facts | None) -> Iterator[str]:
+def rows(result: Facts | None) -> str:
     """The table of a timed piece."""
-    yield "| engine | strategy | step, ms | exposed comm., ms | peak, MiB | beside tensors, MiB | blocks |"
-    yield "|---|---|---|---|---|---|---|"
-    if result is None:
-        yield f"| {' | '.join([NOT_MEASURED] * 7)} |"
-        return
-    for row in result["found"]["rows"]:
+    head = ["engine", "strategy", "step, ms", "exposed comm., ms", "peak, MiB", "beside tensors, MiB", "blocks"]
+    cells = [[NOT_MEASURED] * len(head)] if result is None else []
+    for row in result["found"]["rows"] if result else ():
         exposed = "-" if row["exposed_comm_ms"] is None else f"{row['exposed_comm_ms']:.2f}"
         sizes = [_mib(row[key]) for key in ("peak_bytes", "outside_bytes")]
-        cells = [row["engine"], row["sharding"], f"{row['step_ms']:.2f}", exposed, *sizes, str(row["blocks"])]
-        yield f"| {' | '.join(cells)} |"
+        cells.append([row["engine"], row["sharding"], f"{row['step_ms']:.2f}", exposed, *sizes, row["blocks"]])
+    return markdown_table(head, cells)
 
 
-def versions(facts: Facts | None) -> Iterator[str]:
+def versions(facts: Facts | None) -> str:
     """The table of two checkouts."""
     command = "`python benchmarks/gpu/versions.py --base FOLDER`, FOLDER with the files of f5f18313"
     if facts is None:
-        yield f"{NOT_MEASURED}: {command}."
-        return
+        return f"{NOT_MEASURED}: {command}."
     machine, (dim, layers, _, batch, length) = facts["machine"], facts["sizes"]
-    yield (
+    told = (
         f"{command}, on {machine['devices'][0]}, torch {facts['versions']['torch']}, NCCL {machine['nccl']}, driver"
         f" {machine['driver']}: one rank, {layers} layers of width {dim}, {batch} sequences of {length} in bf16;"
         f" {facts['turns']} turns of {facts['steps']} steps, of which *host* is the time that the loop takes to issue"
         " one: here that is all of it. DDP and FSDP2 are the same on both sides, and their ratios what two processes"
         " of one program vary by."
     )
-    yield ""
-    titles = ["arm", "step, ms", "host, ms", "/ before", "/ FSDP2", "kernels", "copies", "waits", "peak, MiB"]
-    yield f"| {' | '.join(titles)} |"
-    yield "|" + "---|" * len(titles)
+    table = []
     for arm, row in facts["rows"].items():
-        ratios = [row[key] for key in ("ratio", "to_fsdp2")]
-        cells = [arm, f"{row['here_ms']:.1f}", f"{row['host_ms']:.1f}"]
-        cells += [f"{each['value']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in ratios]
-        for key in ("kernels", "copies", "waits", "peak_mib"):
-            here, base = row["here"][key], row["base"][key]
-            cells.append(f"{here}" if here == base else f"{here}, before {base}")
-        yield f"| {' | '.join(cells)} |"
+        ratios = [f"{row[key]['value']:.2f} ({row[key]['low']:.2f} to {row[key]['high']:.2f})" for key in RATIOS]
+        here, base = ([row[side][key] for key in COUNTS] for side in ("here", "base"))
+        counts = [f"{a}" if a == b else f"{a}, before {b}" for a, b in zip(here, base, strict=True)]
+        table.append([arm, f"{row['here_ms']:.1f}", f"{row['host_ms']:.1f}", *ratios, *counts])
+    head = ["arm", "step, ms", "host, ms", "/ before", "/ FSDP2", "kernels", "copies", "waits", "peak, MiB"]
+    return f"{told}\n\n{markdown_table(head, table)}"
 
 
-def rehearsed(facts: Facts | None) -> Iterator[str]:
+RATIOS, COUNTS = ("ratio", "to_fsdp2"), ("kernels", "copies", "waits", "peak_mib")
+
+
+def rehearsed(facts: Facts | None) -> str:
     """Seconds that each piece took on CPU with tiny sizes."""
     if facts is None:
-        yield f"{NOT_MEASURED}: `python {COMMAND}`."
-        return
-    yield (
+        return f"{NOT_MEASURED}: `python {COMMAND}`."
+    told = (
         f"`{facts['command']}` on {facts['processor']}, torch {facts['torch']}: the same pieces without a device, which"
         " proves the script and nothing about a GPU."
     )
-    yield ""
-    yield "| piece | seconds | commands | wrong |"
-    yield "|---|---|---|---|"
-    for piece in PIECES:
-        row = facts["pieces"][piece.name]
-        yield f"| `{piece.name}` | {row['wall_s']:.0f} | {row['commands']} | {row['wrong']} |"
+    each = {piece.name: facts["pieces"][piece.name] for piece in PIECES}
+    cells = [(f"`{name}`", f"{row['wall_s']:.0f}", row["commands"], row["wrong"]) for name, row in each.items()]
+    return f"{told}\n\n{markdown_table(['piece', 'seconds', 'commands', 'wrong'], cells)}"
 
 
 def rehearsal_of(folder: Path, command: str, processor: str) -> Facts:

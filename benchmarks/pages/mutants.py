@@ -15,16 +15,17 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = ROOT / "benchmarks" / "data" / "mutants.json"
-PAGE = ROOT / "docs" / "records" / "mutants.md"
+from benchmarks.pages import tables
+from benchmarks.pages.tables import markdown_table
+
+PAGE = tables.DOCS / "records" / "mutants.md"
+DATA, GONE = "mutants.json", "mutants_gone.json"
 Rows = list[dict[str, Any]]
-GONE = ROOT / "benchmarks" / "data" / "mutants_gone.json"
 GONE_HEAD = """Mutants of mechanisms that were deleted when parameters between passes became DTensors; written by hand.
 """
 HEAD = """\
@@ -55,15 +56,14 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.page:
         code, found = run(arguments.files)
         rows = merged(rows, found, arguments.files)
-        DATA.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        tables.write(DATA, rows)
     PAGE.write_text(page(rows), encoding="utf-8")
     print(f"{PAGE}: {len(rows)} mutants")
     return code
 
 
 def read() -> Rows:
-    """What is recorded."""
-    rows: Rows = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else []
+    rows: Rows = tables.read(DATA, [])
     return rows
 
 
@@ -72,7 +72,7 @@ def run(files: Sequence[str]) -> tuple[int, Rows]:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         command = [sys.executable, "-m", "pytest", *files, "-m", "kills", "--mutants", str(found)]
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        code = subprocess.run(command, cwd=tables.ROOT, check=False).returncode
         return code, json.loads(found.read_text(encoding="utf-8"))
 
 
@@ -84,32 +84,31 @@ def merged(rows: Rows, found: Rows, files: Sequence[str]) -> Rows:
 
 def page(rows: Rows) -> str:
     """The page; rows of a area lie side by side."""
-    areas = [(area, list(of_area)) for area, of_area in groupby(rows, key=lambda row: str(row["area"]))]
-    parts = [HEAD + "| | mutants | seconds |", "|---|---|---|"]
-    parts += [f"| {area} | {len(each)} | {_seconds(_sum(each), 1)} |" for area, each in areas]
-    parts.append(f"| together | {len(rows)} | {_seconds(_sum(rows), 1)} |")
-    for area, each in areas:
-        parts += (
-            ["", f"## {area}", "", f"Killed by `{_test(each[0])}`.", ""] if _is_one(each) else ["", f"## {area}", ""]
-        )
-        parts += ["| mutant | what it breaks | test | seconds |", "|---|---|---|---|"]
-        parts += [_line(row, _is_one(each)) for row in each]
+    areas = {str(area): list(of_area) for area, of_area in groupby(rows, key=lambda row: row["area"])}
+    counts = [(area, len(each), _seconds(_sum(each), 1)) for area, each in [*areas.items(), ("together", rows)]]
+    parts = [HEAD + markdown_table(["", "mutants", "seconds"], counts)]
+    parts += [part for area, each in areas.items() for part in _room(area, each)]
+    gone = [[each[key] for key in ("name", "area", "breaks", "gone")] for each in tables.read(GONE)]
     parts += [
         "",
         "## Gone",
         "",
         GONE_HEAD,
-        "| mutant | of | what it broke | gone with, or found as |",
-        "|---|---|---|---|",
+        markdown_table(["mutant", "of", "what it broke", "gone with, or found as"], gone),
     ]
-    gone = json.loads(GONE.read_text(encoding="utf-8"))
-    parts += [f"| {' | '.join(_plain(each[key]) for key in ('name', 'area', 'breaks', 'gone'))} |" for each in gone]
     return "\n".join(parts) + "\n"
 
 
-def _line(row: dict[str, Any], is_one: bool) -> str:
-    test = row["test"].removeprefix(_test(row)) if is_one else row["test"]
-    return f"| {_plain(row['name'])} | {_plain(row['breaks'])} | `{_plain(test)}` | {_seconds(row['seconds'])} |"
+def _room(area: str, rows: Rows) -> Iterator[str]:
+    tests = {_test(row) for row in rows}
+    one = tests.pop() if len(tests) == 1 else ""
+    yield f"\n## {area}\n"
+    if one:
+        yield f"Killed by `{one}`.\n"
+    yield markdown_table(
+        ["mutant", "what it breaks", "test", "seconds"],
+        [(r["name"], r["breaks"], f"`{r['test'].removeprefix(one)}`", _seconds(r["seconds"])) for r in rows],
+    )
 
 
 def _seconds(seconds: float, digits: int = 2) -> str:
@@ -122,17 +121,8 @@ def _test(row: dict[str, Any]) -> str:
     return str(row["test"]).partition("[")[0]
 
 
-def _is_one(rows: Rows) -> bool:
-    """Whether one parametrised test kills all of them."""
-    return len({_test(row) for row in rows}) == 1
-
-
 def _sum(rows: Rows) -> float:
     return sum(float(row["seconds"]) for row in rows)
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -5,38 +5,44 @@ python benchmarks/pages/settings_page.py
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.pages.tables import DOCS, markdown_table
 from harness.config.capabilities import ENGINES
 from harness.config.doc import Setting, as_typed, groups, settings
 from harness.fsdp.vocabulary import Choice
-from harness.store.files import write_atomic
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+HEAD = """# Every setting
+
+*Reference. Every setting, with its values, default and meaning. Made by `python
+benchmarks/pages/settings_page.py` from `harness/config/schema.py`.*
+
+Set a value with `group.key=value`; `group=option` selects a file of `conf/`, whose values replace defaults.
+"""
 
 
 def guide() -> str:
     """The configuration guide as Markdown: a table a group."""
-    lines = [
-        "# Every setting",
-        "",
-        "*Reference. Every setting, with its values, default and meaning. Made by `python",
-        "benchmarks/pages/settings_page.py` from `harness/config/schema.py`.*",
-        "",
-        "Set a value with `group.key=value`; `group=option` selects a file of `conf/`, whose values replace defaults.",
-    ]
+    parts = [HEAD]
     for group, sentence in groups().items():
-        lines += ["", f"## {group}", "", sentence, "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(s) for path, s in settings().items() if path.startswith(f"{group}.")]
-    lines += ["", "## Outside the groups", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(s) for path, s in settings().items() if "." not in path]
-    return "\n".join(lines) + "\n"
+        mine = (each for path, each in settings().items() if path.startswith(f"{group}."))
+        parts.append(f"## {group}\n\n{sentence}\n\n{_table(mine)}\n")
+    outside = (each for path, each in settings().items() if "." not in path)
+    return "\n".join([*parts, f"## Outside the groups\n\n{_table(outside)}\n"])
 
 
-def _row(s: Setting) -> str:
-    default = as_typed(s.default) or "''"
-    return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence}{meanings(s.type)}{_takers(s.path)} |"
+def _table(found: Iterable[Setting]) -> str:
+    rows = [
+        (
+            f"`{s.path}`",
+            s.expects,
+            f"`{as_typed(s.default) or chr(39) * 2}`",
+            s.sentence + meanings(s.type) + _takers(s.path),
+        )
+        for s in found
+    ]
+    return markdown_table(["setting", "takes", "default", "meaning"], rows)
 
 
 def _takers(path: str) -> str:
@@ -53,4 +59,4 @@ def meanings(kind: Any) -> str:
 
 
 if __name__ == "__main__":
-    write_atomic(PAGE, guide())
+    (DOCS / "configuration.md").write_text(guide(), encoding="utf-8")

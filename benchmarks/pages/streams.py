@@ -8,19 +8,12 @@ The first command records trainings on a CPU and writes benchmarks/data/streams.
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks.pages.tables import DOCS, markdown_table, read
+from tests.streams.edges import REASONS
 
-from tests.streams.edges import REASONS  # noqa: E402
-
-DATA = ROOT / "benchmarks" / "data" / "streams.json"
-PAGE = ROOT / "docs" / "records" / "streams.md"
+PAGE = DOCS / "records" / "streams.md"
 HEAD = """# What streams wait for
 
 *Record. Which waits the CUDA path of the engine has, what breaks without each, and what overlaps. Made by
@@ -50,77 +43,76 @@ would be shorter by if collectives took no time.
 Under a bf16 wire FSDP2 has NCCL sum in bf16; the engine sums in fp32. Under `optim_grads` FSDP2 gathers in
 the forward and keeps that for the backward; the engine gathers after the update, and each unit waits for its
 own weights."""
+RECORDED = """{trainings:,} trainings of two steps on two to six ranks, {operations:,} operations on\
+ streams, torch {torch}: {count} race{s}.
+Among them are those of `make test`, which hold every pair of values of strategy, hybrid, microbatches,\
+ prefetch, plain, double or user buffers, offload, recomputation, clipping, stream of the backward and dtype\
+ policy, and some with what is not combined with everything: weights of 8 bits under every recipe, an inner\
+ axis of one rank, programs that read or load weights; and {parts} of {of} parts of the\
+ product of all these, which has {product:,}."""
 Facts = dict[str, Any]
 
 
 def page(facts: Facts) -> str:
-    """The whole page."""
-    lines = [HEAD, "## What was recorded", "", *recorded(facts), "", "## What breaks without each edge", "", EDGES, ""]
-    lines += [*edges(facts["edges"].values()), "", "## What overlaps", "", told(facts["costs"]), ""]
-    return "\n".join([*lines, *launches(facts["costs"]["rows"]), "", *times(facts["costs"])]) + "\n"
-
-
-def told(costs: Facts) -> str:
-    """What the tables of costs assume."""
-    machine = costs["machine"]
-    return COSTS.format(
+    races, costs, machine = facts["races"], facts["costs"], facts["costs"]["machine"]
+    told = COSTS.format(
         launch_us=machine["launch_s"] * 1e6,
         memory=machine["bytes_per_s"] / 1e12,
         flops=machine["flops"] / 1e12,
         layers=costs["layers"],
         ranks=costs["ranks"],
     )
+    parts = [
+        f"{HEAD}\n## What was recorded\n",
+        RECORDED.format(**facts | {"count": len(races) or "no", "s": "s" * (len(races) != 1)}),
+        *(f"- {race}" for race in races),
+        f"\n## What breaks without each edge\n\n{EDGES}\n",
+        edges(facts["edges"].values()),
+        f"\n## What overlaps\n\n{told}\n",
+        launches(costs["rows"]),
+        "",
+        times(costs),
+    ]
+    return "\n".join(parts) + "\n"
 
 
-def launches(rows: Any) -> Iterator[str]:
+def launches(rows: Any) -> str:
     """Kernels of a step, by who asks for them."""
-    yield "| engine | strategy | wire | kernels | model's | beside it | collectives | events and waits | host stops |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    head = ["kernels", "model's", "beside it", "collectives", "events and waits", "host stops"]
+    cells = []
     for row in rows:
         beside = row["engine"] + row["update"]
         total = row["compute"] + beside + row["collectives"]
-        cells = [total, row["compute"], beside, row["collectives"], row["orders"], sum(row["stops"].values())]
-        yield f"| {_arm(row)} | {' | '.join(map(str, cells))} |"
+        counts = [total, row["compute"], beside, row["collectives"], row["orders"], sum(row["stops"].values())]
+        cells.append([*_arm(row), *counts])
+    return markdown_table([*ARM, *head], cells)
 
 
-def times(costs: Facts) -> Iterator[str]:
+def times(costs: Facts) -> str:
     """When a step would end, and what of it is exposed, in ms."""
-    columns = [f"{size}, {link}" for size in costs["sizes"] for link in costs["links"]]
-    yield f"| engine | strategy | wire | {' | '.join(f'{column}: step / exposed, ms' for column in columns)} |"
-    yield f"|{'---|' * (3 + len(columns))}"
-    for row in costs["rows"]:
-        cells = [f"{each['step_ms']:.1f} / {each['exposed_ms']:.1f}" for each in row["times"]]
-        yield f"| {_arm(row)} | {' | '.join(cells)} |"
+    columns = [f"{size}, {link}: step / exposed, ms" for size in costs["sizes"] for link in costs["links"]]
+    rows = [
+        [*_arm(row), *(f"{each['step_ms']:.1f} / {each['exposed_ms']:.1f}" for each in row["times"])]
+        for row in costs["rows"]
+    ]
+    return markdown_table([*ARM, *columns], rows)
 
 
-def _arm(row: Facts) -> str:
-    return f"{row['name']} | `{row['strategy']}` | {row['wire']}"
+ARM = ("engine", "strategy", "wire")
 
 
-def recorded(facts: Facts) -> Iterator[str]:
-    """How many trainings, of how many, and what was found."""
-    races = facts["races"]
-    yield (
-        f"{facts['trainings']:,} trainings of two steps on two to six ranks, {facts['operations']:,} operations on"
-        f" streams, torch {facts['torch']}: {len(races) or 'no'} race{'s' * (len(races) != 1)}."
-    )
-    yield (
-        "Among them are those of `make test`, which hold every pair of values of strategy, hybrid, microbatches,"
-        " prefetch, plain, double or user buffers, offload, recomputation, clipping, stream of the backward and dtype"
-        " policy, and some with what is not combined with everything: weights of 8 bits under every recipe, an inner"
-        f" axis of one rank, programs that read or load weights; and {facts['parts']} of {facts['of']} parts of the"
-        f" product of all these, which has {facts['product']:,}."
-    )
-    yield from (f"- {race}" for race in races)
+def _arm(row: Facts) -> tuple[str, str, str]:
+    return row["name"], f"`{row['strategy']}`", row["wire"]
 
 
-def edges(rows: Any) -> Iterator[str]:
+def edges(rows: Any) -> str:
     """The table of edges, most used first."""
-    yield "| edge | what waits | trainings with it | of which race without it | what breaks |"
-    yield "|---|---|---|---|---|"
+    head = ["edge", "what waits", "trainings with it", "of which race without it", "what breaks"]
+    cells = []
     for row in sorted(rows, key=lambda row: -row["trainings"]):
         place = f"`{row['file'].removeprefix('harness/fsdp/')}`, `{row['function']}`: `{row['source']}`"
-        yield f"| {place} | {row['kind']} | {row['trainings']:,} | {row['racing']:,} | {broken(row)} |"
+        cells.append([place, row["kind"], f"{row['trainings']:,}", f"{row['racing']:,}", broken(row)])
+    return markdown_table(head, cells)
 
 
 def broken(row: Facts) -> str:
@@ -136,11 +128,5 @@ def _short(what: str) -> str:
     return what.replace("harness/fsdp/", "").replace(" at tests/streams/programs.py (forward)", " in the forward")
 
 
-def main() -> int:
-    """Write the page."""
-    PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page(read("streams.json")), encoding="utf-8")

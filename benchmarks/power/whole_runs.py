@@ -1,7 +1,8 @@
 """The power of verdicts over whole runs: make the runs of `benchmarks.power.whole`, judge them, write what was found.
 
     python benchmarks/power/whole_runs.py train   --root DIR [--part fixed|held_out|all|fresh]
-    python benchmarks/power/whole_runs.py judge   --root DIR [--part ...] --out FILE
+    python benchmarks/power/whole_runs.py judge   --root DIR [--part ...] --out FILE.csv
+    python benchmarks/power/whole_runs.py table   --out FILE.csv
 
 Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
 costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
@@ -12,28 +13,31 @@ parts before it; `fresh`, which is held out as a whole, stands apart.
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import os
 import resource
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+import pandas as pd
+
+from benchmarks.pages.tables import markdown_table
+from benchmarks.power.score import PASSES
 from benchmarks.power.steps import Kind, compose_all
 from benchmarks.power.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, fresh, pairs
+from harness.analysis.stats import interval
 from harness.config.compose import Cell
 from harness.launch.opening import Opened, Sources, open_here
 from harness.parity.compare import judge
 from harness.parity.outcome import Grade
 from harness.parity.record import Record, load
 from harness.store import status
-from harness.store.files import write_atomic
 from harness.store.identity import directory_name
-from harness.store.provenance import PACKAGE, git_facts, versions
 from harness.store.rundir import Store
 from harness.store.status import State
 from harness.train.faults import AMOUNTS
@@ -45,33 +49,33 @@ from tests.support.spawn import RankFailed, run_ranks
 TOGETHER = 24
 """Runs that ranks make before they end: what a campaign that is broken off loses at most."""
 
+DATA = Path(__file__).resolve().parents[1] / "data" / "power.csv"
+COLUMNS = (
+    *("part", "kind", "name", "world", "begins", "strength", "against", "group", "stage"),
+    *("acts", "view", "outcome", "step", "stages", "check"),
+)
+"""Of the table: `acts` is False where a fault left no trace; `stages` are all that the first finding leaves open."""
+
 VIEWS = ("default", "full", "unwitnessed", "full, unwitnessed")
 """What is known of the runs: captures as by default or at every step, with and without what they say of themselves."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What one view says of a pair."""
-
-    outcome: str
-    step: int | None
-    stages: tuple[str, ...]
-    """All that the first finding leaves open, the last one named; of an unplaced one none."""
-    tensor: str | None
-    check: str
 
 
 def main() -> int:
     """Train or judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("verb", choices=("train", "judge"))
-    parser.add_argument("--root", type=Path, required=True, help="where the runs are")
+    parser.add_argument("verb", choices=("train", "judge", "table"))
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--part", choices=("fixed", "held_out", "all", "fresh"), default="fixed")
     parser.add_argument("--only", default="", help="pairs whose name contains it")
     parser.add_argument("--kind", choices=("faulty", "clean"))
     parser.add_argument("--strength", choices=tuple(AMOUNTS), help="faults of this strength, and no clean pairs")
-    parser.add_argument("--out", type=Path, help="file for what was found")
+    parser.add_argument(
+        "--out", type=Path, default=DATA, help="table of what was found (default: benchmarks/data/power.csv)"
+    )
     arguments = parser.parse_args()
+    if arguments.verb == "table":
+        print("\n\n".join(tables(pd.read_csv(arguments.out, keep_default_na=False))))
+        return 0
     chosen = [
         pair
         for pair in (fresh() if arguments.part == "fresh" else pairs())
@@ -86,18 +90,46 @@ def main() -> int:
     if arguments.verb == "train":
         train(chosen, cells, Store(arguments.root))
     else:
-        found = [*judged(chosen, cells, arguments.root)]
-        if arguments.out is not None:
-            made = {"code": git_facts(PACKAGE.parent), "versions": versions(), "cpu_s": _cpu_seconds()}
-            write_lines(arguments.out, made, found)
+        with arguments.out.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows({"part": arguments.part, **row} for row in judged(chosen, cells, arguments.root))
     print(f"{_cpu_seconds():.0f} CPU seconds")
     return 0
 
 
-def write_lines(path: Path, made: Mapping[str, object], found: Sequence[Mapping[str, object]]) -> None:
-    """JSON with a line a pair."""
-    pairs = ",\n".join(json.dumps(each, separators=(",", ":")) for each in found)
-    write_atomic(path, f'{json.dumps(made)[:-1]}, "pairs": [\n{pairs}\n]}}\n')
+def tables(rows: pd.DataFrame) -> Iterator[str]:
+    """Faults that act, by training and strength; clean pairs, by training. Rates have one-sided 95 % bounds."""
+    rows = rows[rows["view"] == "default"]
+    rows = rows.assign(found=~rows["outcome"].isin(PASSES), different=rows["outcome"] == "DIFFERENT")
+    cells = rows[["name", "world", "begins", "strength"]].apply(tuple, axis=1)
+    idle = set(cells[~rows["found"] & (rows["acts"].astype(str) == "False")])
+    rows = rows[~cells.isin(idle)]
+    rows["placed"] = [stage in stages.split() for stage, stages in zip(rows["stage"], rows["stages"], strict=True)]
+    faulty = rows[rows["kind"] == "faulty"].groupby(["begins", "world", "strength", "part"], sort=True)
+    told = [
+        (*name, share(own["found"]), least(own["found"]), own["different"].sum(), share(own[own["found"]]["placed"]))
+        for name, own in faulty
+    ]
+    head = ["begins", "training", "strength", "part", "found", "at least", "DIFFERENT", "stage right"]
+    yield markdown_table(head, told)
+    clean = rows[rows["kind"] == "clean"].groupby("world", sort=False)
+    counts = [(world, len(own), own["group"].nunique(), *map(own["outcome"].eq, OUTCOMES)) for world, own in clean]
+    yield markdown_table(
+        ["training", "pairs", "groups", *OUTCOMES], [(*each[:3], *(of.sum() for of in each[3:])) for each in counts]
+    )
+
+
+OUTCOMES = ("EQUAL", "EQUIVALENT", "UNDECIDED", "DIFFERENT")
+
+
+def share(hits: pd.Series) -> str:
+    return f"{hits.sum()} of {len(hits)} ({100 * hits.mean():.1f} %)" if len(hits) else "none"
+
+
+def least(hits: pd.Series) -> str:
+    """Lower one-sided 95 % bound of a rate (Clopper and Pearson 1934)."""
+    return f"{100 * interval(int(hits.sum()), len(hits), 0.1)[0]:.1f} %"
 
 
 def train(chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
@@ -163,20 +195,14 @@ def _made_alone(size: int, job: Job) -> bool:
 def judged(
     chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], root: Path
 ) -> Iterator[dict[str, object]]:
-    """Every pair in every view that is asked of it."""
+    """A row of `COLUMNS` for every pair in every view that is asked of it."""
     for number, pair in enumerate(chosen, start=1):
         arm, control = (root / STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
-        left_out = ("arm", "control", "kind", "is_fresh")
-        facts = {key: value for key, value in asdict(pair).items() if key not in left_out}
-        stage = corpus()[pair.name].stage if pair.kind is Kind.faulty else ""
-        yield {
-            "kind": pair.kind.value,
-            **facts,
-            "held_out": pair.held_out,
-            "stage": stage,
-            "acts": _acts(arm, control) if pair.against == "baseline" else None,
-            "views": {view: asdict(_seen(arm, control, view)) for view in _views(pair)},
-        }
+        facts = {key: getattr(pair, key) for key in ("name", "world", "begins", "strength", "against", "group")}
+        facts |= {"kind": pair.kind.value, "stage": corpus()[pair.name].stage if pair.kind is Kind.faulty else ""}
+        acts = _acts(arm, control) if pair.against == "baseline" else ""
+        for view in _views(pair):
+            yield {**facts, "acts": acts, "view": view, **_seen(arm, control, view)}
         if number % 100 == 0:
             print(f"{number} of {len(chosen)} pairs, {_cpu_seconds():.0f} CPU seconds", flush=True)
 
@@ -220,13 +246,13 @@ def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return SPREAD, SPREAD
 
 
-def _seen(arm: Path, control: Path, view: str) -> Found:
+def _seen(arm: Path, control: Path, view: str) -> dict[str, object]:
     verdict = judge(_view(arm, view), _view(control, view))
     first = next((finding for finding in verdict.findings if finding.grade is not Grade.ok), None)
     if first is None:
-        return Found(verdict.outcome.value, None, (), None, "")
-    stages = tuple(stage.value for stage in first.stages)
-    return Found(verdict.outcome.value, first.step, stages, first.tensor, first.check)
+        return {"outcome": verdict.outcome.value}
+    stages = " ".join(stage.value for stage in first.stages)
+    return {"outcome": verdict.outcome.value, "step": first.step, "stages": stages, "check": first.check}
 
 
 def _acts(arm: Path, baseline: Path) -> bool:

@@ -15,7 +15,7 @@ from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands
 
-MOVED = {"power": "python benchmarks/power/first_steps.py"}
+MOVED = {"power": "python benchmarks/power/whole_runs.py"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,11 @@ nothing is refuted. The order of outcomes is that of `harness.parity.compare`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import ending as own_ending
@@ -30,12 +32,20 @@ from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor,
 from harness.parity.tiers.stability import grown, stable_until
 from harness.parity.tiers.trajectory import Perturbation, Span
 
+_ALONE: WeakKeyDictionary[Record, dict[Any, tuple[Finding, ...]]] = WeakKeyDictionary()
 
-@lru_cache(maxsize=64)
+
 def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
-    """Findings of one run alone; cached, because a study holds many arms against one control."""
+    """Findings of one run alone; kept as long as the run, because a study holds many arms against one control."""
+    known = _ALONE.setdefault(run, {})
+    if (arithmetic, factors) not in known:
+        known[arithmetic, factors] = tuple(_judged_alone(run, arithmetic, factors))
+    return known[arithmetic, factors]
+
+
+def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> Iterator[Finding]:
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
-    return (
+    yield from (
         *fed.check(run),
         *witness.restored(run),
         *structure.check(run),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import matplotlib.pyplot as plt
 from scipy.stats import binomtest
 
 from analysis import judge, load, plot, stats
-from benchmarks.pages import readme_figure
 from harness.analysis import drawing, figures
 from harness.analysis import load as harness_load
 from harness.analysis import plot as plot_module
@@ -386,29 +384,3 @@ def test_rates_have_the_intervals_of_clopper_and_pearson() -> None:
     low, high = frame.loc[0, ["low", "high"]]
     exact = binomtest(2, 10).proportion_ci(method="exact")
     assert (low, high) == pytest.approx((exact.low, exact.high))
-
-
-def test_the_readme_is_drawn_from_a_study(store: Path, tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{readme_figure.BEGIN}\nold\n{readme_figure.END}\nafter\n")
-    command = ["--root", str(store), "--study", "lab", "--out", str(tmp_path)]
-    assert readme_figure.main(command) == 0
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "| optim_grads | bf16_comm | EQUIVALENT |" in text
-    assert (tmp_path / "docs/records/parity.png").stat().st_size > 10_000
-    shown = json.loads((tmp_path / "docs/records/parity.json").read_text())
-    assert [arm["dtype"] for arm in shown["arms"]] == ["fp32", "bf16_comm"]
-    readme_figure.main(command)
-    assert readme.read_text() == text
-
-
-def test_the_readme_is_not_drawn_from_stale_runs(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("harness.parity.study.sources_digest", lambda: "changed since")
-    assert readme_figure.main(["--root", str(store), "--study", "lab", "--out", str(tmp_path)]) == 2
-    assert "it is stale" in capsys.readouterr().err
-    assert not (tmp_path / "docs").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks.bad_requests import REQUESTS, Asker, Outcome, ask, full_disk, make_bad_data, poison_torch
+from tests.support.bad_requests import REQUESTS, Asker, Outcome, ask, full_disk, make_bad_data, poison_torch
 
 pytestmark = pytest.mark.timeout(900)
 

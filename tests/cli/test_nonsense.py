@@ -9,9 +9,9 @@ from contextlib import closing
 
 import pytest
 
-from benchmarks.checks.bad_requests import Asker, BadRequest, make_bad_data, poison_torch
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
+from tests.support.bad_requests import Asker, BadRequest, make_bad_data, poison_torch
 
 DRY = "launch.dry_run=true"
 

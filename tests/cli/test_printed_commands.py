@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks.bad_requests import Asker, BadRequest
 from harness.cli.arguments import read_arguments
 from harness.cli.main import main, read
 from harness.store import commands as commands_printed
@@ -23,6 +22,7 @@ from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
+from tests.support.bad_requests import Asker, BadRequest
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks.bad_requests import poison_torch
 from harness.cli.main import main
 from harness.config.catalog import ROOT
 from harness.config.typed import load_config
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
 from harness.store.study import read_study
+from tests.support.bad_requests import poison_torch
 
 SMALL = ["train.steps=2", "train.warmup_steps=0", "data.seq_len=32", "model.num_layers=1", "model.dim=32"]
 

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["import", "/proc", "new", "--format", "dcp"], "has no .metadata"),
         (["export", "@last", "new", "--format", "hf", "--step", "x"], "argument --step: x is no whole number"),
         (["export", "@last", "new", "--format", "hf", "--shard-mb", "0"], "argument --shard-mb: 0 is no whole number"),
-        (["power", "--short"], "in a checkout: python benchmarks/power/first_steps.py"),
+        (["power", "--short"], "in a checkout: python benchmarks/power/whole_runs.py"),
         (["verdict"], "required: STUDY"),
         (["--nope"], "VERB"),
     ],

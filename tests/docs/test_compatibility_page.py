@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks.pages.compatibility import DATA, HANGS, PAGE, PEERS, RAISES, REFUSED, RIGHT, WRONG, judged, page
+from benchmarks.pages.tables import read
 from tests.fsdp.ordinary.dialects import OURS, attempt_as, changed_lines
 from tests.fsdp.ordinary.program import Program
 from tests.fsdp.ordinary.running import Lost, Raised, Trained, reference, run
 from tests.fsdp.ordinary.scenarios import SCENARIOS
 from tests.fsdp.pairs import STRATEGIES
 
-FACTS = json.loads(DATA.read_text(encoding="utf-8"))
+FACTS = read(DATA)
 NAMES = [name for programs in SCENARIOS.values() for name in programs]
 IN_TORCHS_WORDS = {"a unit edits its input in place"}
 """Raised by autograd, not by the engine."""

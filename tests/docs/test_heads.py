@@ -24,8 +24,6 @@ SOURCES = {
     "records/branches.md": "benchmarks/checks/branches.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/structure.md": "benchmarks/checks/structure.py",
-    "records/power.md": "benchmarks/power/page.py",
-    "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
     "records/step_trace.md": "benchmarks/checks/step_trace.py",
     "records/streams.md": "benchmarks/pages/streams.py",
 }

@@ -7,6 +7,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+from benchmarks.pages import tables
 from benchmarks.pages.mutants import GONE, PAGE, merged, page, read
 from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 
@@ -30,7 +31,7 @@ def test_the_page_names_every_mutant() -> None:
 def test_what_is_gone_is_declared_no_more() -> None:
     for module in MODULES:
         import_module(module)
-    gone = {(row["area"], row["name"]) for row in json.loads(GONE.read_text(encoding="utf-8")) if row["gone"]}
+    gone = {(row["area"], row["name"]) for row in tables.read(GONE) if row["gone"]}
     assert len(gone) > 60
     assert not gone & {(mutant.area, mutant.name) for mutant in DECLARED}
 

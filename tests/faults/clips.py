@@ -38,7 +38,6 @@ def _clipped_by(site: Site, choose: Callable[[list[ParamGroup], Tensor], Tensor]
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
     strategies=("optim", "optim_grads", "optim_grads_params"),
-    measured=False,
     report="sgl-project/SpecForge PR 663",
     edition=2,
 )
@@ -50,7 +49,6 @@ def F39_clipped_by_own_norm(site: Site) -> None:
     "gradients are clipped by the norm of the step before, which is there already",
     "clipping",
     cell=(ZERO2, "optimizer.clip_norm=0.1", SGD),
-    measured=False,
     edition=2,
 )
 def stale_clip(site: Site) -> None:
@@ -67,7 +65,6 @@ def stale_clip(site: Site) -> None:
     "each parameter group is clipped by its own norm",
     "clipping",
     cell=(ZERO1, "optimizer.clip_norm=0.1", SGD),
-    measured=False,
     report="huggingface/transformers PR 614",
     edition=2,
 )
@@ -98,7 +95,6 @@ def _coefficient(norm: Tensor, max_norm: float) -> float:
     "the norm leaves the embedding's gradient out: clipping is too weak",
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
-    measured=False,
     edition=2,
 )
 def norm_without_embedding(site: Site) -> None:

@@ -60,8 +60,6 @@ class Fault:
     """Recipes of dtype.fp8 under which it does anything; empty: it has nothing to do with 8 bits."""
     tensor_parallel: bool = False
     """Whether the fault acts under tensor parallelism, and only with it."""
-    measured: bool = True
-    """Whether docs/records/power.md has it at every strength; of those that came later, CI has the full one."""
     report: str = ""
     """Where the fault was reported; empty for a family."""
     edition: int = 1

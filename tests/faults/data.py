@@ -33,7 +33,6 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
     "one rank reads the batch of the step before",
     "data",
     cell=(ZERO3,),
-    measured=False,
     edition=2,
 )
 def lagging_loader(site: Site) -> None:
@@ -47,7 +46,6 @@ def lagging_loader(site: Site) -> None:
     "data",
     cell=(ZERO2,),
     resumes=True,
-    measured=False,
     report="KempnerInstitute/KempnerForge#57",
     edition=2,
 )
@@ -59,7 +57,6 @@ def F31_data_repeated_on_resume(site: Site) -> None:
     "the end of a microbatch's tokens is what lay in the pinned buffer before",
     "forward",
     cell=(ZERO3,),
-    measured=False,
     report="pytorch/pytorch#130785",
     edition=2,
 )

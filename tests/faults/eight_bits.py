@@ -39,7 +39,6 @@ def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) 
     "gather",
     cell=(ZERO3, FP8_CURRENT),
     recipes=HELD,
-    measured=False,
 )
 def amax_of_one_rank(site: Site) -> None:
     _around_amaxes(site, lambda comm, wrong: None)
@@ -50,7 +49,6 @@ def amax_of_one_rank(site: Site) -> None:
     "gather",
     cell=("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2", FP8_CURRENT),
     recipes=HELD,
-    measured=False,
     report="NVIDIA/TransformerEngine#656, pytorch/ao PR 590",
 )
 def F29_amax_over_the_wrong_group(site: Site) -> None:
@@ -64,7 +62,6 @@ def F29_amax_over_the_wrong_group(site: Site) -> None:
     "gather",
     cell=(ZERO3, FP8_CURRENT),
     recipes=("current", "block"),
-    measured=False,
 )
 def stale_scale(site: Site) -> None:
     """The first bucket's weights keep what they were cast by, blended with what they should be cast by."""
@@ -92,7 +89,6 @@ def _keep_scale(site: Site, weight: Any) -> None:
     "gather",
     cell=(ZERO3, FP8_CURRENT),
     recipes=HELD,
-    measured=False,
 )
 def stale_transposed_payload(site: Site) -> None:
     """A share of the payload's rows is that of the step before, in the backward alone."""
@@ -128,7 +124,6 @@ def stale_transposed_payload(site: Site) -> None:
     cell=(ZERO3, FP8_DELAYED),
     recipes=("delayed",),
     resumes=True,
-    measured=False,
     report="NVIDIA/TransformerEngine, DelayedScaling through DCP: payloads off by one",
 )
 def F28_scale_made_again_on_resume(site: Site) -> None:

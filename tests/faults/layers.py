@@ -22,7 +22,6 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
     "rotary tables are kept in 16 bits",
     "forward",
     cell=(ZERO3,),
-    measured=False,
     report="huggingface/transformers PR 29285",
     edition=2,
 )
@@ -38,7 +37,6 @@ def F33_rotary_in_16_bits(site: Site) -> None:
     "positions begin anew in the middle of a sequence, as if another one were packed behind it",
     "forward",
     cell=(ZERO1,),
-    measured=False,
     edition=2,
 )
 def positions_restart(site: Site) -> None:
@@ -57,7 +55,6 @@ def positions_restart(site: Site) -> None:
     "one norm has ten times the epsilon that was asked for",
     "forward",
     cell=(ZERO2,),
-    measured=False,
     report="pytorch/torchtitan PR 4395",
     edition=2,
 )
@@ -75,7 +72,6 @@ def F34_norm_epsilon(site: Site) -> None:
     "query heads find their key and value heads as if these were tiled, not repeated one by one",
     "forward",
     cell=(ZERO3,),
-    measured=False,
     report="onnx/onnx PR 7274",
     edition=2,
 )
@@ -117,7 +113,6 @@ def _on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> 
     "labels are smoothed by a tenth, as in another recipe",
     "forward",
     cell=(ZERO0,),
-    measured=False,
     edition=2,
 )
 def label_smoothing_left_on(site: Site) -> None:
@@ -128,7 +123,6 @@ def label_smoothing_left_on(site: Site) -> None:
     "targets that were shifted already lose their last position in the mean",
     "forward",
     cell=(ZERO2,),
-    measured=False,
     edition=2,
 )
 def last_target_dropped(site: Site) -> None:
@@ -139,7 +133,6 @@ def last_target_dropped(site: Site) -> None:
     "what is computed again for the backward is not what the forward computed",
     "gradient",
     cell=(ZERO3, "model.activation_checkpointing=true"),
-    measured=False,
     report="allenai/OLMo-core PR 828",
     edition=2,
 )
@@ -160,7 +153,6 @@ def F36_recomputed_otherwise(site: Site) -> None:
     "an index that means padding in one shard of the vocabulary stops other tokens' gradients as well",
     "gradient",
     cell=(ZERO2,),
-    measured=False,
     report="pytorch/torchtitan PR 4637",
     edition=2,
 )
@@ -181,7 +173,6 @@ def F37_padding_row_frozen(site: Site) -> None:
     "one projection's backward reads the activations of the microbatch before",
     "gradient",
     cell=(ZERO3, *K2),
-    measured=False,
     report="NVIDIA/Megatron-LM#7398",
     edition=2,
 )
@@ -205,7 +196,6 @@ def F38_stale_activation(site: Site) -> None:
     "one branch of a block hands no gradient back to what it reads",
     "gradient",
     cell=(ZERO1,),
-    measured=False,
     edition=2,
 )
 def branch_not_differentiated(site: Site) -> None:

@@ -100,7 +100,6 @@ def moments_lost_on_resume(site: Site) -> None:
     "checkpoint",
     cell=(ZERO3,),
     resumes=True,
-    measured=False,
     report="karpathy/llm.c PR 702",
     edition=2,
 )
@@ -113,7 +112,6 @@ def F44_weights_from_16_bits(site: Site) -> None:
     "checkpoint",
     cell=(ZERO2,),
     resumes=True,
-    measured=False,
     report="wochenlong/lora-scripts-next PR 320",
     edition=2,
 )
@@ -140,7 +138,6 @@ def F45_moments_by_position(site: Site) -> None:
     "optimizer",
     cell=(ZERO3,),
     resumes=True,
-    measured=False,
     report="Lightning-AI/pytorch-lightning#4655",
     edition=2,
 )

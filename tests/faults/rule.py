@@ -13,7 +13,6 @@ from tests.faults.update import Rows, on_update, rows_of
     "weights decay after the update instead of before, and the update with them",
     "optimizer",
     cell=(ZERO3,),
-    measured=False,
     report="bitsandbytes-foundation/bitsandbytes PR 2040",
     edition=2,
 )
@@ -30,7 +29,6 @@ def F41_decay_after_update(site: Site) -> None:
     "Adam's epsilon is added to the second moment instead of to its root",
     "optimizer",
     cell=(ZERO2,),
-    measured=False,
     edition=2,
 )
 def epsilon_inside_root(site: Site) -> None:
@@ -50,7 +48,6 @@ def epsilon_inside_root(site: Site) -> None:
     "weight decay goes through the gradient and the moments, as Adam has it and AdamW has not",
     "optimizer",
     cell=(ZERO1,),
-    measured=False,
     report="microsoft/DeepSpeed PR 482",
     edition=2,
 )
@@ -74,7 +71,6 @@ def F42_decay_through_moments(site: Site) -> None:
     "momentum takes in a tenth of each gradient instead of all of it",
     "optimizer",
     cell=(ZERO2, SGD),
-    measured=False,
     edition=2,
 )
 def damped_momentum(site: Site) -> None:
@@ -91,7 +87,6 @@ def damped_momentum(site: Site) -> None:
     "averaged weights that were put in for a validation are left in",
     "weights",
     cell=(ZERO3,),
-    measured=False,
     report="aqlaboratory/openfold PR 90",
     edition=2,
 )
@@ -120,7 +115,6 @@ def F43_average_left_in(site: Site) -> None:
     "weights",
     cell=(ZERO2,),
     ends=True,
-    measured=False,
     edition=2,
 )
 def rounded_at_the_end(site: Site) -> None:

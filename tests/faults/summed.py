@@ -145,7 +145,7 @@ def leaks_into_next_step(site: Site) -> None:
     _late(site, lambda step: step > 1, change, site.buckets[-2:-1])
 
 
-@fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,), measured=False)
+@fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,))
 def noisy_gradient(site: Site) -> None:
     """Each element times 1 + 0.01 z, z normal."""
     generator = torch.Generator().manual_seed(site.rank)

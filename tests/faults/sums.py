@@ -286,7 +286,6 @@ def scale_over_ranks(site: Site) -> None:
     "what the first rank sends to the last one's shard lies an element further on",
     "reduction",
     cell=(ZERO3,),
-    measured=False,
     edition=2,
 )
 def offset_scatter(site: Site) -> None:
@@ -302,7 +301,6 @@ def offset_scatter(site: Site) -> None:
     "gradients below the smallest normal number of fp16 are zero on the wire",
     "reduction",
     cell=(ZERO1,),
-    measured=False,
     edition=2,
 )
 def flushed_to_zero(site: Site) -> None:
@@ -315,7 +313,6 @@ def flushed_to_zero(site: Site) -> None:
     "one element of every message changes its sign on the way",
     "reduction",
     cell=(ZERO2,),
-    measured=False,
     edition=2,
 )
 def flipped_sign(site: Site) -> None:

@@ -20,7 +20,6 @@ from tests.faults.site import Site, blend, fault
     "gradient",
     cell=(ZERO3, *TP, SEQUENCE),
     tensor_parallel=True,
-    measured=False,
 )
 def tp_gradient_reduced_twice(site: Site) -> None:
     """Ranks hold the same gradient of such a weight, so a sum of them is as many times as large."""
@@ -33,7 +32,6 @@ def tp_gradient_reduced_twice(site: Site) -> None:
     "gradient",
     cell=(ZERO3, *TP, SEQUENCE),
     tensor_parallel=True,
-    measured=False,
 )
 def sequence_parallel_norm_not_reduced(site: Site) -> None:
     """The engine looks for this itself in the first update. Here it is an engine that does not."""
@@ -66,7 +64,6 @@ def _on_tp_shards(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | N
     cell=(ZERO3, *TP, SEQUENCE),
     tensor_parallel=True,
     strategies=("optim_grads_params",),
-    measured=False,
 )
 def strided_shard_in_plain_order(site: Site) -> None:
     """In each gathered bucket the parts of the first two data-parallel ranks have changed places, as far as they have
@@ -100,7 +97,6 @@ def _swap(bucket: ParamGroup, amount: float) -> None:
     "the sum over the outer axis of HFSDP is divided by one factor too few",
     "reduction",
     cell=("sharding=hfsdp", "mesh=two_by_two", "train.microbatch_size=2"),
-    measured=False,
     report="NVIDIA/Megatron-LM PR 5972, review",
 )
 def F27_outer_finalize_wrong(site: Site) -> None:

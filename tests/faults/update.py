@@ -231,12 +231,12 @@ def round_moments(site: Site) -> None:
     _on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
-@fault("Adam's momentum is kept in 16 bits", "optimizer", cell=(ZERO3,), measured=False)
+@fault("Adam's momentum is kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_momentum(site: Site) -> None:
     _on_state(site, "exp_avg", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
-@fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,), measured=False)
+@fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,))
 def swapped_momentum(site: Site) -> None:
     """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
 
@@ -257,7 +257,6 @@ def swapped_momentum(site: Site) -> None:
     "weights",
     cell=(ZERO3,),
     ends=True,
-    measured=False,
 )
 def grown_at_the_end(site: Site) -> None:
     def change() -> None:

@@ -155,7 +155,6 @@ def replica_drift(site: Site) -> None:
     "gather",
     cell=(ZERO3,),
     strategies=("optim_grads_params",),
-    measured=False,
 )
 def gathered_element_off(site: Site) -> None:
     """On the last rank, in what arrives of the first bucket that is gathered."""
@@ -181,7 +180,6 @@ def gathered_element_off(site: Site) -> None:
     "gather",
     cell=(ZERO3,),
     strategies=("optim_grads_params",),
-    measured=False,
     edition=2,
 )
 def landed_in_one_buffer(site: Site) -> None:
@@ -209,7 +207,6 @@ def landed_in_one_buffer(site: Site) -> None:
     "gather",
     cell=(ZERO3,),
     strategies=("optim_grads_params",),
-    measured=False,
     edition=2,
 )
 def stale_in_backward(site: Site) -> None:

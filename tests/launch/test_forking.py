@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.checks.bad_requests import poison_torch
 from harness.config.errors import BadRequest
 from harness.launch.local import forking
 from harness.launch.local.forking import Adopted, NotForked, Patience, fork_rank, forks
@@ -27,6 +26,7 @@ from harness.store.rundir import Store
 from harness.store.status import State
 from harness.worker import forkserver
 from tests.launch.test_kills import LIMIT_S, PATIENCE_S, REPOSITORY, Launched
+from tests.support.bad_requests import poison_torch
 from tests.support.composing import compose
 
 SHORT = ("train.steps=20", "measure.capture_steps=[1,2]")

@@ -366,6 +366,6 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
 )
 def test_a_mutant_is_noticed(witnessed: Witnessed, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim, slip = MUTANTS[name]
-    judgement._alone.cache_clear()
+    judgement._ALONE.clear()
     slip.put(monkeypatch)
     assert any(claim(witnessed)), f"{name} survives"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks.browser import Browser, program
 from harness.cli.main import main
 from tests.report.stores import EVIL, broken_study
+from tests.support.browser import Browser, program
 
 pytestmark = pytest.mark.skipif(program() is None, reason="no Chromium here: apt-get install chromium (.ci/apt.txt)")
 

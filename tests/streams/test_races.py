@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.checks.streams import key_of
 from benchmarks.pages import streams as page
+from benchmarks.pages.tables import read
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
 from tests.streams.cases import EIGHT_BITS, FACTORS, OTHERS, SIZES, Case, cover, pairs_of, product
@@ -149,7 +149,7 @@ def test_the_guard_names_parameter_rank_and_microbatch_when_it_looks_later() -> 
 
 
 def test_the_page_shows_the_edges_that_are_found() -> None:
-    told = json.loads(page.DATA.read_text(encoding="utf-8"))
+    told = read("streams.json")
     recorded = needed(found[0].edges for found in covered().values())
     assert set(told["edges"]) == {key_of(edge) for edge in recorded}, f"run: {REMAKE}"
     assert not told["races"]

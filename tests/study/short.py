@@ -17,7 +17,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from benchmarks.power.score import Judged, judge_pair
-from benchmarks.power.steps import Kind, Pair, compose_all
+from benchmarks.power.steps import Pair, compose_all
 from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.launch.opening import Opened, Sources, open_here
@@ -25,7 +25,6 @@ from harness.store import status
 from harness.store.rundir import Store
 from harness.store.status import State
 from harness.worker import origin
-from tests.faults.corpus import corpus
 from tests.faults.site import Site
 from tests.support.factory import ranks_of, stopping, train
 from tests.support.spawn import run_ranks
@@ -55,7 +54,7 @@ def judged(pairs: Sequence[Pair], root: Path) -> dict[str, Judged]:
     shorter = (f"train.steps={STEPS}", f"model.num_layers={LAYERS}")
     wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
     paths = runs(wanted, root, shorter, [pair.arm for pair in pairs if pair.resumes])
-    return {pair.name: _judge(pair, paths[pair.arm], paths[pair.control]) for pair in pairs}
+    return {pair.name: judge_pair(pair, paths[pair.arm], paths[pair.control]) for pair in pairs}
 
 
 def runs(
@@ -117,16 +116,3 @@ def functions_given_back() -> Iterator[None]:
 
         with mock.patch.object(Site, "around", noting):
             yield
-
-
-def _judge(pair: Pair, arm: Path, control: Path) -> Judged:
-    return judge_pair(
-        arm,
-        control,
-        kind=pair.kind.value,
-        fault=pair.name,
-        strength=pair.strength,
-        against=pair.against,
-        held_out=pair.held_out,
-        stage=corpus()[pair.name].stage if pair.kind is Kind.faulty else "",
-    )

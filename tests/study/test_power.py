@@ -1,34 +1,30 @@
 """The power study in short: every fault at full strength must be found where it is, and every clean baseline must pass.
 
 Runs on a few ranks that stay. `make test` takes, of the first edition, as many faults as show each stage and each
-strategy; of the second, each stage once. `make test-all` takes all. The verb, which starts ranks for each run, is put
-to one fault here and to eighteen by `make test-all`; the whole study is docs/records/power.md.
+strategy; of the second, each stage once. `make test-all` takes all. Ranks of its own for each run are put to one fault
+here and to eighteen by `make test-all`; the whole study is docs/records/power.md.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from benchmarks.power import whole
-from benchmarks.power.first_steps import main
-from benchmarks.power.score import Judged
-from benchmarks.power.steps import Kind, carry_out, pairs
+from benchmarks.power import whole, whole_runs
+from benchmarks.power.score import Judged, judge_pair
+from benchmarks.power.steps import STUDY, Kind, carry_out, pairs
 from harness.config.compose import Cell
 from harness.store.errors import Busy
-from harness.train.faults import AMOUNTS
+from harness.store.identity import directory_name
 from tests.faults.corpus import corpus
 from tests.study import short
 from tests.support.covering import covering, once
 
-SHORT = pairs(short=True)
+SHORT = [*pairs()]
 FAULTS = {pair.name: pair for pair in SHORT if pair.kind is Kind.faulty}
 TWINS = {pair.name: pair for pair in SHORT if pair.kind is Kind.clean}
 FIRST, SECOND = ([name for name in FAULTS if corpus()[name].edition == edition] for edition in (1, 2))
@@ -60,7 +56,6 @@ ELSEWHERE = {
 """Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
 SEEN = [fault for fault in corpus().values() if not fault.is_held_out]
 """Without those that no judge may see yet (tests/study/test_held_out.py)."""
-LATER = [fault.name for fault in SEEN if not fault.measured]
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,101 +86,72 @@ def test_its_baseline_passes(judge: Callable[[str], Judged], baseline: str) -> N
     assert not judge(baseline).caught, judge(baseline).sentence
 
 
-def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_pass_it(
-    judge: Callable[[str], Judged],
-) -> None:
+def test_the_duplicated_gradient_is_different_at_step_1(judge: Callable[[str], Judged]) -> None:
     found = judge("F01_duplicated_gradient")
     assert (found.outcome, found.step) == ("DIFFERENT", 1)
-    assert found.published["Megatron-Bridge"]
-    assert found.published["Megatron-LM, approximate"]
 
 
-THROUGH_THE_VERB = ("F01_duplicated_gradient", "F2", "_weights", "logged_loss", "grown_at_the_end", "lagging_loader")
+ON_OWN_RANKS = ("F01_duplicated_gradient", "F2", "_weights", "logged_loss", "grown_at_the_end", "lagging_loader")
 """Parts of names: eighteen faults of every stage, with and without a resume, hybrids and FP8 among them. `make test`
 takes the first."""
 
 
 @pytest.mark.parametrize(
-    "only", [THROUGH_THE_VERB[0], *(pytest.param(each, marks=pytest.mark.full) for each in THROUGH_THE_VERB[1:])]
+    "only", [ON_OWN_RANKS[0], *(pytest.param(each, marks=pytest.mark.full) for each in ON_OWN_RANKS[1:])]
 )
-def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path) -> None:
-    out = tmp_path / "power.json"
-    words = ["--short", "--root", str(tmp_path / "runs"), "--out", str(out)]
-    assert main([*words, "--only", only]) == 0
-    found = {each["fault"]: Judged(**each) for each in json.loads(out.read_text())["pairs"]}
-    assert [*found] == [pair.name for pair in SHORT if only in pair.name]
-    wrong = [
-        name
-        for name in found
-        if name in corpus() and (found[name].named != ELSEWHERE[name] if name in ELSEWHERE else not found[name].placed)
-    ]
-    assert not wrong
+def test_runs_with_ranks_of_their_own_are_judged_alike(only: str, tmp_path: Path) -> None:
+    chosen = [pair for pair in SHORT if only in pair.name]
+    cells = carry_out(chosen, str(tmp_path))
+    paths = {words: tmp_path / STUDY / directory_name(cell.config) for words, cell in cells.items()}
+    for pair in chosen:
+        found = judge_pair(pair, paths[pair.arm], paths[pair.control])
+        assert found.caught is (pair.kind is Kind.faulty), found.sentence
+        if pair.kind is Kind.faulty:
+            assert found.named == ELSEWHERE[pair.name] if pair.name in ELSEWHERE else found.placed, found.sentence
 
 
-def test_every_stage_goes_through_the_verb() -> None:
-    taken = [name for name in FAULTS if any(only in name for only in THROUGH_THE_VERB)]
+def test_every_stage_has_runs_with_ranks_of_their_own() -> None:
+    taken = [name for name in FAULTS if any(only in name for only in ON_OWN_RANKS)]
     assert {corpus()[name].stage for name in taken} == {fault.stage for fault in SEEN}
     assert len(taken) == 18
 
 
-def test_the_study_is_as_large_as_it_says() -> None:
-    every = pairs()
-    assert len(SEEN) - len(LATER) == 63
-    assert sum(fault.name[0] == "F" and fault.name[1:3].isdigit() for fault in SEEN) == 45
-    assert len(LATER) == 45
-    faulty = Counter((pair.strength, pair.against) for pair in every if pair.kind is Kind.faulty)
-    assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("baseline", "reference")}
-    clean = [pair for pair in every if pair.kind is Kind.clean]
-    assert len(clean) >= 1000
-    assert sum(pair.held_out for pair in clean) >= 300
-    assert all(pair.arm != pair.control for pair in every)
+WHOLE = {
+    "mended on": [each for each in whole.pairs() if not each.held_out],
+    "held out": [each for each in whole.pairs() if each.held_out],
+    "fresh": whole.fresh(),
+}
+CAMPAIGN = pd.read_csv(whole_runs.DATA, keep_default_na=False)
 
 
-def test_no_run_is_in_both_parts() -> None:
-    """But what runs are held against: baselines, DDP, the perturbed reference."""
-    parts: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
-    for pair in pairs():
-        runs = {pair.arm, *([pair.control] if pair.against in ("control", "arm") else [])}
-        parts[pair.held_out] |= runs
-    assert not parts[True] & parts[False]
+@pytest.mark.parametrize("part", WHOLE)
+def test_a_part_of_the_campaign_is_of_all_its_pairs(part: str) -> None:
+    facts = ["name", "world", "begins", "strength", "against", "group"]
+    found = CAMPAIGN[CAMPAIGN["part"] == part]
+    of_study = [tuple(getattr(each, key) for key in facts) for each in WHOLE[part]]
+    assert sorted(found[facts].itertuples(index=False, name=None)) == sorted(of_study)
+    assert not ((found["outcome"] == "DIFFERENT") & (found["kind"] == "clean")).any()
 
 
-def test_the_page_is_of_the_data(tmp_path: Path) -> None:
+def test_the_page_is_of_the_data() -> None:
     page = (Path(__file__).parents[2] / "docs" / "records" / "power.md").read_text()
-    data = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "power.json").read_text())
-    assert len(data["pairs"]) == len(pairs())
-    assert data["sources"][:8] in page
+    rates, _ = whole_runs.tables(CAMPAIGN)
+    assert set(rates.splitlines()[2:]) <= set(page.splitlines())
     assert all(fault.name in page for fault in SEEN)
 
 
-WHOLE = {
-    "power_whole": [each for each in whole.pairs() if not each.held_out],
-    "power_whole_held_out": [each for each in whole.pairs() if each.held_out],
-    "power_whole_fresh": whole.fresh(),
-    "power_whole_again": whole.fresh(),
-}
+def test_a_fault_that_leaves_no_trace_is_not_counted_and_one_that_passes_is() -> None:
+    row = {**dict.fromkeys(whole_runs.COLUMNS, ""), "kind": "faulty", "name": "x", "view": "default"}
+    baseline, reference = (
+        {**row, "against": against, "outcome": "EQUIVALENT"} for against in ("baseline", "reference")
+    )
+    other = {**row, "name": "y", "outcome": "DIFFERENT", "stage": "gather", "stages": "forward gather"}
 
+    def told(acts: object) -> str:
+        return next(whole_runs.tables(pd.DataFrame([baseline | {"acts": acts}, reference, other]))).splitlines()[-1]
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_the_part_about_whole_runs_is_of_all_its_pairs(name: str) -> None:
-    root = Path(__file__).parents[2]
-    data = json.loads((root / "benchmarks" / "data" / f"{name}.json").read_text())
-    facts = ("name", "world", "begins", "strength", "against", "group")
-    of_study = [tuple(getattr(each, key) for key in facts) for each in WHOLE[name]]
-    assert sorted(tuple(each[key] for key in facts) for each in data["pairs"]) == sorted(of_study)
-    different = [each for each in data["pairs"] if each["views"]["default"]["outcome"] == "DIFFERENT"]
-    assert not [each for each in different if each["kind"] == "clean"]
-    page = " ".join((root / "docs" / "records" / "power.md").read_text().split())
-    assert re.search(rf"(judges frozen|The same two commands) at commit `{data['code']['sha'][:7]}`", page)
-
-
-@pytest.mark.full
-def test_the_part_about_whole_runs_is_what_its_data_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composes the 1,128 runs that the page counts: 18 CPU seconds."""
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "benchmarks" / "pages"))
-    said = "\n".join(importlib.import_module("benchmarks.power.whole_section").section())
-    assert said in (root / "docs" / "records" / "power.md").read_text()
+    assert "| 1 of 1 (100.0 %) | 5.0 % | 1 | 1 of 1 (100.0 %) |" in told(False)
+    assert "| 1 of 3 (33.3 %) |" in told(True)
 
 
 def test_the_fresh_part_is_of_the_second_edition_and_of_clean_groups_that_no_campaign_had() -> None:

@@ -214,8 +214,8 @@ MOST_CALLS = 1_800
 
 
 def test_harness_makes_few_calls_a_step(tmp_path: Path) -> None:
-    """All of the loop around the engine, data and record included. What it takes is in
-    benchmarks/data/harness_cost.json: time depends on what else the machine does, calls do not."""
+    """All of the loop around the engine, data and record included:
+    time depends on what else the machine does, calls do not."""
     config = small_config(
         train__steps=20, train__global_batch_size=16, train__microbatch_size=4, measure__capture_steps=[]
     )

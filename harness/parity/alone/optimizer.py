@@ -43,10 +43,10 @@ def check(run: Record) -> list[Finding]:
     rule = Rule.of(run.config)
     found: list[Finding] = []
     held: dict[str, UpdateState] = {}
-    for step in _steps(run, rule):
+    for step, norm in _steps(run, rule):
         if step in run.weights:
             held = _states(run, step, rule)
-        found += _at_step(run, step, rule, held)
+        found += _at_step(run, step, _clipping(run, norm), rule, held)
     return found
 
 
@@ -62,8 +62,8 @@ def _states(run: Record, step: int, rule: Rule) -> dict[str, UpdateState]:
     return found
 
 
-def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]) -> list[Finding]:
-    coefficient, counted = _clipping(run, step), run.updates_until(step)
+def _at_step(run: Record, step: int, coefficient: float, rule: Rule, held: Mapping[str, UpdateState]) -> list[Finding]:
+    counted = run.updates_until(step)
     found: list[Finding] = []
     judged: list[tuple[TensorPair, float]] = []
     for name in run.updates[step].tensors:
@@ -122,13 +122,14 @@ def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
     return max(scales) - min(scales) <= room and all(pair.residual <= room for pair, _ in telling)
 
 
-def _steps(run: Record, rule: Rule) -> Iterator[int]:
+def _steps(run: Record, rule: Rule) -> Iterator[tuple[int, float]]:
+    """Steps whose update can be worked out, each with the norm of its captured gradients."""
     last = 0
     for step in sorted(run.captures.keys() & run.updates.keys()):
         begins = step in run.weights and (step == 1 or step in run.moments or not rule.entries)
-        if (begins or (last and last == step - 1)) and math.isfinite(_norm(run, step)):
+        if (begins or (last and last == step - 1)) and math.isfinite(norm := _norm(run, step)):
             last = step
-            yield step
+            yield step, norm
 
 
 def _norm(run: Record, step: int) -> float:
@@ -136,10 +137,10 @@ def _norm(run: Record, step: int) -> float:
     return math.hypot(*(length(capture.values(name)) for name in capture.tensors))
 
 
-def _clipping(run: Record, step: int) -> float:
+def _clipping(run: Record, norm: float) -> float:
     """min(1, clip_norm / (norm + 1e-6)), as torch defines it."""
     clip = run.config["optimizer.clip_norm"]
-    return 1.0 if clip is None else min(1.0, float(clip) / (_norm(run, step) + 1e-6))
+    return 1.0 if clip is None else min(1.0, float(clip) / (norm + 1e-6))
 
 
 def _rate(run: Record, step: int) -> float:

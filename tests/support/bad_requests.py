@@ -1,9 +1,7 @@
-"""How long a bad request takes to be refused, and what it is told: writes benchmarks/data/bad_requests.json.
-
-    python benchmarks/checks/bad_requests.py
+"""Requests that are refused, and processes that are asked them.
 
 Each request is a process of its own, started in an empty folder; `torch` is replaced by a package that leaves a mark
-and fails when imported. `tests/cli/test_bad_requests.py` runs the same table and asserts what it shows.
+and fails when imported.
 """
 
 from __future__ import annotations
@@ -11,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
-import re
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,46 +261,3 @@ def _observed(run: Callable[[str], tuple[int, str, str]], folder: Path) -> Outco
 def _children_cpu() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _median(rows: list[dict[str, str | float]], key: str) -> float:
-    return statistics.median(float(row[key]) for row in rows)
-
-
-def main() -> None:
-    """Ask everything once and write the record."""
-    rows: list[dict[str, str | float]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_bad_data(folder)
-        poison_torch(folder)
-        with full_disk(folder) as full:
-            for kind, request in REQUESTS.items():
-                if "{full}" in " ".join(request.words) and full is None:
-                    continue
-                outcome = ask(request, folder, full)
-                message = re.sub(re.escape(name), "TMP", outcome.err)
-                assert outcome.code == 2, (kind, message)
-                shown = " ".join(request.words).replace("\n", "\\n")
-                times = {"seconds": round(outcome.seconds, 3), "cpu_seconds": round(outcome.cpu_seconds, 3)}
-                rows.append({"kind": kind, "request": shown, **times, "message": message})
-                print(f"{outcome.seconds:6.2f} s  {kind}")
-    record = {
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in ("hydra-core", "omegaconf")},
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "requests": len(rows),
-        "median_seconds": _median(rows, "seconds"),
-        "median_cpu_seconds": _median(rows, "cpu_seconds"),
-        "rows": rows,
-    }
-    target = ROOT / "benchmarks" / "data" / "bad_requests.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    print(
-        f"{len(rows)} requests, median {record['median_seconds']} s, {record['median_cpu_seconds']} s cpu -> {target}"
-    )
-
-
-if __name__ == "__main__":
-    main()
