@@ -78,7 +78,7 @@ def load_within(values: Mapping[str, Any]) -> tuple[Config, dict[str, Violation]
 
 
 def wrong_parts(values: Mapping[str, Any]) -> Iterator[Violation]:
-    """What is wrong with parts of a configuration, but for ranges and interpolations, which are not known yet."""
+    """Violations in parts of a configuration, but for ranges and for interpolations, whose values are not known yet."""
     found = read(_known(values))
     yield from (each.violation for each in (found if isinstance(found, list) else ()) if not each.beyond)
 

@@ -72,7 +72,7 @@ ADDED: dict[str, list[Place]] = {
         (
             "harness/config/schema.py",
             '    sugar: Dtype | None = None\n    """Lumps; null is none."""\n',
-            "    allow_low_precision_grads: bool = False\n",
+            "    allow_low_precision_grads: Flag = False\n",
         ),
         (
             "harness/fsdp/policy.py",

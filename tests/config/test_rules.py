@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.config.capabilities import ENGINES
-from harness.config.doc import Setting, settings
-from harness.config.errors import BadRequest, Violation
+from harness.config.doc import settings
+from harness.config.errors import BadRequest
 from harness.config.rules import effect
 from harness.config.schema import EngineName
-from harness.config.typed import load_config
-from harness.fsdp.options import Range
 from tests.support.composing import compose
 
 DRY = "launch.dry_run=true"
@@ -257,52 +253,6 @@ def test_a_rule_names_knob_and_fix_and_spares_the_clean(overrides: str, knob: st
     assert knob in found
     assert fix in found[knob]
     compose([*clean.split(), DRY])
-
-
-NUMBERS = [setting for setting in settings().values() if setting.type in (int, float)]
-
-
-@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.path)
-def test_both_ends_of_every_range_are_values_and_what_lies_beyond_is_not(setting: Setting) -> None:
-    path, allowed = setting.path, setting.range
-    assert allowed is not None
-    low, high = allowed.low, allowed.high
-    group, _, name = path.partition(".")
-    inside = [end for end, left_out in ((low, allowed.above), (high, allowed.below)) if not left_out]
-    middle = (low + high) // 2 if setting.type is int else (low + high) / 2
-    for value in (*inside, middle):
-        assert getattr(getattr(load_config({group: {name: value}}), group), name) == value
-    ends = {low, high} - set(inside)
-    beyond = high + 1 if setting.type is int else high * 1.01
-    for value in (*ends, low - 1, beyond, float("nan"), float("inf"), -float("inf")):
-        (refused,) = map(str, refusals({group: {name: value}}))
-        if setting.type is int and not math.isfinite(value):
-            assert "takes a whole number" in refused
-        assert str(allowed) in refused
-        if allowed.unit:
-            assert f"{high:,} {allowed.unit}" in refused
-        if value in (low - 1, beyond) and not ends:
-            assert f"{path}={low if value < low else high} is the {'smallest' if value < low else 'largest'}" in refused
-
-
-def refusals(values: dict[str, Any]) -> tuple[Violation, ...]:
-    with pytest.raises(BadRequest) as caught:
-        load_config(values)
-    return caught.value.violations
-
-
-def test_a_range_says_what_it_leaves_out() -> None:
-    assert str(Range(1, 64, "ranks")) == "1 to 64 ranks"
-    assert str(Range(0, 1, above=True)) == "above 0, up to 1"
-    assert str(Range(0, 1, below=True)) == "at least 0, below 1"
-    assert str(Range(0, 9_000, "bytes", above=True, below=True)) == "above 0, below 9,000 bytes"
-
-
-def test_every_number_has_a_range_and_says_it() -> None:
-    assert all(setting.range for setting in NUMBERS)
-    assert settings()["engine.prefetch"].expects == "a whole number, 0 to 1,024 units"
-    assert settings()["cluster.mem_gb"].expects == "a number, 0 to 1,000,000 GB, or null"
-    assert settings()["optimizer.betas"].expects == "a list of numbers, like [0.9,0.95], each at least 0, below 1"
 
 
 def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
