@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.config import groups as sections
 from harness.config import schema
+from harness.config.groups import Only
 from harness.fsdp import options
 from harness.fsdp.options import Range
 
@@ -33,6 +34,8 @@ class Setting:
     sentence: str
     range: Range | None = None
     """Range and unit of a number, or of each in a list; None of other types."""
+    only: tuple[Only, ...] = ()
+    """Conditions under which it has an effect."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -100,14 +103,17 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting]:
         bare = typing.get_args(kind)[0] if optional else kind
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         sentence = _sentences()[cls.__name__].get(field.name) or sentences_of_options()[path]
-        yield Setting(path, bare, optional, made, sentence, next(_ranges(hints[field.name]), None))
+        more = [*_metadata(hints[field.name])]
+        numbers = next((each for each in more if isinstance(each, Range)), None)
+        only = tuple(each for each in more if isinstance(each, Only))
+        yield Setting(path, bare, optional, made, sentence, numbers, only)
 
 
-def _ranges(kind: Any) -> Iterator[Range]:
-    """Ranges in an annotation, at any depth."""
-    yield from (each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Range))
+def _metadata(kind: Any) -> Iterator[Any]:
+    """Metadata of an annotation, at any depth."""
+    yield from getattr(kind, "__metadata__", ())
     for inner in typing.get_args(kind):
-        yield from _ranges(inner)
+        yield from _metadata(inner)
 
 
 @functools.cache

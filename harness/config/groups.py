@@ -46,6 +46,31 @@ def of_option(name: str) -> Range:
     return Range(*astuple(declared))
 
 
+class Only:
+    """Condition of a setting's effect, declared at its field: another setting has one of these values.
+
+    but: instead of values, the one it must not have. choose: option or setting that makes it so.
+    """
+
+    def __init__(self, path: str, *values: Any, but: Any = ..., choose: str = "") -> None:
+        self.path, self.values, self.but = path, values, but
+        named = f"{path}=true" if values == (True,) else ""
+        self.choose = choose or named or " or ".join(f"{path.partition('.')[0]}={value}" for value in values)
+
+    def holds(self, value: Any) -> bool:
+        plain = getattr(value, "name", value)
+        return plain in self.values if self.but is ... else plain != self.but
+
+
+SLURM = Only("cluster.backend", "slurm")
+CONTAINER = Only("cluster.container_image", but=None, choose="cluster.container_image")
+CUDA = Only("cluster.device", "cuda", choose="cluster.device=cuda")
+UB = Only("nccl_ub.mode", but="none", choose="nccl_ub=auto")
+SHARP = Only("sharp.group", "dp", "dp_outer", choose="sharp=dp")
+DECODER = Only("model.family", "llama", "moe", "ext", choose="model=tiny")
+MOE = Only("model.family", "moe", "ext", choose="model=moe")
+
+
 class Group:
     """Base of groups of settings, with pydantic's configuration."""
 
@@ -64,7 +89,7 @@ class ModelConfig(Group):
     family: ModelFamily = ModelFamily.llama
     """Family of the model: llama is a Llama-style decoder, moe the same with routed experts, odd a set of
     awkward cases, and ext your own class."""
-    target: str | None = None
+    target: Annotated[str | None, Only("model.family", "ext")] = None
     """Your own model, as package.module:Class (ext)."""
     parameters: Annotated[int, Range(0, 2**50, "weights")] | None = None
     """Number of weights of your own model (ext). It is counted before ranks start and cannot be set."""
@@ -74,30 +99,30 @@ class ModelConfig(Group):
     """Width of the residual stream."""
     num_layers: Annotated[int, Range(1, 10_000, "blocks")] = 4
     """Number of transformer blocks."""
-    num_heads: Annotated[int, Range(1, 2**16, "heads")] = 4
+    num_heads: Annotated[int, Range(1, 2**16, "heads"), DECODER] = 4
     """Number of query heads; it must divide `dim`."""
-    num_kv_heads: Annotated[int, Range(1, 2**16, "heads")] = 2
+    num_kv_heads: Annotated[int, Range(1, 2**16, "heads"), DECODER] = 2
     """Number of key and value heads (grouped-query attention); it must divide `num_heads`."""
     ffn_dim: Annotated[int, Range(1, 2**22, "features")] = 176
     """Hidden width of the SwiGLU feed-forward."""
     max_seq_len: Annotated[int, Range(1, 2**24, "tokens")] = 2048
     """Longest sequence that the rotary table covers."""
-    rope_theta: Annotated[float, Range(0, 10**12, above=True)] = 10000.0
+    rope_theta: Annotated[float, Range(0, 10**12, above=True), DECODER] = 10000.0
     """Base of the rotary frequencies."""
     norm_eps: Annotated[float, Range(0, 1, above=True)] = 1.0e-5
     """Epsilon inside RMSNorm."""
-    tie_embeddings: Flag = False
+    tie_embeddings: Annotated[Flag, DECODER] = False
     """Tie the output projection to the embedding matrix."""
     activation_checkpointing: Flag = False
     """Recompute the activations of each block in the backward."""
-    num_experts: Annotated[int, Range(1, 2**16, "experts")] = 4
+    num_experts: Annotated[int, Range(1, 2**16, "experts"), MOE] = 4
     """Number of experts (feed-forwards) in every block (moe)."""
-    experts_per_token: Annotated[int, Range(1, 2**16, "experts")] = 2
+    experts_per_token: Annotated[int, Range(1, 2**16, "experts"), MOE] = 2
     """Number of experts to which each token is routed (moe)."""
-    skip_idle: Flag = True
+    skip_idle: Annotated[Flag, Only("model.family", "moe", "odd", "ext")] = True
     """Skip a part that no token of a microbatch uses (an expert, a side branch), so that its parameters get no gradient
     there (moe, odd). false: it runs on zero tokens, and its gradients are zeros. For ext: parts may be skipped."""
-    repeat_unit: Flag = False
+    repeat_unit: Annotated[Flag, Only("model.family", "odd", "ext", choose="model=odd")] = False
     """Run the first block a second time, after the last one (odd)."""
     init_std: Annotated[float, Range(0, 1_000)] = 0.02
     """Standard deviation of initial weights. For residual projections it is divided by sqrt(2 * num_layers)."""
@@ -140,10 +165,10 @@ class NcclUbConfig(Group):
     """NCCL user buffers: collectives read and write the engine's buckets without a copy, on few thread blocks."""
 
     mode: Registration = Options.nccl_ub
-    symmetric: Flag = not Options.disable_symmetric_registration
+    symmetric: Annotated[Flag, UB] = not Options.disable_symmetric_registration
     """Register buckets as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
     registered only for NVLink SHARP and zero copy."""
-    fallback: Fallback = Options.registration_fallback
+    fallback: Annotated[Fallback, UB] = Options.registration_fallback
     cta_policy: CtaPolicy = CtaPolicy.default
     """How many thread blocks NCCL uses for a collective."""
     min_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
@@ -162,17 +187,17 @@ class SharpConfig(Group):
 
     group: SharpAxis = SharpAxis.default
     """The communicator that uses InfiniBand SHARP; only one communicator of a run can."""
-    nvlink: Flag = True
+    nvlink: Annotated[Flag, SHARP] = True
     """Use NVLink SHARP (NVLS) for all communicators of the run, if group names an axis and the devices have it."""
-    infiniband: Flag = True
+    infiniband: Annotated[Flag, SHARP] = True
     """Use InfiniBand SHARP (CollNet) for the communicator that group names, if two or more machines share a switch."""
     algo: str | None = None
     """Value of NCCL_ALGO, such as CollnetDirect or ^NVLS. null: NCCL chooses."""
-    nvls_ctas: Annotated[int, Range(1, 64, "thread blocks")] | None = None
+    nvls_ctas: Annotated[int, Range(1, 64, "thread blocks"), SHARP, Only("sharp.nvlink", True)] | None = None
     """Thread blocks of a collective over NVLink SHARP. null: NCCL chooses."""
-    streaming: Flag = True
+    streaming: Annotated[Flag, SHARP, Only("sharp.infiniband", True)] = True
     """Streaming aggregation of long messages (InfiniBand SHARP). A switch has room for two such flows."""
-    overlap_gather: Flag = False
+    overlap_gather: Annotated[Flag, SHARP, Only("sharp.infiniband", True)] = False
     """Let gathers and reductions overlap in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""
 
 
@@ -188,57 +213,57 @@ class ClusterConfig(Group):
     """Launcher of the ranks: this machine or SLURM."""
     device: Device = Device.cpu
     """Device of a rank: cpu with gloo, or cuda with NCCL."""
-    nodes: Annotated[int, Range(1, 2**16, "machines")] = 1
+    nodes: Annotated[int, Range(1, 2**16, "machines"), SLURM] = 1
     """Machines of a cell; world_size is divided evenly over them."""
     threads_per_rank: Annotated[int, Range(1, 4_096, "threads")] = 1
     """Intra-op threads of a rank. Some sums depend on this number, so a verdict requires equal ones."""
-    cpus_per_rank: Annotated[int, Range(1, 4_096, "processors")] | None = None
+    cpus_per_rank: Annotated[int, Range(1, 4_096, "processors"), SLURM] | None = None
     """Processors per rank that the scheduler is asked for. null: threads_per_rank, and at least 4 on CUDA, where NCCL,
     autograd and the checkpoint writer have threads of their own."""
-    ranks_per_device: Annotated[int, Range(1, 64, "ranks")] = 1
+    ranks_per_device: Annotated[int, Range(1, 64, "ranks"), CUDA] = 1
     """How many neighbouring ranks share a CUDA device (needs NCCL 2.30 or newer), to try several ranks on few devices.
     Their times do not apply to ranks with a device each."""
-    bind_to_device: Flag = True
+    bind_to_device: Annotated[Flag, CUDA] = True
     """Bind each CUDA rank to those of its processors that are on the NUMA node of its device."""
     interface: str | None = None
     """Network interface of gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr shows it.
     null: loopback where all ranks are on one host; else gloo uses the one that leads to rank 0, and NCCL chooses."""
-    slots: Annotated[int, Range(1, 2**16, "ranks")] = 2
+    slots: Annotated[int, Range(1, 2**16, "ranks"), Only("cluster.backend", "local")] = 2
     """Ranks that may run at a time on this machine. A sweep starts cells while slots are free, at least one cell."""
-    partition: str | None = None
+    partition: Annotated[str | None, SLURM] = None
     """SLURM partition."""
-    account: str | None = None
+    account: Annotated[str | None, SLURM] = None
     """SLURM account."""
-    qos: str | None = None
+    qos: Annotated[str | None, SLURM] = None
     """SLURM quality of service."""
-    time_min: Annotated[int, Range(1, 525_600, "minutes")] = 60
+    time_min: Annotated[int, Range(1, 525_600, "minutes"), SLURM] = 60
     """Time limit of one attempt."""
-    grace_s: Annotated[int, Range(0, 86_400, "seconds")] = 120
+    grace_s: Annotated[int, Range(0, 86_400, "seconds"), SLURM] = 120
     """How long before the time limit a run is asked to save and requeue."""
-    mem_gb: Annotated[float, Range(0, 10**6, "GB")] | None = None
+    mem_gb: Annotated[float, Range(0, 10**6, "GB"), SLURM] | None = None
     """Memory per node. null: the scheduler decides. 0: all memory, which an exclusive node does not imply."""
-    gpus_per_node: Annotated[int, Range(0, 1_024, "devices")] = 0
+    gpus_per_node: Annotated[int, Range(0, 1_024, "devices"), SLURM] = 0
     """Devices per node that the scheduler is asked for."""
-    gres: str | None = None
+    gres: Annotated[str | None, SLURM] = None
     """Devices per node that the scheduler is asked for with --gres, such as gpu:h100:8, in place of gpus_per_node, if a
     site has no --gpus-per-node."""
-    setup: list[str] = field(default_factory=list)
+    setup: Annotated[list[str], SLURM] = field(default_factory=list)
     """Shell lines of the batch script before the ranks (module loads)."""
-    teardown: list[str] = field(default_factory=list)
+    teardown: Annotated[list[str], SLURM] = field(default_factory=list)
     """Shell lines of the batch script after the ranks, also if these failed. The job keeps the ranks' exit code."""
-    array_parallelism: Annotated[int, Range(1, 1_000_000, "cells")] | None = None
+    array_parallelism: Annotated[int, Range(1, 1_000_000, "cells"), SLURM] | None = None
     """Cells of a job array that run at a time. null: no limit."""
-    sharp_network: str | None = "sharp"
+    sharp_network: Annotated[str | None, SLURM] = "sharp"
     """Value of sbatch's --network for a cell that uses InfiniBand SHARP. null: the option is left out."""
-    flags: list[str] = field(default_factory=list)
+    flags: Annotated[list[str], SLURM] = field(default_factory=list)
     """Further sbatch options without a value, such as exclusive."""
-    additional: dict[str, str] = field(default_factory=dict)
+    additional: Annotated[dict[str, str], SLURM] = field(default_factory=dict)
     """Further sbatch options, as `name: value`."""
-    srun_args: list[str] = field(default_factory=list)
+    srun_args: Annotated[list[str], SLURM] = field(default_factory=list)
     """Further arguments of the srun that starts the ranks, such as --mpi=none."""
-    python: str | None = None
+    python: Annotated[str | None, SLURM] = None
     """Shell words that start Python in a job. null: the path of the interpreter that made the request."""
-    container_image: str | None = None
+    container_image: Annotated[str | None, SLURM] = None
     """Container image of the ranks, as srun's --container-image takes it (pyxis). null: no container."""
-    container_mounts: list[str] = field(default_factory=list)
+    container_mounts: Annotated[list[str], CONTAINER] = field(default_factory=list)
     """Further --container-mounts, each FROM:TO. launch.root is always mounted, at its own path."""

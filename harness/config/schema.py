@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated
 
-from harness.config.groups import COUNT, SEED, Flag, Group, NcclUbConfig, Range, SharpConfig, of_option
+from harness.config.groups import COUNT, SEED, Flag, Group, NcclUbConfig, Only, Range, SharpConfig, of_option
 from harness.config.groups import Backend as Backend
 from harness.config.groups import ClusterConfig as ClusterConfig
 from harness.config.groups import Device as Device
@@ -33,6 +33,17 @@ from harness.fsdp.vocabulary import SharpAxis as SharpAxis
 from harness.fsdp.vocabulary import Strategy as Strategy
 from harness.fsdp.vocabulary import Transport as Transport
 
+DYNAMIC = Only("dtype.loss_scale", "dynamic", choose="dtype.loss_scale=dynamic")
+DELAYED = Only("dtype.fp8", "delayed", choose="dtype=fp8_delayed")
+CKPT = Only("ckpt.policy", "last")
+WANDB = Only("wandb.mode", "offline", "online")
+BENCH = Only("measure.mode", "bench")
+RECORD = Only("measure.mode", "record", choose="measure=default")
+TRACE = Only("measure.trace_steps", but=[], choose="measure=trace")
+OWN_OPTIMIZER = Only("optimizer.name", "ext")
+ADAM = Only("optimizer.name", "adam", "adamw")
+TOKENS = Only("data.kind", "tokens")
+
 FaultStrength = StrEnum("FaultStrength", "full middle weak")
 DataKind = StrEnum("DataKind", "stdlib text tokens synthetic ext")
 TokenDtype = StrEnum("TokenDtype", "uint16 uint32")
@@ -50,19 +61,19 @@ class DataConfig(Group):
 
     kind: DataKind = DataKind.stdlib
     """Source of tokens."""
-    target: str | None = None
+    target: Annotated[str | None, Only("data.kind", "ext")] = None
     """Your own data source, as package.module:Class (ext)."""
-    path: str | None = None
+    path: Annotated[str | None, Only("data.kind", "text", "tokens", "ext")] = None
     """File or folder for `text`, `tokens` and `ext`; unused otherwise."""
     seq_len: Annotated[int, Range(1, 2**24, "tokens")] = 128
     """Tokens per sequence that the model is trained on; seq_len + 1 are read."""
-    token_dtype: TokenDtype = TokenDtype.uint16
+    token_dtype: Annotated[TokenDtype, TOKENS] = TokenDtype.uint16
     """Width of a token for `tokens` files."""
-    header_bytes: Annotated[int, Range(0, 2**40, "bytes")] = 0
+    header_bytes: Annotated[int, Range(0, 2**40, "bytes"), TOKENS] = 0
     """Bytes to skip at the start of each token file (0 for nanoGPT and Megatron .bin, 1024 for llm.c)."""
     order_seed: Annotated[int, Range(0, SEED)] = 1234
     """Seed of the order of sequences. It is separate from train.seed, so that weights and data vary independently."""
-    num_sequences: Annotated[int, Range(1, 2**40, "sequences")] = 4096
+    num_sequences: Annotated[int, Range(1, 2**40, "sequences"), Only("data.kind", "synthetic")] = 4096
     """Number of distinct sequences of `synthetic`."""
 
 
@@ -72,19 +83,19 @@ class OptimizerConfig(Group):
 
     name: OptimizerName = OptimizerName.adamw
     """Update rule."""
-    target: str | None = None
+    target: Annotated[str | None, OWN_OPTIMIZER] = None
     """Your own optimizer, as package.module:Class (ext)."""
-    options: dict[str, float] = field(default_factory=dict)
+    options: Annotated[dict[str, float], OWN_OPTIMIZER] = field(default_factory=dict)
     """Arguments of your own optimizer, in addition to the learning rate (ext)."""
     lr: Annotated[float, Range(0, 10**6)] = 1.0e-3
     """Peak learning rate."""
-    betas: list[Annotated[float, Range(0, 1, below=True)]] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[Annotated[float, Range(0, 1, below=True)]], ADAM] = field(default_factory=lambda: [0.9, 0.95])
     """Adam's two decay rates."""
-    eps: Annotated[float, Range(0, 1, above=True)] = 1.0e-8
+    eps: Annotated[float, Range(0, 1, above=True), ADAM] = 1.0e-8
     """Adam's epsilon."""
     weight_decay: Annotated[float, Range(0, 10**6)] = 0.1
     """Weight decay of matrices. Vectors (norm scales, biases) are a second parameter group without decay."""
-    momentum: Annotated[float, Range(0, 1, below=True)] = 0.0
+    momentum: Annotated[float, Range(0, 1, below=True), Only("optimizer.name", "sgd")] = 0.0
     """SGD's momentum."""
     clip_norm: Annotated[float, Range(0, 10**9, above=True)] | None = 1.0
     """Largest global gradient norm. null: gradients are not clipped; the norm is still logged."""
@@ -110,7 +121,7 @@ class TrainConfig(Group):
     """Steps of linear warm-up."""
     min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1
     """The last learning rate divided by the peak learning rate."""
-    param_norm_every: Annotated[int, Range(0, COUNT, "steps")] = 10
+    param_norm_every: Annotated[int, Range(0, COUNT, "steps"), RECORD] = 10
     """Steps between records of the weights' norm. 0: never. measure=bench never records it."""
 
 
@@ -120,7 +131,7 @@ class ShardingConfig(Group):
 
     strategy: Strategy = Strategy.optim_grads_params
     """ZeRO stage by name: state sharded over the inner axis."""
-    outer: OuterStrategy = OuterStrategy.no_shard
+    outer: Annotated[OuterStrategy, Only("mesh.dp_outer", but=1, choose="mesh=two_by_two")] = OuterStrategy.no_shard
     """State also sharded over the outer axis, if mesh.dp_outer > 1."""
 
 
@@ -145,11 +156,11 @@ class DtypeConfig(Group):
     scale."""
     loss_scale: str = "none"
     """Factor on the loss, so that fp16 gradients do not underflow: none, dynamic, or a fixed power of two (native)."""
-    loss_scale_growth_steps: Annotated[int, Range(1, COUNT, "steps")] = 2000
+    loss_scale_growth_steps: Annotated[int, Range(1, COUNT, "steps"), DYNAMIC] = 2000
     """Steps without overflow after which a dynamic loss scale doubles; it starts at 65536."""
     fp8: Fp8 | None = None
     """FP8 recipe of the projections of attention and feed-forward. null: they do not use FP8."""
-    fp8_history: Annotated[int, Range(1, 2**20, "steps")] = 1024
+    fp8_history: Annotated[int, Range(1, 2**20, "steps"), DELAYED] = 1024
     """Number of past steps whose largest magnitudes delayed scaling uses."""
 
 
@@ -162,7 +173,7 @@ class NumericsConfig(Group):
     """The promise about the order of sums: options of the native engine."""
 
     mode: Numerics = Options.numerics
-    exact_bits: Annotated[int, of_option("exact_bits")] = Options.exact_bits
+    exact_bits: Annotated[int, of_option("exact_bits"), Only("numerics.mode", "exact")] = Options.exact_bits
 
 
 @dataclass
@@ -176,7 +187,7 @@ class MeshConfig(Group):
     tp: Annotated[int, Range(1, 2**10, "ranks")] = 1
     """Size of the tensor-parallel axis. Neighbouring ranks work on the same microbatch, each with a part of the
     matrices."""
-    sequence_parallel: Flag = False
+    sequence_parallel: Annotated[Flag, Only("mesh.tp", but=1, choose="mesh.tp=2")] = False
     """Split the positions of a sequence over tensor-parallel ranks between matrices, for example in norms."""
 
 
@@ -193,7 +204,7 @@ class FaultConfig(Group):
     strength: FaultStrength = FaultStrength.full
     """full: the fault as reported. middle: a tenth of it. weak: a hundredth of it. A fault that keeps fewer bits keeps
     8, 11 or 16 bits."""
-    begins_at: Annotated[int, Range(1, COUNT)] = 1
+    begins_at: Annotated[int, Range(1, COUNT), Only("fault.name", but="none", choose="a fault")] = 1
     """The first step in which the fault acts; steps before it are normal."""
 
 
@@ -203,14 +214,14 @@ class CkptConfig(Group):
 
     policy: CkptPolicy = CkptPolicy.last
     """none: no checkpoints. last: the newest ones are kept."""
-    every: Annotated[int, Range(0, COUNT, "steps")] = 0
+    every: Annotated[int, Range(0, COUNT, "steps"), CKPT] = 0
     """Steps between saves. 0: only by ckpt.minutes, when stopped, and at the end."""
-    minutes: Annotated[float, Range(0, 10**6, "minutes")] = 10.0
+    minutes: Annotated[float, Range(0, 10**6, "minutes"), CKPT] = 10.0
     """Time after which a save is due, at the end of a step, since the last save or the start. 0: never by time. Saving
     counts for no step's time."""
-    keep: Annotated[int, Range(1, COUNT, "checkpoints")] = 1
+    keep: Annotated[int, Range(1, COUNT, "checkpoints"), CKPT] = 1
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
-    background: Flag = False
+    background: Annotated[Flag, CKPT] = False
     """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
     """Checkpoint to start from if this run has none of its own: a run (a path, digits of its signature, `@last`), its
@@ -225,7 +236,7 @@ class MeasureConfig(Group):
 
     mode: MeasureMode = MeasureMode.record
     """record: all steps are recorded alike. bench: warm-up steps, then timed steps, alone on the machine."""
-    warmup_steps: Annotated[int, Range(0, COUNT, "steps")] = 0
+    warmup_steps: Annotated[int, Range(0, COUNT, "steps"), BENCH] = 0
     """How many of train.steps are warm-up steps before the timed ones (bench). Fixed beforehand."""
     capture_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and 3,
@@ -237,7 +248,7 @@ class MeasureConfig(Group):
     """How often an fp64 reference repeats its first step for each dtype, with a random rounding error after every
     operation. Verdicts against this run then use the measured effect of rounding on each gradient. 0: bounds are
     computed by counting roundings."""
-    rounding_fp8: Flag = False
+    rounding_fp8: Annotated[Flag, Only("measure.rounding_draws", but=0, choose="measure.rounding_draws=8")] = False
     """Repeat that for every FP8 recipe that fits the model's sizes."""
     capture_limit_mib: Annotated[int, Range(0, 2**30, "MiB")] = 1024
     """If one step of gradients would take more, none are captured. If capture_steps is null, everything captured in
@@ -247,15 +258,15 @@ class MeasureConfig(Group):
     trace_steps: list[Annotated[int, Range(1, COUNT)]] = field(default_factory=list)
     """Steps that torch.profiler records to `trace/`, after a step of warm-up; Perfetto (ui.perfetto.dev) opens the
     files. These steps count for no median."""
-    trace_ranks: list[Annotated[int, Range(0, 2**20)]] | None = field(default_factory=lambda: [0])
+    trace_ranks: Annotated[list[Annotated[int, Range(0, 2**20)]] | None, TRACE] = field(default_factory=lambda: [0])
     """Ranks that record the traced steps. null: all."""
-    memory_snapshot: Flag = False
+    memory_snapshot: Annotated[Flag, TRACE] = False
     """Write each allocation of CUDA in the traced steps, with its stack, for pytorch.org/memory_viz. On a CPU the trace
     itself has the allocations."""
-    step_checks: Flag = True
+    step_checks: Annotated[Flag, RECORD] = True
     """Check every step from outside the engine and write the results to `step_checks/`: local gradients against their
     sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
-    step_checks_limit_mib: Annotated[int, Range(1, 2**30, "MiB")] = 256
+    step_checks_limit_mib: Annotated[int, Range(1, 2**30, "MiB"), RECORD, Only("measure.step_checks", True)] = 256
     """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
 
 
@@ -295,9 +306,9 @@ class WandbConfig(Group):
 
     mode: WandbMode = WandbMode.disabled
     """disabled, offline or online."""
-    project: str = "sharded-training"
+    project: Annotated[str, WANDB] = "sharded-training"
     """Project on the server."""
-    entity: str | None = None
+    entity: Annotated[str | None, WANDB] = None
     """Team or user on the server."""
 
 
@@ -327,7 +338,7 @@ class StudyConfig(Group):
     """Number of last steps to which the margins apply. 0: the later half of the run."""
     objective: str = "loss"
     """Number that Hydra's sweepers such as Optuna are given: loss, grad_norm, or another of the last step's record."""
-    order_seed: Annotated[int, Range(0, SEED)] = 0
+    order_seed: Annotated[int, Range(0, SEED), BENCH] = 0
     """Seed of the order in which the arms of a block run; each block has a new order (bench)."""
 
 

@@ -262,7 +262,7 @@ def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
     assert set(found) == {"train.steps", "data.seq_len", "sharding.strategy", "model.num_heads"}
 
 
-@pytest.mark.parametrize("knob", effect.CONDITIONS)
+@pytest.mark.parametrize("knob", [*(path for path, setting in settings().items() if setting.only), *effect.SEVERAL])
 def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     values = {
         "cluster.additional": "{a: 1}",
@@ -277,6 +277,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         "sharp.overlap_gather": "true",
         "optimizer.betas": "[0.9,0.9]",
         "optimizer.options": "{a: 1}",
+        "measure.trace_ranks": "[1]",
     }
     needs = {
         "cluster.slots": ["cluster=slurm"],
@@ -289,6 +290,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     against |= {"train.param_norm_every": ["measure=bench"]} | {key: ["model=odd"] for key in decoder}
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
     quiet |= {f"measure.{name}": ["measure=bench"] for name in ("step_checks", "step_checks_limit_mib")}
+    quiet["measure.memory_snapshot"] = ["cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=2"]
     extra = (needs | against | quiet).get(knob, [])
     value = values.get(knob, "true" if settings()[knob].type is bool else "1e-6" if knob.endswith(".eps") else "1")
     value = "0.5" if knob.endswith("momentum") else value
@@ -296,7 +298,11 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
 
 
 def test_conditions_name_settings_that_exist() -> None:
-    assert set(effect.CONDITIONS) <= set(settings())
+    assert set(effect.SEVERAL) <= set(settings())
+    for setting in settings().values():
+        for each in setting.only:
+            named = settings()[each.path]
+            assert all(value in (named.choices or each.values) for value in each.values), setting.path
     assert all(path in settings() for can in ENGINES.values() for path in can.settings)
     assert set(ENGINES) == set(EngineName)
 

@@ -36,7 +36,7 @@ def _lists(request: Request) -> dict[str, Violation]:
     for path in STEP_LISTS:
         steps = request.value(path) or ()
         if len(set(steps)) != len(steps):
-            found[path] = Violation(request.show(path), "needs distinct steps", fix=f"{path}=[1]")
+            found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
     return found
 
 
