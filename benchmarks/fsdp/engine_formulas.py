@@ -61,7 +61,7 @@ class Term:
 
 def terms(placed: Placements) -> list[Term]:
     """All traffic of a step: every microbatch's reductions and gathers, the step's reductions, its new weights."""
-    every, last = placed.reduction(last=False), placed.reduction(last=True)
+    every, last = placed.reductions[False], placed.reductions[True]
     found = [Term(step, _width(step), each=True) for step in every]
     found += [Term(step, _width(step), each=False) for step in last[len(every) :]]
     for step in placed.unshard:

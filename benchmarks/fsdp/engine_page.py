@@ -188,8 +188,8 @@ def routes() -> list[str]:
     lines.append("|---" * 6 + "|")
     for inner, outer in PAIRS:
         placed = Placements.of(Strategy[inner], OuterStrategy[outer])
-        each = placed.reduction(last=False)
-        found = (each, placed.reduction(last=True)[len(each) :], placed.unshard, placed.install)
+        each = placed.reductions[False]
+        found = (each, placed.reductions[True][len(each) :], placed.unshard, placed.install)
         lines.append(f"| `{inner}` | `{outer}` | {' | '.join(map(_route, found))} |")
     return lines
 

@@ -29,6 +29,7 @@ from harness.engines.protocol import Ranks
 from harness.fsdp import Observer
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import Label
+from harness.fsdp.guards.watches import end_watch
 from harness.models.workload import LlamaWorkload
 from harness.watchdog import Watchdog
 from tests.support.spawn import run_ranks
@@ -63,7 +64,7 @@ def engine_of(rank: int, strategy: str, mode: str) -> NativeEngine:
     config.engine.check_collectives = mode == "checked"
     engine = NativeEngine(LlamaWorkload(config), config, Ranks(rank, RANKS, rank, torch.device("cpu")))
     if mode == "off":
-        engine.model._parts.watches.close()
+        end_watch(engine.model._parts.watchdog)
     return engine
 
 
@@ -112,14 +113,14 @@ def _alone(counter: Counter) -> dict[str, float]:
 
     without = statistics.median(notes() for _ in range(REPEATS))
     watchdog = Watchdog([group], LIMIT_S, records=False)
-    end = events.watch(watchdog)
+    events.watch(watchdog)
     noted = statistics.quantiles([notes() for _ in range(REPEATS)], n=4)
     looks = []
     for _ in range(REPEATS):
         began = time.process_time()
         watchdog._reason()
         looks.append((time.process_time() - began) * 1e3 / watchdog.tick_s)
-    end()
+    events.unwatch(watchdog)
     watchdog.close()
     low, middle, high = (value - without for value in noted)
     return {"p25": low, "median": middle, "p75": high, "looks_per_second": statistics.median(looks)}

@@ -13,8 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.checkpoint import folder as folders
-from harness.checkpoint import foreign
+from harness.checkpoint import folder as folders, foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.errors import BadRequest
 from harness.config.hints import explain

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from harness.checkpoint import folder as folders
-from harness.checkpoint import tensor_file
+from harness.checkpoint import folder as folders, tensor_file
 from harness.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from harness.checkpoint.snapshot import LoadPlanner, SavePlanner
 from harness.checkpoint.storage import whole_tensor

@@ -127,8 +127,7 @@ def compose(overrides: Sequence[str] = ()) -> Cell:
 
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from hydra import compose as hydra_compose, initialize_config_dir
 
     register()
     folder = own_folder()

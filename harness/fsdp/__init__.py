@@ -13,46 +13,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.fp8.linear import Fp8Linear as Fp8Linear
-    from harness.fsdp.api import ShardedModel as ShardedModel
-    from harness.fsdp.api import fully_shard as fully_shard
+    from harness.fsdp.api import ShardedModel as ShardedModel, fully_shard as fully_shard
     from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
-    from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
-    from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
-    from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
+    from harness.fsdp.comm.sharp_groups import (
+        SharpOwnership as SharpOwnership,
+        ThreadBlocks as ThreadBlocks,
+        communicator_options as communicator_options,
+    )
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
-    from harness.fsdp.guards.replicas import CopiesPart as CopiesPart
-    from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
+    from harness.fsdp.guards.replicas import CopiesPart as CopiesPart, ReplicaDrift as ReplicaDrift
     from harness.fsdp.guards.watches import CollectiveError as CollectiveError
-    from harness.fsdp.megatron import MegatronModel as MegatronModel
-    from harness.fsdp.megatron import fully_shard_model as fully_shard_model
-    from harness.fsdp.megatron import fully_shard_optimizer as fully_shard_optimizer
+    from harness.fsdp.megatron import (
+        MegatronModel as MegatronModel,
+        fully_shard_model as fully_shard_model,
+        fully_shard_optimizer as fully_shard_optimizer,
+    )
     from harness.fsdp.module import FSDPModule as FSDPModule
-    from harness.fsdp.options import OPTIONS as OPTIONS
-    from harness.fsdp.options import OptionKeywords as OptionKeywords
-    from harness.fsdp.options import Options as Options
-    from harness.fsdp.policy import Dtypes as Dtypes
-    from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from harness.fsdp.options import OPTIONS as OPTIONS, OptionKeywords as OptionKeywords, Options as Options
+    from harness.fsdp.policy import Dtypes as Dtypes, MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
-    from harness.fsdp.state import ShardedState as ShardedState
-    from harness.fsdp.state import StateMismatch as StateMismatch
+    from harness.fsdp.state import ShardedState as ShardedState, StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
-    from harness.fsdp.tensor_parallel.parameters import TpShard as TpShard
-    from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
+    from harness.fsdp.tensor_parallel.parameters import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
-    from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
-    from harness.fsdp.vocabulary import Fallback as Fallback
-    from harness.fsdp.vocabulary import Fp8 as Fp8
-    from harness.fsdp.vocabulary import GradBuffer as GradBuffer
-    from harness.fsdp.vocabulary import Numerics as Numerics
-    from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
-    from harness.fsdp.vocabulary import Registration as Registration
-    from harness.fsdp.vocabulary import SharpAxis as SharpAxis
-    from harness.fsdp.vocabulary import Strategy as Strategy
-    from harness.fsdp.vocabulary import Transport as Transport
+    from harness.fsdp.vocabulary import (
+        CtaPolicy as CtaPolicy,
+        Fallback as Fallback,
+        Fp8 as Fp8,
+        GradBuffer as GradBuffer,
+        Numerics as Numerics,
+        OuterStrategy as OuterStrategy,
+        Registration as Registration,
+        SharpAxis as SharpAxis,
+        Strategy as Strategy,
+        Transport as Transport,
+    )
 
 _EXPORTS = {
     "api": "ShardedModel fully_shard",

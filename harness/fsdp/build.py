@@ -22,19 +22,19 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes, mesh_of
-from harness.fsdp.comm.reduction import Integers, Reduction
+from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_several
-from harness.fsdp.guards.watches import Watches, watch_groups
+from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import pipeline_of
 from harness.fsdp.runtime.gradient_sync import GradientSync, Usage
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.runtime.reduce import ReducePipeline, Reductions
+from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.units import Members, Unit, UnitPlan, buckets_of, build_units, is_expert, plan_units
@@ -52,7 +52,7 @@ from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.tensor_parallel.declared import declare
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Strategy
+from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
 from harness.private_torch import tree_map
 
 ENGINE = "_fsdp"
@@ -114,7 +114,7 @@ class Engine:
         self.user_buffers.model_built()
         self._shard_parameters(module)
         self.runtime.keep_pages()
-        parts = self.reduce, self.gather, self.weights.wait, self.watches.close
+        parts = self.reduce, self.gather, self.weights.wait, partial(end_watch, self.watchdog)
         weakref.finalize(self, abandon, self.runtime, *parts).atexit = False
 
     # -- ranks, memory, units --------------------------------------------------------------------------------------
@@ -143,12 +143,12 @@ class Engine:
             symmetric=not options.disable_symmetric_registration,
             may_fall_back=options.registration_fallback is Fallback.record,
         )
-        allocating, registers = self.user_buffers.allocating, self.user_buffers.active
+        registers = self.user_buffers.active
         self.memory = BucketMemory(
             device,
             fixed=options.double_buffer,
             moved=self.user_buffers if registers else dense.inner.shm,
-            allocating=allocating,
+            allocating=self.user_buffers.allocating if registers else None,
             registers=registers,
         )
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
@@ -160,8 +160,8 @@ class Engine:
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value
         offload = torch.device("cpu") if options.offload_optimizer else None
-        unsharded, exact = options.accumulate_unsharded, self.integers is not None
-        gradients = GradientPlan(self.memory, options.grad_buffer, unsharded, exact, offload)
+        sums = options.accumulate_unsharded, options.numerics, self.integers
+        gradients = GradientPlan(self.memory, options.grad_buffer, *sums, offload)
 
         _check_same_module(module, meshes)
         if not context.makes_values:
@@ -189,10 +189,9 @@ class Engine:
         self.guard = guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
         gather = pipeline_of(units, meshes.dense.everyone, options.prefetch, options.prefetch_limit_bytes)
-        self.gather, reductions_of = gather, partial(make_reductions, options.numerics, self.integers)
+        self.gather = gather
         self.reduce = ReducePipeline(
             units,
-            {bucket.name: reductions_of(bucket) for bucket in trainable},
             runtime,
             self.memory,
             step,
@@ -205,16 +204,16 @@ class Engine:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             modules = [part for unit in units for part in unit.modules]
             hooks.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
-        self.watches = self._watch()
+        self.watchdog = self._watch()
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
-        held = [(each.codec, each.main_shards, each.mesh) for each in buckets]
+        held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
         scales = Scales.of(module, held, meshes, is_expert)
         self.weights = weights = Weights(module, units, gather, hooks, meshes, self.user_buffers, replicas, scales)
         usage = Usage(meshes, units)
         copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
         self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
         fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
-        self.trainability = Trainability(meshes, self.policy, reductions_of, hooks, weights, self.gradients, fixed)
+        self.trainability = Trainability(meshes, self.policy, hooks, weights, self.gradients, fixed)
         self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
 
     def _step_shape(self) -> StepShape:
@@ -230,7 +229,7 @@ class Engine:
             num_ranks=self.meshes.dense.everyone.size,
         )
 
-    def _watch(self) -> Watches:
+    def _watch(self) -> Watchdog | None:
         meshes, options = self.meshes, self.options
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
         groups += [] if meshes.tensor is None else [meshes.tensor.group]
@@ -282,8 +281,6 @@ class Engine:
         for bucket, each in zip(trainable, dtypes, strict=True):
             bucket.send_as(each)
         self.policy = self.trainability.policy = policy
-        numerics = self.options.numerics
-        self.reduce.reductions = {b.name: make_reductions(numerics, self.integers, b) for b in trainable}
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes that this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
@@ -298,7 +295,7 @@ class Engine:
             used, padding = each.state_bytes()
             total["optimizer"] += used
             total["padding"] += padding
-        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets)
+        scales = sum(bucket.codec.scale_bytes for bucket in self.buckets if bucket.codec is not None)
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
     def stepped(self) -> list[torch.optim.Optimizer]:
@@ -345,12 +342,12 @@ class Engine:
         After an alarm of the watchdog none ends any more, and none is waited for.
         """
         try:
-            if not self.watches.is_over:
+            if self.watchdog is None or not self.watchdog.is_over:
                 self.reduce.drain()
                 self.gather.cancel()
                 self.weights.wait()
         finally:
-            self.watches.close()
+            end_watch(self.watchdog)
             self.hooks.remove()
             self.user_buffers.close()
 
@@ -359,20 +356,6 @@ def engine_of(model: nn.Module) -> Engine:
     """The engine of a sharded module."""
     found: Engine = model.__dict__[ENGINE]
     return found
-
-
-def make_reductions(numerics: Numerics, integers: Integers | None, bucket: ParamGroup) -> Reductions:
-    """How one bucket's sums are made along each axis.
-
-    Raises:
-        ValueError: see `Dtypes.as_integers`.
-    """
-    mesh = bucket.mesh
-    dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
-    legs = [Reduction(mesh.inner, dtypes, numerics, integers, legs_apart=mesh.has_outer)]
-    if mesh.outer is not None and mesh.has_outer:
-        legs.append(Reduction(mesh.outer, dtypes, numerics, integers))
-    return Reductions(*legs)
 
 
 def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -157,8 +157,8 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
     memo: of `copy.deepcopy`; knows the new parameters by the old ones afterwards.
     """
     for bucket in engine.buckets:
-        if bucket.tp is not None or bucket.codec.is_lossy:
-            kind = "kept in 8 bits" if bucket.codec.is_lossy else "TP shards of a tensor-parallel plan"
+        if bucket.tp is not None or bucket.codec is not None:
+            kind = "kept in 8 bits" if bucket.codec is not None else "TP shards of a tensor-parallel plan"
             raise NotImplementedError(
                 f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
                 " state_dict() of this one"

@@ -12,8 +12,7 @@ from harness.config.schema import Rerun
 from harness.launch.order import in_blocks
 from harness.launch.room import check_room
 from harness.launch.slurm.commands import SlurmError
-from harness.launch.slurm.scheduler import Scheduler, probe
-from harness.launch.slurm.scheduler import cancel as scancel
+from harness.launch.slurm.scheduler import Scheduler, cancel as scancel, probe
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store import commands, status

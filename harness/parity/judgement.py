@@ -16,8 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from harness.config.roundoff import SIXTEEN_BITS
-from harness.parity.alone import ending as own_ending
-from harness.parity.alone import every_step, fed, optimizer, structure, witness
+from harness.parity.alone import ending as own_ending, every_step, fed, optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording

@@ -49,8 +49,9 @@ def F01_duplicated_gradient(config: Config, build: Build) -> Session:
     session = build()
 
     def change(engine: Any, amount: float) -> None:
-        for reductions in engine.model._parts.reduce.reductions.values():
-            reductions.inner.fold = _duplicating(reductions.inner.fold, session.ranks.rank, amount)
+        for bucket in engine.model.buckets:
+            if bucket.trainable:
+                bucket.inner.fold = _duplicating(bucket.inner.fold, session.ranks.rank, amount)
 
     return from_step(session, change)
 

@@ -1,8 +1,8 @@
 """Ends a hang of any torch.distributed program by one error on all ranks: `with Watchdog(timeout_s=60): train()`."""
 
-from harness.watchdog.report import CollectiveError as CollectiveError
-from harness.watchdog.report import by_value as by_value
-from harness.watchdog.report import ranks_text as ranks_text
-from harness.watchdog.watchdog import Watchdog as Watchdog
-from harness.watchdog.watchdog import abort_group as abort_group
-from harness.watchdog.watchdog import default_timeout_s as default_timeout_s
+from harness.watchdog.report import CollectiveError as CollectiveError, by_value as by_value, ranks_text as ranks_text
+from harness.watchdog.watchdog import (
+    Watchdog as Watchdog,
+    abort_group as abort_group,
+    default_timeout_s as default_timeout_s,
+)

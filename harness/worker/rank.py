@@ -196,8 +196,7 @@ def _train(
     from harness.engines.registry import engine_class
     from harness.models.registry import workload_for
     from harness.probe.meters import Meters
-    from harness.train import Session, TimedWorkload
-    from harness.train import run as train
+    from harness.train import Session, TimedWorkload, run as train
     from harness.train.faults import build_session
     from harness.worker import origin
 

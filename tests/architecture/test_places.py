@@ -160,7 +160,7 @@ print(json.dumps({
     "sharding": [tea.config["sharding"], strategy_of(tea.config), tea.name],
     "sharding elsewhere": refusal("engine=fsdp2", *TEA),
     "sharding alone": refusal("sharding=hftea"),
-    "operations": [[f"{step.axis.value} {step.operation.value}" for step in placements.reduction(last=last)]
+    "operations": [[f"{step.axis.value} {step.operation.value}" for step in placements.reductions[last]]
                    for last in (False, True)],
     "kept state": str(placements.optimizer_state.share(2, 2)),
     "role": [str(lumps(_policy(settled(*sugar).dtype))) for sugar in (["dtype.sugar=bf16"], [])],

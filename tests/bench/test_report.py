@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.bench import Report, markdown, report
-from harness.bench import text as folded
+from harness.bench import Report, markdown, report, text as folded
 from harness.bench.report import _mixed
 from harness.cli.main import main
 from harness.config.errors import BadRequest

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from harness.checkpoint import __main__ as tool
-from harness.checkpoint import foreign
+from harness.checkpoint import __main__ as tool, foreign
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Damaged
 from harness.checkpoint.storage import whole_tensor

@@ -16,8 +16,7 @@ import pytest
 
 from harness.bisect.snapshot import Snapshot
 from harness.cli import convert
-from harness.parity import Outcome, Verdict, compare
-from harness.parity import record as parity
+from harness.parity import Outcome, Verdict, compare, record as parity
 from harness.parity.telling import deciding
 from harness.parity.tiers import comparable
 from harness.store import checksums, provenance, rundir, status

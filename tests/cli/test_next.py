@@ -23,8 +23,7 @@ from harness.config import catalog, words
 from harness.config.compose import Cell
 from harness.config.words import quote
 from harness.launch import control, submit
-from harness.store import provenance, status
-from harness.store import study as studies
+from harness.store import provenance, status, study as studies
 from harness.store.rundir import Store
 from harness.store.status import Keeper, State, Status
 from tests.support.composing import compose

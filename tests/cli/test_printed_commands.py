@@ -17,8 +17,7 @@ import pytest
 
 from harness.cli.arguments import read_arguments
 from harness.cli.main import main, read
-from harness.store import commands as commands_printed
-from harness.store import provenance
+from harness.store import commands as commands_printed, provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write

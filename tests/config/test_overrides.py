@@ -7,8 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from harness.cli import arguments
 from harness.cli.main import read

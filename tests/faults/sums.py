@@ -218,8 +218,8 @@ def F10_ranks_added_in_bf16(site: Site) -> None:
 
 
 def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
-    for reductions in site.reduce.reductions.values():
-        site.around(reductions.inner, "fold", partial(wrap, reductions.inner))
+    for bucket in (each for unit in site.reduce.order for each in unit.trainable):
+        site.around(bucket.inner, "fold", partial(wrap, bucket.inner))
 
 
 def _before_adding(site: Site, factor: float) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from harness.fsdp import fully_shard as own_fully_shard
+from harness.fsdp import MixedPrecisionPolicy, fully_shard as own_fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.ragged.calls import REFUSED
 from tests.fsdp.ragged.layouts import HALVES, cut, mesh_of
 from tests.support.spawn import run_ranks

@@ -14,8 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer, sharding
 from tests.fsdp.checked import Mutant, holds, is_found
-from tests.fsdp.pairs import STRATEGIES, close, data, loss_of
-from tests.fsdp.pairs import Model as Tied
+from tests.fsdp.pairs import STRATEGIES, Model as Tied, close, data, loss_of
 from tests.support.mutants import each
 
 RANKS = 2

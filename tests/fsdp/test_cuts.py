@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from harness.fsdp import OuterStrategy, Placements, Strategy

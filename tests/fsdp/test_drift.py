@@ -9,8 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
 from harness.fsdp.comm.communicator import Communicator

@@ -152,16 +152,13 @@ def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
         message = messages.pop()
         print(case.strategy, message)
         assert f"blocks.1.linear.weight on rank {case.rank} in microbatch {case.microbatch}: " in message
-        num_nan = sum(value != value for _, value in case.values)
-        num_inf = len(case.values) - num_nan
-        assert (f"{num_nan} NaN" in message) == (num_nan > 0)
-        assert (f"{num_inf} Inf" in message) == (num_inf > 0)
-        assert f"of 36 elements, the first at {list(case.values[0][0])}" in message
+        kind = "NaN" if any(value != value for _, value in case.values) else "Inf"
+        assert f"{kind} among 36 elements" in message
         assert "blocks.0" not in message
         assert all(found[index][1:] == (True, True) for found in per_rank), "no weight moved, and the next step is well"
 
 
-@pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "1 Inf of 36")])
+@pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "Inf among 36")])
 def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
     """1e6 is a number in fp32 and infinite in fp16."""
     model = Watched()
@@ -174,7 +171,7 @@ def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
     )
     model.poison = {(3, 3): 1e6}
     loss = wrapped(torch.ones(2, 6)).sum()
-    with pytest.raises(FloatingPointError, match=r"blocks.1.linear.weight .*first at \[3, 3\].*") as caught:
+    with pytest.raises(FloatingPointError, match=r"blocks.1.linear.weight ") as caught:
         loss.backward()
     assert says in str(caught.value)
 
@@ -225,7 +222,7 @@ def test_the_setting_reaches_the_engine() -> None:
             bucket.main_shards[0].fill_(float("nan"))
         batch = batches(case, 0, 1)[0]
         if report:
-            with pytest.raises(FloatingPointError, match=r"head.* on rank 0 in microbatch 1: 744 NaN of 744 elements"):
+            with pytest.raises(FloatingPointError, match=r"head.* on rank 0 in microbatch 1: NaN among 744 elements"):
                 engine.forward_backward(batch, last=True)
         else:
             engine.forward_backward(batch, last=True)
@@ -278,7 +275,7 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
     resting = wrapped._parts.memory.live_bytes
     broken = ArithmeticError("broken fold")
     with ExitStack() as stack:
-        for each in wrapped._parts.reduce.reductions.values():
+        for each in wrapped.buckets:
             stack.enter_context(mock.patch.object(each.inner, "fold", side_effect=broken))
         loss = wrapped(torch.ones(2, 6)).sum()
         with pytest.raises(ArithmeticError, match="broken fold"):

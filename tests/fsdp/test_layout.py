@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from harness.fsdp.storage.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
 

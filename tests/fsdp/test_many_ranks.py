@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
 from harness.fsdp.comm.communicator import Communicator, Cut, Pending
-from harness.fsdp.guards.watches import Watches
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
@@ -48,7 +47,7 @@ def believing_in(ranks: int) -> Iterator[None]:
     with ExitStack() as patches:
         for module in (build, trainability):
             patches.enter_context(mock.patch.object(module, "check_agreed"))
-        patches.enter_context(mock.patch.object(build, "watch_groups", return_value=Watches(None)))
+        patches.enter_context(mock.patch.object(build, "watch_groups", return_value=None))
         patches.enter_context(mock.patch.object(Communicator, "begin_sum", _as_if_alike))
         yield
     dist.destroy_process_group()

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
-from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.state import StateAccess
 from tests.fsdp.checked import Mutant, holds, is_found, said
@@ -247,7 +246,7 @@ MUTANTS = {
     ),
     "thread goes on": Mutant(
         "Nobody tells the watching thread that its model is gone",
-        lambda: mock.patch.object(Watches, "close"),
+        lambda: mock.patch.object(build, "end_watch"),
         "deleting",
     ),
     "state keeps the module": Mutant(

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, create_state, fully_shard
-from harness.fsdp import state as states
+from harness.fsdp import ShardedModel, create_state, fully_shard, state as states
 from harness.fsdp.storage.layout import Segment
 from harness.fsdp.update import rules
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said

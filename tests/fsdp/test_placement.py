@@ -99,7 +99,7 @@ EXPECTED = {
 @pytest.mark.parametrize(("inner", "outer"), EXPECTED)
 def test_the_collectives_of_a_step_follow_from_the_tables(inner: str, outer: str | None) -> None:
     placed = Placements.of(Strategy[inner], None if outer is None else OuterStrategy[outer])
-    found = (placed.reduction(last=False), placed.reduction(last=True), placed.unshard, placed.install)
+    found = (placed.reductions[False], placed.reductions[True], placed.unshard, placed.install)
     assert tuple(map(told, found)) == EXPECTED[inner, outer]
 
 
@@ -132,7 +132,7 @@ def test_a_route_ends_where_it_was_to_end_step_by_step(placed: Placements) -> No
 
 def test_the_outer_axis_carries_an_inner_share_whatever_the_strategy() -> None:
     for placed in ALL:
-        for steps in (placed.reduction(last=True), placed.install, route(placed.main_weights, WHOLE)):
+        for steps in (placed.reductions[True], placed.install, route(placed.main_weights, WHOLE)):
             for step in steps:
                 if step.axis.name == "outer":
                     assert step.share(4, 3) == Fraction(1, 4), (placed, told(steps))

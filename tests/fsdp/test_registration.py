@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.fsdp import fully_shard
-from harness.fsdp.comm.user_buffers import NCCL_NEEDS, Member, UserBuffers, why_not
+from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.vocabulary import Registration
 from tests.support.spawn import run_ranks
@@ -66,13 +66,6 @@ class Backend:
             raise RuntimeError("segment was not registered")
 
 
-class OldBackend(Backend):
-    """A backend whose register_mem_pool knows no `symm`."""
-
-    def register_mem_pool(self, pool: Any) -> None:  # type: ignore[override]
-        self.log.append(f"{self.name} registers {pool}")
-
-
 class BrokenBackend(Backend):
     """One that raises what nobody expects."""
 
@@ -95,9 +88,7 @@ def make(log: list[str], mode: str = "auto", backends: Any = None, **settings: A
     runtime = settings.pop("runtime", None) or Runtime(log, settings.pop("nccl", NEW))
     made = backends or [Backend("dp", log), Backend("dp_outer", log)]
     members = [Solo(backend.name, backend, log) for backend in made]
-    return UserBuffers(
-        Registration.parse(mode, "nccl_ub"), members, runtime, torch_version=settings.pop("torch", (2, 13)), **settings
-    )
+    return UserBuffers(Registration.parse(mode, "nccl_ub"), members, runtime, **settings)
 
 
 def acts(log: list[str]) -> list[str]:
@@ -177,7 +168,6 @@ def test_none_touches_nothing() -> None:
         ({"nccl": (2, 27, 0)}, "symm=True", "auto, symmetric, dp+dp_outer", None),
         ({"nccl": (2, 26, 5)}, "symm=False", "auto, zero-copy, dp+dp_outer", "needs NCCL 2.27.0, and 2.26.5 is loaded"),
         ({"nccl": None}, "symm=False", "auto, zero-copy, dp+dp_outer", "no NCCL is loaded"),
-        ({"torch": (2, 9)}, "symm=True", "auto, symmetric, dp+dp_outer", None),
     ],
 )
 def test_symmetric_where_the_versions_can(
@@ -191,14 +181,6 @@ def test_symmetric_where_the_versions_can(
     assert facts["effective"] == effective
     assert (reason is None) == ("reason" not in facts)
     assert reason is None or reason in facts["reason"]
-
-
-def test_an_old_torch_is_not_given_an_argument_it_does_not_know() -> None:
-    log: list[str] = []
-    buffers = make(log, torch=(2, 8), backends=[OldBackend("dp", log)])
-    buffers.model_built()
-    assert "dp registers pool" in log
-    assert "torch 2.9" in buffers.facts()["reason"]
 
 
 def test_a_type_error_is_a_mistake_of_ours_and_never_swallowed() -> None:
@@ -238,7 +220,7 @@ def test_a_failure_elsewhere_takes_back_what_succeeded_here() -> None:
     log: list[str] = []
     runtime = Runtime(log)
     members = [Solo("dp", Backend("dp", log), log)]
-    buffers = UserBuffers(Registration.auto, members, runtime, may_fall_back=True, torch_version=(2, 13))
+    buffers = UserBuffers(Registration.auto, members, runtime, may_fall_back=True)
     members[0].others = False
     buffers.model_built()
     # the meeting before it fails nothing; the agreement after it does
@@ -285,16 +267,6 @@ def test_an_unknown_mode_names_the_valid_ones() -> None:
         Registration.parse("sometimes", "nccl_ub")
 
 
-@pytest.mark.parametrize("feature", NCCL_NEEDS)
-def test_what_nccl_lacks_is_said_with_both_versions(feature: str) -> None:
-    needed = NCCL_NEEDS[feature]
-    assert why_not(feature, needed) == ""
-    before = (needed[0], needed[1] - 1, 99)
-    text = why_not(feature, before)
-    assert ".".join(map(str, needed)) in text
-    assert ".".join(map(str, before)) in text
-
-
 def test_every_allocation_of_a_bucket_is_surrounded() -> None:
     log: list[str] = []
 
@@ -328,7 +300,7 @@ def _one_rank_fails(rank: int, failing: int, outer: int) -> tuple[list[str], dic
         Member("dp", inner_group, CPU, Backend("dp", log, fails=fails and not outer)),
         Member("dp_outer", outer_group, CPU, Backend("dp_outer", log, fails=fails and bool(outer))),
     ]
-    buffers = UserBuffers(Registration.auto, members, Runtime(log), may_fall_back=True, torch_version=(2, 13))
+    buffers = UserBuffers(Registration.auto, members, Runtime(log), may_fall_back=True)
     buffers.model_built()
     buffers.close()
     return log, buffers.facts()
@@ -379,9 +351,7 @@ def _watched(rank: int) -> tuple[list[str], bool]:
     log: list[str] = []
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model = fully_shard(module, unit_modules=[nn.Linear], nccl_ub="none")
-    buffers = UserBuffers(
-        Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log), torch_version=(2, 13)
-    )
+    buffers = UserBuffers(Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log))
     model._parts.user_buffers = buffers
     model._parts.weights.user_buffers = buffers
     model._parts.memory.allocating = buffers.allocating

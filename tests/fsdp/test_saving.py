@@ -21,8 +21,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel
-from harness.fsdp import state as states
+from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel, state as states
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import StateAccess, StateMismatch

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import ShardedModel, fully_shard_model, preconditions
-from harness.fsdp import module as mix_in
+from harness.fsdp import ShardedModel, fully_shard_model, module as mix_in, preconditions
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.runtime import hooks
 from tests.fsdp.checked import Mutant, holds, is_found, patched, said

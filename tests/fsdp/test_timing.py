@@ -19,8 +19,7 @@ from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.vocabulary import Transport
-from harness.shm.transfer import Transfer
-from harness.shm.transfer import Transport as Shared
+from harness.shm.transfer import Transfer, Transport as Shared
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import STRATEGIES, Pair, arguments_of
 from tests.fsdp.trial import TRANSPORTS

@@ -195,7 +195,7 @@ def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
             "gloo", store=dist.FileStore(f"{folder}/{name}", 2), rank=rank, world_size=2, timeout=given
         )
         _, wrapped, _ = build(None, "optim", **options)
-        dog = wrapped._parts.watches.watchdog
+        dog = wrapped._parts.watchdog
         wrapped.close()
         dist.barrier()
         dist.destroy_process_group()
@@ -267,7 +267,7 @@ def test_off_there_is_nothing_and_a_limit_is_positive(tmp_path: Path) -> None:
     try:
         model = Stoppable()
         wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-        assert wrapped._parts.watches.watchdog is None
+        assert wrapped._parts.watchdog is None
         with pytest.raises(
             ValueError,
             match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None",

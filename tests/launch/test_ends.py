@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.launch.local import ranks as ranks_module
-from harness.launch.local import run as run_module
+from harness.launch.local import ranks as ranks_module, run as run_module
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Sources, open_here
 from harness.store import status

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
-from harness.launch.local import pool as pool_module
-from harness.launch.local import ranks as ranks_module
+from harness.launch.local import pool as pool_module, ranks as ranks_module
 from harness.launch.local.pool import Pool, listening
 from harness.launch.opening import Sources, look
 from harness.launch.order import in_blocks

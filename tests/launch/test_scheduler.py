@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from harness.launch.slurm import commands as slurm_commands
-from harness.launch.slurm import judgement, records, scheduler
+from harness.launch.slurm import commands as slurm_commands, judgement, records, scheduler
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.judgement import judge
 from harness.launch.slurm.records import Job, parse_sacct, parse_scontrol, parse_squeue

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.probe.step_checks import pieces as pieces_module
-from harness.probe.step_checks import sketch as module
+from harness.probe.step_checks import pieces as pieces_module, sketch as module
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch

@@ -9,8 +9,7 @@ import struct
 from contextlib import closing
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from harness.store import metrics
 from harness.store.errors import StoreError

@@ -6,8 +6,7 @@ from __future__ import annotations
 from math import ceil, log2
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from harness.bisect.search import Answer, first_differing, smallest
 

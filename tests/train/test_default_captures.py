@@ -13,8 +13,7 @@ import pytest
 from harness.config.captured import Captured
 from harness.config.schema import Config
 from harness.models.workload import TokenWorkload
-from harness.parity.alone import ending as own
-from harness.parity.alone import optimizer
+from harness.parity.alone import ending as own, optimizer
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
 from harness.parity.tensors import Capture

@@ -87,16 +87,9 @@ class Cut:
         return self.spans[0][0], self.spans[-1][1]
 
     @cached_property
-    def is_short_at_end(self) -> bool:
-        """True if chunks lie one after another and only the last ones are shorter, if any."""
-        return self.covers is not None and self.sizes == even_cut(sum(self.sizes), len(self.sizes)).sizes
-
-    @cached_property
-    def spacing(self) -> int | None:
-        """How far each chunk begins behind the one before it, where all have one length; None where they differ."""
-        begins = [begin for begin, _ in self.spans]
-        found = {after - before for before, after in pairwise(begins)} or {self.longest}
-        return found.pop() if self.is_even and len(found) == 1 else None
+    def spacing(self) -> int:
+        """How far each chunk begins behind the one before it, where they lie apart: all have one length then."""
+        return self.spans[1][0] - self.spans[0][0]
 
 
 class Part(NamedTuple):
@@ -118,29 +111,12 @@ class Part(NamedTuple):
         return self.cut.longest * self.tensor.itemsize
 
     @property
-    def covered(self) -> Tensor | None:
-        """All chunks as one tensor, a view; None where they do not lie one after another."""
-        covers = self.cut.covers
-        return None if covers is None else self.tensor[covers[0] : covers[1]]
-
-    @property
-    def rows(self) -> Tensor | None:
-        """All chunks as a matrix of a row a rank, a view; None where they are not alike and evenly spaced."""
-        spacing, begin = self.cut.spacing, self.cut.spans[0][0]
-        if spacing is None:
-            return None
-        shape = len(self.sizes), self.cut.longest
-        return self.tensor.as_strided(shape, (spacing, 1), self.tensor.storage_offset() + begin)
-
-    @property
-    def closed_up(self) -> Tensor:
-        """All chunks as one contiguous tensor: a view, or a copy where they lie apart."""
-        if self.covered is not None:
-            return self.covered
-        rows = self.rows
-        return (
-            rows.reshape(-1) if rows is not None else torch.cat([self.chunk(rank) for rank in range(len(self.sizes))])
-        )
+    def chunks(self) -> Tensor:
+        """All chunks as one view: flat where they lie one after another, else [ranks, length of each]."""
+        if (covers := self.cut.covers) is not None:
+            return self.tensor[covers[0] : covers[1]]
+        begin = self.tensor.storage_offset() + self.cut.spans[0][0]
+        return self.tensor.as_strided((len(self.sizes), self.cut.longest), (self.cut.spacing, 1), begin)
 
     def chunk(self, rank: int) -> Tensor:
         begin, end = self.cut.spans[rank]
@@ -165,18 +141,8 @@ class Evened:
 
     def __init__(self, part: Part) -> None:
         size, self._given = len(part.sizes), part
-        whole = part.covered if part.cut.is_even else None
-        self.is_copy = whole is None
-        self.part = Part.evenly(part.tensor.new_empty(part.cut.longest * size) if whole is None else whole, size)
-
-    @staticmethod
-    def fits(parts: Sequence[Part]) -> bool:
-        return all(part.cut.is_short_at_end or part.cut.spacing is not None for part in parts)
-
-    @classmethod
-    def all_of(cls, parts: Sequence[Part]) -> list[Evened] | None:
-        """Each of the parts; None where they do not fit."""
-        return [cls(part) for part in parts] if cls.fits(parts) else None
+        self.is_copy = not part.cut.is_even or part.cut.covers is None
+        self.part = Part.evenly(part.tensor.new_empty(part.cut.longest * size) if self.is_copy else part.chunks, size)
 
     def copy_in(self, rank: int | None = None) -> None:
         """Copy all chunks, or a rank's, to where the collective has them."""
@@ -191,21 +157,14 @@ class Evened:
             given.copy_(own)
 
     def _both(self, rank: int | None) -> tuple[Tensor, Tensor]:
-        given = self._given
         if rank is not None:
-            chunk = given.chunk(rank)
+            chunk = self._given.chunk(rank)
             return chunk, self.part.chunk(rank)[: chunk.numel()]
-        if given.covered is not None:
-            return given.covered, self.part.tensor[: given.covered.numel()]
-        assert given.rows is not None
-        return given.rows, self.part.tensor.view(given.rows.shape)
+        given = self._given.chunks
+        return given, self.part.tensor[: given.numel()].view(given.shape)
 
 
-def joined(parts: Sequence[Part]) -> Cut:
-    return Cut.at([0, *accumulate(sum(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True))])
-
-
-KNOWN_TO_GLOO = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+KNOWN = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class Communicator:
@@ -289,10 +248,7 @@ class Communicator:
             own = [row[self.rank] for row in rows]
             events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
             return Pending([self.shm.allgather(rows, own)], parts)
-        evened = Evened.all_of(parts)
-        if evened is None:
-            chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
-            return Pending([self.group.allgather([each], [each[self.rank]]) for each in chunks], parts)
+        evened = [Evened(part) for part in parts]
         for each in evened:
             each.copy_in(self.rank)
         outputs = [self.as_sent(each.part.tensor) for each in evened]
@@ -301,8 +257,8 @@ class Communicator:
         return Pending([work], parts, finish=partial(_copy_back, evened) if any(e.is_copy for e in evened) else None)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor as the backend moves it: what gloo does not know, as bytes."""
-        return tensor.view(torch.uint8) if self.is_gloo and tensor.dtype not in KNOWN_TO_GLOO else tensor
+        """A contiguous tensor as the backend moves it: what not every backend knows, as bytes."""
+        return tensor if tensor.dtype in KNOWN else tensor.view(torch.uint8)
 
     def from_first(self, value: Tensor, purpose: str) -> Tensor:
         """Value of the group's first rank; `value` has its shape and dtype on every rank. *Collective.*"""

@@ -2,17 +2,16 @@
 
 The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
 label of the calling thread. In the same way it announces where the thread that computes stands still for a collective:
-on a CPU that time is exposed communication, and what lasts too long is a hang for whoever watches
-(`Watcher`). Nothing here counts, and no collective depends on a label.
+on a CPU that time is exposed communication, and what lasts too long is a hang for whoever watches. Nothing here counts,
+and no collective depends on a label.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -46,26 +45,6 @@ CONTROL = Label("control", "")
 """Label of messages about where data lies."""
 
 
-class Watcher(Protocol):
-    """Observer of collectives before they begin, and of waits before they are over. It may raise in `begin` and
-    `enter` where a collective will not come about."""
-
-    def begin(self, label: Label, data: Sequence[Any] = ()) -> None:
-        """Called before each logical collective. data: see `begin`."""
-
-    def enter(self, labels: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
-        """A wait for these collectives begins on this thread; returns a token for `leave`.
-
-        group: waited for by the host alone, where it is no group of the engine's.
-        """
-
-    def leave(self, token: int) -> None:
-        """Called when the wait is over, also by an exception."""
-
-    def explain(self, error: Exception) -> Exception:
-        """The error to raise for one that ended a wait: itself, or one that names ranks."""
-
-
 def marked(what: str, of: str) -> record_function:
     """Span in torch's profiler, named as FSDP2's are: `FSDP::all_gather (blocks.0/float32)`."""
     return record_function(f"FSDP::{what} ({of})" if of else f"FSDP::{what}")
@@ -73,7 +52,9 @@ def marked(what: str, of: str) -> record_function:
 
 _local = threading.local()
 _observers: list[Observer] = []
-_watchers: list[Watcher] = []
+_watchers: list[Any] = []
+"""Each with `begin(label, data)`, `enter(labels, group)`, `leave(token)` and `explain(error)`, as
+`harness.watchdog.Watchdog` has them: the first two may raise where a collective will not come about."""
 
 
 def current() -> Label | None:
@@ -81,17 +62,25 @@ def current() -> Label | None:
     return getattr(_local, "label", None)
 
 
-class resume:  # used as a function, as what follows: a class is entered in a third of a generator's time
-    """Label further operations of a collective announced before (another thread, a second leg)."""
+class begin:  # used as a function, as what follows: a class is entered in a third of a generator's time
+    """Announce a logical collective and label the operations it issues here.
 
-    __slots__ = ("_before", "_label", "_mark")
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchers look at them.
+    """
 
-    def __init__(self, label: Label) -> None:
-        self._label = label
+    __slots__ = ("_before", "_data", "_label", "_mark")
+    announces = True
+
+    def __init__(self, label: Label, data: Sequence[Any] = ()) -> None:
+        self._label, self._data = label, data
 
     def __enter__(self) -> None:
-        self._before = current()
-        _local.label = self._label
+        if self.announces:
+            for watcher in _watchers:
+                watcher.begin(self._label, self._data)
+            for observer in _observers:
+                observer.collective(*self._label)
+        self._before, _local.label = current(), self._label
         self._mark = marked(*self._label) if is_profiled() else None
         if self._mark is not None:
             self._mark.__enter__()
@@ -100,30 +89,15 @@ class resume:  # used as a function, as what follows: a class is entered in a th
         _local.label = self._before
         if self._mark is not None:
             self._mark.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            _raise_explained(error)
 
 
-class begin(resume):
-    """Announce a logical collective and label the operations it issues here.
+class resume(begin):
+    """Label further operations of a collective announced before (another thread, a second leg)."""
 
-    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchers look at them.
-    """
-
-    __slots__ = ("_data",)
-
-    def __init__(self, label: Label, data: Sequence[Any] = ()) -> None:
-        super().__init__(label)
-        self._data = data
-
-    def __enter__(self) -> None:
-        for watcher in _watchers:
-            watcher.begin(self._label, self._data)
-        for observer in _observers:
-            observer.collective(*self._label)
-        super().__enter__()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        super().__exit__(kind, error, trace)
-        _raise_explained(error)
+    __slots__ = ()
+    announces = False
 
 
 def offer(num_bytes: int) -> None:
@@ -132,15 +106,15 @@ def offer(num_bytes: int) -> None:
         observer.sent(*(current() or ("send", "")), num_bytes)
 
 
-def watch(watcher: Watcher) -> Callable[[], None]:
-    """Let `watcher` observe collectives and waits; returns a function that ends it, also if called again."""
+def watch(watcher: Any) -> None:
+    """Let `watcher` observe collectives and waits, until `unwatch`."""
     _watchers.append(watcher)
 
-    def end() -> None:
-        if watcher in _watchers:
-            _watchers.remove(watcher)
 
-    return end
+def unwatch(watcher: Any) -> None:
+    """Observe no longer; a second call does nothing."""
+    if watcher in _watchers:
+        _watchers.remove(watcher)
 
 
 def explained(error: Exception) -> Exception:
@@ -150,21 +124,23 @@ def explained(error: Exception) -> Exception:
     return error
 
 
-def _raise_explained(error: BaseException | None) -> None:
+def _raise_explained(error: Exception) -> None:
     """Raise what watchers make of an error of a collective, where they know more than it says."""
-    told = explained(error) if isinstance(error, Exception) else error
-    if told is not None and told is not error:
+    if (told := explained(error)) is not error:
         raise told from error
 
 
 class waiting:
-    """The body blocks the host until collectives are done: these, or the one that this thread is issuing."""
+    """The body blocks the host until collectives are done: these, or the one that this thread is issuing.
 
-    __slots__ = ("_began", "_mark", "_waited", "_watching")
+    group: of a wait of the program's own, which is not counted as exposed communication.
+    """
 
-    def __init__(self, *waited: Label) -> None:
-        self._waited = waited
-        self._watching: _watched | None = None
+    __slots__ = ("_began", "_group", "_mark", "_tokens", "_waited")
+
+    def __init__(self, *waited: Label, group: dist.ProcessGroup | None = None) -> None:
+        self._waited, self._group = waited, group
+        self._began: float | None = None
         self._mark: record_function | None = None
 
     def __enter__(self) -> None:
@@ -173,27 +149,28 @@ class waiting:
         label = current()
         self._began = time.perf_counter()
         waited = self._waited or ((label,) if label is not None else ())
-        self._watching = _watched(waited, None)
-        self._watching.__enter__()
+        self._tokens = [(watcher, watcher.enter(waited, self._group)) for watcher in _watchers]
         if waited and is_profiled():
             self._mark = marked("wait", ", ".join(map(str, waited)))
             self._mark.__enter__()
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._mark is not None:
-            self._mark.__exit__(*raised)
-        if self._watching is None:
+            self._mark.__exit__(kind, error, trace)
+        if self._began is None:
             return
         try:
-            self._watching.__exit__(*raised)
+            if isinstance(error, Exception):
+                _raise_explained(error)
         finally:
+            for watcher, token in self._tokens:
+                watcher.leave(token)
             seconds = time.perf_counter() - self._began
-            for observer in _observers:
+            for observer in _observers if self._group is None else ():
                 observer.waited(seconds)
 
 
-@contextmanager
-def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def watched(what: str, group: dist.ProcessGroup) -> waiting:
     """Let the engine's watcher observe a wait of your own program, which is the body of the `with` statement.
 
     If the wait lasts too long, every rank raises, as for a collective of the engine. The wait is not counted as exposed
@@ -206,28 +183,7 @@ def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     Raises:
         CollectiveError: the exchange, or a collective of the engine, did not complete in time.
     """
-    with _watched((Label("exchange of", what),), group):
-        yield
-
-
-class _watched:
-    """Watchers know of the wait that is the body."""
-
-    __slots__ = ("_group", "_tokens", "_waited")
-
-    def __init__(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None) -> None:
-        self._waited = waited
-        self._group = group
-
-    def __enter__(self) -> None:
-        self._tokens = [(watcher, watcher.enter(self._waited, self._group)) for watcher in _watchers]
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            _raise_explained(error)
-        finally:
-            for watcher, token in self._tokens:
-                watcher.leave(token)
+    return waiting(Label("exchange of", what), group=group)
 
 
 class Observer:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Communicator, Evened, Part, Pending, joined
+from harness.fsdp.comm.communicator import Communicator, Evened, Part, Pending
 from harness.fsdp.comm.device import add_together, copy_together, is_queued, scale_together
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.fixed_point import FixedPoint
@@ -178,7 +178,7 @@ class Reduction:
         for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
             own = part.sizes[comm.rank]
             received = part.tensor.new_empty(own * comm.size)
-            output, given = comm.as_sent(received), comm.as_sent(part.closed_up)
+            output, given = comm.as_sent(received), comm.as_sent(part.chunks.reshape(-1))
             width = received.itemsize // output.itemsize
             sizes = part.sizes if width == 1 else [size * width for size in part.sizes]
             work = comm.group.alltoall_base(output, given, [own * width] * comm.size, sizes)
@@ -194,7 +194,7 @@ class Reduction:
         exchange.received = []
         lengths = [target.numel() for target in into]
         came_as_one = len(rows) < len(into)
-        widths = [part.cut.longest for part in exchange.parts] if Evened.fits(exchange.parts) else lengths
+        widths = [part.cut.longest for part in exchange.parts]
         if self.in_order:
             for received, target in zip(rows[0].split(widths, 1) if came_as_one else rows, into, strict=True):
                 own = list(received[:, : target.numel()])
@@ -221,11 +221,7 @@ class Reduction:
         if self._is_one_call(exchange.label):
             exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
             return
-        evened = Evened.all_of(parts)
-        if evened is None:
-            pairs = [(part.chunk(comm.rank), [part.chunk(rank) for rank in range(comm.size)]) for part in parts]
-            exchange.pending.incoming = [comm.group.reduce_scatter([own], [chunks]) for own, chunks in pairs]
-            return
+        evened = [Evened(part) for part in parts]
         for each in evened:
             each.copy_in()
         outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
@@ -260,9 +256,7 @@ def _is_small(parts: Sequence[Part]) -> bool:
 
 
 def _rank_by_rank(parts: Sequence[Part]) -> Part:
-    size, evened = len(parts[0].sizes), Evened.all_of(parts)
-    if evened is None:
-        return Part(torch.cat([part.chunk(rank) for rank in range(size) for part in parts]), joined(parts))
+    size, evened = len(parts[0].sizes), [Evened(part) for part in parts]
     for each in evened:
         each.copy_in()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks

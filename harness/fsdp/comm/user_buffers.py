@@ -8,9 +8,6 @@ must come in one order on all of them, which fixed buffers do. What lies in the 
 [Note: All or none] A registration that fails on one rank while others use theirs is a hang at best. After each
 communicator the ranks agree over all of them: if any failed, every rank takes back what it registered, and all of them
 raise, or all of them go on without and their facts give the reason.
-
-[Note: What versions can] Arguments are chosen by version, never by trying: a TypeError inside a registration would be
-swallowed with the rest.
 """
 
 from __future__ import annotations
@@ -29,15 +26,8 @@ from harness.fsdp.comm.events import CONTROL
 from harness.fsdp.vocabulary import Registration
 from harness.private_torch import backend_of
 
-SYMMETRIC_FROM_TORCH = (2, 9)
-"""First torch whose register_mem_pool takes `symm`."""
-
-NCCL_NEEDS = {
-    "symmetric registration": (2, 27, 0),
-    "gathers by copy engines (zero thread blocks)": (2, 28, 0),
-    "averages in symmetric reductions": (2, 30, 3),
-}
-"""First NCCL with each; sums are symmetric from the first on, which is what this engine asks for."""
+SYMMETRIC_FROM_NCCL = (2, 27, 0)
+"""First NCCL with symmetric registration, and with symmetric sums."""
 
 
 class CommunicationMemory(Protocol):
@@ -83,7 +73,6 @@ class UserBuffers:
         runtime: the buckets' device.
         symmetric: as symmetric windows where torch and NCCL can; false registers for zero copy alone.
         may_fall_back: a failed registration goes on without user buffers, and the facts say why; false raises.
-        torch_version: (major, minor) of torch.
 
     Raises:
         RuntimeError: the pool could not be made, on any rank, and `may_fall_back` is false.
@@ -97,7 +86,6 @@ class UserBuffers:
         *,
         symmetric: bool = True,
         may_fall_back: bool = False,
-        torch_version: tuple[int, int] | None = None,
     ) -> None:
         self.mode = mode
         self.may_fall_back = may_fall_back
@@ -109,8 +97,7 @@ class UserBuffers:
         self._closed = False
         self._unable = "" if mode is Registration.none else _why_unable(self._members, runtime)
         self._asked_symmetric = symmetric
-        self._takes_symm = (torch_version or _torch_version()) >= SYMMETRIC_FROM_TORCH
-        self._plain_because = self._why_plain()
+        self._plain_because = _why_not_symmetric(runtime.nccl_version) if symmetric else "not asked for"
         if mode is not Registration.none and not self._unable:
             self._make_pool()
 
@@ -180,14 +167,6 @@ class UserBuffers:
         kind = "symmetric" if self.symmetric else "zero-copy"
         return f"{self.mode.value}, {kind}, {'+'.join(member.name for member in self._members)}"
 
-    def _why_plain(self) -> str:
-        if not self._asked_symmetric:
-            return "not asked for"
-        if not self._takes_symm:
-            wanted = ".".join(map(str, SYMMETRIC_FROM_TORCH))
-            return f"not symmetric: torch {wanted} or later is needed"
-        return why_not("symmetric registration", self._runtime.nccl_version)
-
     def _make_pool(self) -> None:
         pool, error = None, ""
         try:
@@ -216,10 +195,7 @@ class UserBuffers:
 
     def _register_with(self, member: Member) -> str:
         try:
-            if self._takes_symm:
-                member.backend.register_mem_pool(self._pool, symm=self.symmetric)
-            else:
-                member.backend.register_mem_pool(self._pool)
+            member.backend.register_mem_pool(self._pool, symm=self.symmetric)
         except RuntimeError as error:
             return _words(error)
         self._registered.append(member)
@@ -250,15 +226,14 @@ class UserBuffers:
             )
 
 
-def why_not(feature: str, nccl_version: tuple[int, int, int] | None) -> str:
-    """Why this NCCL lacks a feature of `NCCL_NEEDS`; empty if it has it."""
-    needed = NCCL_NEEDS[feature]
+def _why_not_symmetric(nccl_version: tuple[int, int, int] | None) -> str:
+    """Why this NCCL cannot register symmetrically; empty if it can."""
     if nccl_version is None:
-        return f"{feature}: no NCCL is loaded"
-    if nccl_version >= needed:
+        return "symmetric registration: no NCCL is loaded"
+    if nccl_version >= SYMMETRIC_FROM_NCCL:
         return ""
-    have, want = (".".join(map(str, version)) for version in (nccl_version, needed))
-    return f"{feature} needs NCCL {want}, and {have} is loaded"
+    have, want = (".".join(map(str, version)) for version in (nccl_version, SYMMETRIC_FROM_NCCL))
+    return f"symmetric registration needs NCCL {want}, and {have} is loaded"
 
 
 def _why_unable(members: Sequence[Member], runtime: DeviceRuntime) -> str:
@@ -275,8 +250,3 @@ def _why_unable(members: Sequence[Member], runtime: DeviceRuntime) -> str:
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return major, minor

@@ -382,7 +382,7 @@ class TwoEncodings(GatherPipeline):
         """Directions that backwards have requested of each unit, as far as this rank knows."""
         self._agreed: dict[Unit, int] = {}
         for unit in self._seen:
-            for weight in (each for bucket in unit.buckets for each in bucket.codec.encoded):
+            for weight in (each for bucket in unit.buckets if bucket.codec for each in bucket.codec.encoded):
                 weight.request = WeakHook(self.complete, unit)
 
     @property

@@ -70,9 +70,10 @@ class Hooks(BackwardHooks):
 
     def _watch_calls(self, unit: Unit) -> None:
         before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
-        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
-        left = WeakHook(self._forward_left, unit)
-        for module in unit.modules:
+        left, modules = WeakHook(self._forward_left, unit), unit.modules
+        for module in modules:
+            is_last = module is modules[-1]
+            after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit, is_last)
             self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self.handles.append(module.register_forward_hook(after))
             self.handles.append(module.register_forward_hook(left, always_call=True))
@@ -223,7 +224,7 @@ class Hooks(BackwardHooks):
         args, values = _map_tensors(given, lambda _: next(following))
         return args, dict(zip(kwargs, values, strict=True))
 
-    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, unit: Unit, is_last: bool, module: nn.Module, args: Any, output: Any) -> Any:
         if self.step.in_backward:
             return output
         output, calls = self._own(unit, output), unit.readiness.running
@@ -233,7 +234,7 @@ class Hooks(BackwardHooks):
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
             self._keep_unseen(unit)
-        if module is unit.modules[-1] and len(calls) == 1:  # it may be called in its own forward
+        if is_last and len(calls) == 1:  # it may be called in its own forward
             if self.lost_edits.looks:
                 self.lost_edits.check(unit.buckets)
             if unit is not self.gather.last or not leaves:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -55,16 +54,6 @@ class BeforeWait(Protocol):
         """Give the others what they need up to a unit."""
 
 
-@dataclass(frozen=True)
-class Reductions:
-    inner: Reduction
-    outer: Reduction | None = None
-
-    def scales_as_it_sums(self, gradients: Gradients) -> bool:
-        """True if the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
-        return self.inner.numbers.scales_sums and gradients.placements.reduces_once
-
-
 class PendingReduction:
     """The reduction of one bucket in one backward, from unreduced gradients to this rank's sums.
 
@@ -80,7 +69,6 @@ class PendingReduction:
     def __init__(
         self,
         bucket: ParamGroup,
-        reductions: Reductions,
         runtime: DeviceRuntime,
         factor: float,
         guard: GradientGuard | None,
@@ -90,11 +78,10 @@ class PendingReduction:
             raise RuntimeError(f"bucket {bucket.name} is not trained")
         self.bucket = bucket
         self.gradients: Gradients = bucket.gradients
-        self.reductions = reductions
         self.runtime = runtime
         self.guard = guard
         self.plan = plan
-        self.factor = factor if reductions.scales_as_it_sums(self.gradients) else 1.0
+        self.factor = factor if bucket.scales_as_it_sums else 1.0
         self.label = self._label(Axis.inner)
         """Label of the collective along the inner axis."""
         self.source: Tensor = self.gradients.take()
@@ -109,8 +96,8 @@ class PendingReduction:
     def _reduce(self) -> Iterator[None]:
         """Go through the route. A `yield` stands between the traffic of an operation and the sums that are made of it,
         so that the traffic of many buckets is issued before any is waited for."""
-        gradients, cuts, inner = self.gradients, self.bucket.cuts, self.reductions.inner
-        lies, route = self.bucket.placements.main_grads, self.bucket.placements.reduction(last=self.plan.last)
+        gradients, cuts, inner = self.gradients, self.bucket.cuts, self.bucket.inner
+        lies, route = self.bucket.placements.main_grads, self.bucket.placements.reductions[self.plan.last]
         source, adds_first = self.source, gradients.accumulation is Accumulation.added
         if adds_first:
             self._look(source, None)
@@ -132,7 +119,8 @@ class PendingReduction:
         inner.fold(exchange, sums, add=self.plan.adds and gradients.accumulation is Accumulation.reduced)
         for step in route[1:]:
             if step.operation is Operation.reduce_scatter:
-                outer = self._outer
+                assert self.bucket.outer is not None
+                outer = self.bucket.outer
                 outer_sums = cuts.outer_parts(gradients.inner_shards if SHARD in lies else sums)
                 self._stream = "outer"
                 with self.runtime.stream(self._stream):
@@ -149,16 +137,16 @@ class PendingReduction:
                 spreading.wait()
 
     def _exchange(self, reduction: Reduction, axis: Axis, parts: list[Part]) -> Exchange:
-        sums = [step.axis for step in self.bucket.placements.reduction(last=True) if step.operation is _SUM]
+        sums = [step.axis for step in self.bucket.placements.reductions[True] if step.operation is _SUM]
         exchange = reduction.exchange(parts, self._label(axis), self.factor if axis is sums[-1] else 1.0)
         self._exchanges.append(exchange)
         return exchange
 
     def _encoded(self, part: Part, reduction: Reduction) -> Part:
         """A part as it is sent: itself where it already is; else a copy without what lies between its chunks."""
-        if part.covered is None and part.tensor.dtype == reduction.dtypes.wire:
+        if part.cut.covers is None and part.tensor.dtype == reduction.dtypes.wire:
             return part
-        wire = reduction.encode(part.closed_up)
+        wire = reduction.encode(part.chunks.reshape(-1))
         if wire.data_ptr() == part.chunk(0).data_ptr():
             return part
         self._note(wire, part.tensor)
@@ -181,11 +169,6 @@ class PendingReduction:
             self.guard.look(self.bucket, source)
         else:
             self.guard.look(self.bucket, wire, source)
-
-    @property
-    def _outer(self) -> Reduction:
-        assert self.reductions.outer is not None
-        return self.reductions.outer
 
     def begin(self) -> None:
         """Encode the gradients and send every contribution to its owner; or only add them to the sums on this rank."""
@@ -234,7 +217,6 @@ class ReducePipeline:
 
     Args:
         units: in forward order; they are reduced in reverse.
-        reductions: how the sums of a bucket are made, along each axis, by bucket name.
         step: says of the backward that runs what is reduced in it.
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
@@ -246,7 +228,6 @@ class ReducePipeline:
     def __init__(
         self,
         units: Sequence[Unit],
-        reductions: dict[str, Reductions],
         runtime: DeviceRuntime,
         memory: BucketMemory,
         step: Step,
@@ -258,8 +239,7 @@ class ReducePipeline:
         self.step = step
         self.guard = guard
         self.before_wait = before_wait
-        self.order = [unit for unit in reversed(units) if unit.trainable]
-        self.reductions = reductions
+        self.take_in(units)
         self.runtime = runtime
         self.memory = memory
         self.factor = factor
@@ -267,10 +247,9 @@ class ReducePipeline:
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[PendingReduction]]] = deque()
 
-    def take_in(self, units: Sequence[Unit], reductions: dict[str, Reductions]) -> None:
+    def take_in(self, units: Sequence[Unit]) -> None:
         """Reduce further buckets of the units, too. No backward may be running."""
         self.order = [unit for unit in reversed(units) if unit.trainable]
-        self.reductions |= reductions
 
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
@@ -327,7 +306,7 @@ class ReducePipeline:
             self._sum_all()
         while self._in_flight:
             self._land()
-        self._release()
+        self.memory.release_spare()
 
     def _jobs_in_flight(self) -> Iterator[PendingReduction]:
         return (job for _, jobs in self._in_flight for job in jobs)
@@ -338,10 +317,9 @@ class ReducePipeline:
         alike: dict[tuple[type, Dtypes, float], tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         for unit in self.order:
             for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
-                reductions = self.reductions[bucket.name]
-                factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
-                kind = type(reductions.inner.numbers), reductions.inner.dtypes, factor
-                _, sums, main = alike.setdefault(kind, (reductions.inner, [], []))
+                factor = 1.0 if bucket.scales_as_it_sums else self.factor
+                kind = type(bucket.inner.numbers), bucket.inner.dtypes, factor
+                _, sums, main = alike.setdefault(kind, (bucket.inner, [], []))
                 sums += gradients.own_shards
                 main += gradients.main_shards
         for (*_, factor), (reduction, sums, main) in alike.items():  # what is alike in one launch
@@ -349,26 +327,17 @@ class ReducePipeline:
         if any(gradients.is_offloaded for unit in self.order for gradients in unit.gradients):
             self.runtime.synchronize()  # once for all that is copied to the host, which goes on with it
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if a reduction has not landed."""
-        return bool(self._in_flight)
-
     def discard(self) -> None:
         """Wait until nothing is in flight any more, for gradients that nobody wants: what failed does not matter."""
         while self._in_flight:
             with suppress(Exception):
                 self._land()
-        self._release()
+        self.memory.release_spare()
 
     def cancel(self) -> None:
         """Let nobody wait for this rank in reductions under way, of gradients that nobody wants."""
         for job in self._jobs_in_flight():
             job.cancel()
-
-    def _release(self) -> None:
-        """Free what is only kept between one reduction and the next."""
-        self.memory.release_spare()
 
     def _issue(self, unit: Unit) -> None:
         self._issued += 1
@@ -385,9 +354,7 @@ class ReducePipeline:
                 guard.look(bucket, gradients.bucket)
 
     def _start(self, bucket: ParamGroup) -> PendingReduction:
-        job = PendingReduction(
-            bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, self.step.plan
-        )
+        job = PendingReduction(bucket, self.runtime, self.factor, self.guard, self.step.plan)
         with self.runtime.stream("reduce"):
             job.begin()
             if self.runtime.has_streams:

@@ -15,14 +15,13 @@ the label of the comparison says what was changed, for whoever tells of the hang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.agreement import check_agreed
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.reduce import Reductions
 from harness.fsdp.runtime.units import buckets_of
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
@@ -43,7 +42,6 @@ class Trainability:
         self,
         meshes: Meshes,
         policy: MixedPrecisionPolicy,
-        reductions_of: Callable[[ParamGroup], Reductions],
         hooks: Hooks,
         weights: Weights,
         gradients: GradientSync,
@@ -51,7 +49,6 @@ class Trainability:
     ) -> None:
         self.meshes = meshes
         self.policy = policy
-        self.reductions_of = reductions_of
         self.hooks = hooks
         self.weights = weights
         self.gradients = gradients
@@ -111,7 +108,7 @@ class Trainability:
             unit.take_in()
         hooks.step.weights_installed()
         trained = [bucket for bucket in self._buckets if bucket.trainable]
-        hooks.reduce.take_in(hooks.units, {bucket.name: self.reductions_of(bucket) for bucket in late})
+        hooks.reduce.take_in(hooks.units)
         self.gradients.take_in(late)
         if hooks.guard is not None:
             hooks.guard.watch(trained)

@@ -121,7 +121,7 @@ class Weights:
 
         *Collective* where tensor parallelism has cut weights of 8 bits.
         """
-        cut = [each for each in self.buckets if each.codec.shares_tiles]
+        cut = [each for each in self.buckets if each.codec is not None and each.codec.shares_tiles]
         for scales in self.scales if cut else ():
             scales.refresh(step_ended=False)
         self._install(cut)

@@ -1,4 +1,4 @@
-"""How main weights become compute weights: by a cast, or by the codec of FP8 layers; a bucket is built with one.
+"""How main weights of FP8 layers become compute weights, by a codec of their bucket; those of all others are cast.
 
 [Note: 8-bit weights] Weights of FP8 layers have buckets of their own, whose compute dtype is e4m3: payload is kept and
 gathered, one byte a parameter, and a layer multiplies it as it is. Main weights stay as the policy says (fp32), and are
@@ -73,35 +73,6 @@ class Encoding:
     def __post_init__(self, bucket: str) -> None:
         self.suffix = BACKWARD_COPY if self.directions == BACKWARD else ""
         self.label = Label("all_gather", bucket + self.suffix)
-
-
-class WeightCodec:
-    """The codec of all ordinary weights: compute weights are main weights, which a copy casts.
-
-    is_lossy: an edit of compute weights cannot be adopted by main weights. scale_bytes: of scales, on every rank.
-    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. encoded: weights whose layers read an
-    encoding for each direction.
-    """
-
-    is_lossy = False
-    scale_bytes = 0
-    shares_tiles = False
-    encoded: Sequence[Fp8Weight] = ()
-
-    def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> Sequence[Tensor]:
-        """This rank's main weights in one of the bucket's encodings; a tensor a segment."""
-        return shards
-
-    def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
-        """Every encoding, flat, of the value of one weight or of its TP shard (flat, in the main weights' dtype)."""
-        return [value]
-
-    def wire(self, tensor: Tensor) -> Tensor:
-        """Compute weights as collectives take them, in place."""
-        return tensor
-
-    def prepare(self, gradients: Gradients) -> None:
-        """Set the dtype of the first gradients, once parameters are views of compute weights."""
 
 
 def mark_weights(module: nn.Module) -> None:
@@ -196,14 +167,15 @@ class Fp8Weight:
             each.take(part)
 
 
-class Fp8Codec(WeightCodec):
+class Fp8Codec:
     """Quantizes the weights of one bucket; see [Note: 8-bit weights].
+
+    shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. encoded: weights whose layers read an
+    encoding for each direction. scale_bytes: of scales, on every rank.
 
     params: the bucket's, each marked by `mark_weights`, all with as many encodings. ValueError for a dtype of main
     weights that is not quantized.
     """
-
-    is_lossy = True
 
     def __init__(
         self,
@@ -238,6 +210,7 @@ class Fp8Codec(WeightCodec):
             yield weight, local.of(shards), local
 
     def encode(self, shards: Sequence[Tensor], encoding: Encoding) -> list[Tensor]:
+        """This rank's main weights in one of the bucket's encodings; a tensor a segment."""
         found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
         for weight, rows, local in self.local(shards):
             if local.numel:
@@ -245,13 +218,10 @@ class Fp8Codec(WeightCodec):
         return found
 
     def encode_value(self, slot: Slot, value: Tensor) -> list[Tensor]:
+        """Every encoding, flat, of the value of one weight or of its TP shard (flat, in the main weights' dtype)."""
         weight = next(each for each in self.weights if each.slot is slot)
         weight.rescale(weight.maxima(value, 0))
         return [each.encode(value, 0) for each in weight.scales]
-
-    def wire(self, tensor: Tensor) -> Tensor:
-        """Bytes: backends know no 8-bit floats."""
-        return tensor.view(torch.uint8)
 
     def prepare(self, gradients: Gradients) -> None:
         """Rules out the dtype of the weight; a gradient may come before a hook knows that the unit's backward began."""
@@ -259,7 +229,7 @@ class Fp8Codec(WeightCodec):
         gradients.expect()
 
 
-Held = Sequence[tuple[WeightCodec, Sequence[Tensor], Mesh]]
+Held = Sequence[tuple[Fp8Codec, Sequence[Tensor], Mesh]]
 
 
 class Scales:
@@ -279,7 +249,7 @@ class Scales:
             layer.ends_with_engine = True
         delayed = [each for each in layers if each.recipe.delayed]
         self._delayed = [(weakref.ref(each), meshes.of(expert=is_expert(each.weight))) for each in delayed]
-        self._held = [(codec, shards, mesh) for codec, shards, mesh in held if isinstance(codec, Fp8Codec)]
+        self._held = held
         self._meshes = meshes
 
     @classmethod

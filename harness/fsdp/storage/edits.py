@@ -52,7 +52,7 @@ def differing(bucket: ParamGroup) -> list[Tensor]:
 
 def take_over(bucket: ParamGroup, differing: Sequence[Tensor]) -> None:
     """Copy compute weights to main weights in these places; elsewhere main weights keep all their bits."""
-    if bucket.codec.is_lossy:
+    if bucket.codec is not None:
         if any(bool(places.any()) for places in differing):
             raise RuntimeError(
                 f"a weight of {bucket.name} was edited in place: it is kept in 8 bits, quantized from main weights"

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.device import copy_together
+from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, views_of
 from harness.fsdp.storage.placement import SHARD, On, Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
-from harness.fsdp.vocabulary import GradBuffer
+from harness.fsdp.vocabulary import GradBuffer, Numerics
 from harness.private_torch import address_of, references_to
 
 ADDED = "grad_added_to_main_grad"
@@ -48,14 +49,15 @@ class Accumulation(Enum):
 class GradientPlan:
     """Shared by all buckets of a model.
 
-    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: sums are int64
-    (see `harness.fsdp.comm.fixed_point`). offload: device of main gradients, apart from the sums.
+    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: format of
+    gradients and of their sums under numerics=exact. offload: device of main gradients, apart from the sums.
     """
 
     memory: BucketMemory
     buffer: GradBuffer = GradBuffer.flat
     unsharded: bool = False
-    integers: bool = False
+    numerics: Numerics = Numerics.fast
+    integers: Integers | None = None
     offload: torch.device | None = None
 
 

@@ -92,7 +92,7 @@ class BucketMemory:
         device: of all buckets.
         fixed: see [Note: Double buffer].
         moved: hands out what a backend moves without a copy of its own; None: there is no such memory.
-        allocating: surrounds every allocation of what collectives move.
+        allocating: surrounds every allocation of what collectives move; None: nothing does.
         registers: whether what is allocated so is, or will be, a user buffer: no sharded parameter views it.
     """
 
@@ -102,13 +102,13 @@ class BucketMemory:
         *,
         fixed: bool = False,
         moved: CommunicationMemory | None = None,
-        allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        allocating: Callable[[], AbstractContextManager[object]] | None = None,
         registers: bool = False,
     ) -> None:
         self.device = device
         self.fixed = fixed
         self.moved = moved
-        self.allocating = allocating
+        self.allocating = allocating or nullcontext
         self.registers = registers
         self.live_bytes = 0
         self.peak_bytes = 0

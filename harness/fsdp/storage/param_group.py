@@ -22,8 +22,9 @@ from harness.fsdp.comm.communicator import Communicator, Part, Pending
 from harness.fsdp.comm.device import copy_together
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec, WeightCodec
+from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD, Encoding, Fp8Codec
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
@@ -109,19 +110,21 @@ class ParamGroup:
         self.layout = self.cuts.layout
         self._build_compute_weights()
         self._build_main_weights()
-        self.codec = WeightCodec()
-        """Makes compute weights of main weights."""
+        self.codec: Fp8Codec | None = None
+        """Makes compute weights of main weights; None: a cast does."""
         if self.key.fp8:
             self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.tp_shards, dtypes, device)
         trained = [param for _, param in self.params]
         self.gradients = (
             Gradients(self.name, trained, self.cuts, self.placements, dtypes, self.plan) if self.trainable else None
         )
+        if self.trainable:
+            self.send_as(dtypes)
         if initial is not None:
             for slot in self.layout.slots:
                 self.set_value(slot, initial(slot.spec.name, torch.Size(self.tp_shard_of(slot).shape)))
         self.point_at_weights()
-        if self.gradients is not None:
+        if self.gradients is not None and self.codec is not None:
             self.codec.prepare(self.gradients)
         self.views.forget_edits()
         if (sharded := self.views.sharded()) is not None:
@@ -141,9 +144,22 @@ class ParamGroup:
         self._build(lambda name, _: values[name])
 
     def send_as(self, dtypes: Dtypes) -> None:
+        """Raise ValueError where dtypes cannot be sent, as `Dtypes.as_integers`."""
+        integers, mesh = self.plan.integers, self.mesh
+        sent = dtypes if integers is None else dtypes.as_integers()
         self.dtypes = dtypes
         if self.gradients is not None:
             self.gradients.dtypes = dtypes
+        self.inner = Reduction(mesh.inner, sent, self.plan.numerics, integers, legs_apart=mesh.has_outer)
+        """Makes the sums of gradients along the inner axis; `outer` along the outer one, if there is one."""
+        self.outer = (
+            Reduction(mesh.outer, sent, self.plan.numerics, integers) if mesh.outer and mesh.has_outer else None
+        )
+
+    @property
+    def scales_as_it_sums(self) -> bool:
+        """True if the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
+        return self.inner.numbers.scales_sums and self.placements.reduces_once
 
     @property
     def is_whole_everywhere(self) -> bool:
@@ -209,7 +225,8 @@ class ParamGroup:
             raise ValueError(f"initial value of {slot.spec.name}: {error}") from None
         local = self.cuts.own_slice(slot)
         local.of(self.main_shards).copy_(flat[local.start : local.end])
-        values = self.codec.encode_value(slot, flat.to(self.main_shards[0].dtype))
+        stored = flat.to(self.main_shards[0].dtype)
+        values = [stored] if self.codec is None else self.codec.encode_value(slot, stored)
         for encoding, value in zip(self.encodings, values, strict=True):
             if self.is_resident:
                 begin, end = self.layout.bucket_range(slot)
@@ -235,7 +252,7 @@ class ParamGroup:
         with comm.runtime.stream("gather"):
             self.receive()  # of the outer axis
             self._copy_in(encoding)
-            pending = comm.all_gather(self.weight_parts(encoding), encoding.label)
+            pending = comm.all_gather(self.cuts.inner_parts(encoding.unsharded), encoding.label)
             if comm.size == 1:  # nothing comes after the copy
                 pending.incoming = [comm.runtime.record()]
         return pending
@@ -301,12 +318,12 @@ class ParamGroup:
     def given(self, encoding: Encoding) -> list[Tensor]:
         """This rank's part of an all-gather, in the compute dtype, a segment each."""
         device = self.memory.device
-        return [self.codec.wire(each.detach().to(device, self.dtypes.compute)) for each in self._sources(encoding)]
+        return [each.detach().to(device, self.dtypes.compute) for each in self._sources(encoding)]
 
     def _copied_in(self, encoding: Encoding) -> list[Part]:
         self.memory.refill(encoding.unsharded)
         self._copy_in(encoding)
-        return self.weight_parts(encoding)
+        return self.cuts.inner_parts(encoding.unsharded)
 
     def _copy_in(self, encoding: Encoding) -> None:
         """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
@@ -317,10 +334,7 @@ class ParamGroup:
 
     def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        return self.codec.encode(self.main_shards, encoding)
-
-    def weight_parts(self, encoding: Encoding) -> list[Part]:
-        return self.cuts.inner_parts(self.codec.wire(encoding.unsharded))
+        return self.main_shards if self.codec is None else self.codec.encode(self.main_shards, encoding)
 
     # -- install -------------------------------------------------------------------------------------------------
 
@@ -338,11 +352,11 @@ class ParamGroup:
         self.installed_version = self.main_version
 
     def _gather_updated(self) -> None:
-        target, wire = self.placements.resting_weights, self.codec.wire
+        target = self.placements.resting_weights
         for each in self.encodings:
             if each.kept is not None:
-                shards = self.cuts.inner_shards_of(wire(each.kept), target)
-                self.awaited += self.gather_shards(wire(each.unsharded), shards, target, suffix=each.suffix)
+                shards = self.cuts.inner_shards_of(each.kept, target)
+                self.awaited += self.gather_shards(each.unsharded, shards, target, suffix=each.suffix)
         self._updated_on = self.mesh.gather.runtime.current
 
     def receive(self) -> None:

@@ -187,11 +187,9 @@ class Placements:
     def install(self) -> tuple[Step, ...]:
         return route(self.main_weights, self.resting_weights)
 
-    def reduction(self, *, last: bool) -> tuple[Step, ...]:
-        return self._reductions[last]
-
     @cached_property
-    def _reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    def reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Of a backward inside `no_sync`, and of the one that ends a step."""
         each = route(self.unreduced_grads, self.accumulated_grads)
         return each, each + route(self.accumulated_grads, self.main_grads)
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, build
-from harness.fsdp import state as states
+from harness.fsdp import ShardedModel, build, state as states
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline

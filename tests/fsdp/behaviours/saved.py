@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import ShardedModel, ShardedState
-from harness.fsdp import state as states
+from harness.fsdp import ShardedModel, ShardedState, state as states
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.storage import dtensors
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, not_installed

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as fsdp2_policy
-from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.fsdp import MixedPrecisionPolicy as fsdp2_policy, fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint

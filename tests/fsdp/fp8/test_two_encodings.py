@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.gather import PURPOSE, TwoEncodings
-from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, Encoding, Fp8Codec, Fp8Weight
-from harness.fsdp.storage.codec import PURPOSE as SCALES
+from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, PURPOSE as SCALES, Encoding, Fp8Codec, Fp8Weight
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.checked import Mutant, holds, is_found, patched

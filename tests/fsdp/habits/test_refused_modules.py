@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding
-from harness.fsdp import state as states
+from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding, state as states
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.parameter_access import Whereabouts
 from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
