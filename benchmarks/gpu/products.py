@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from harness.fp8.formats import E4M3
 from harness.fp8.matmul import KINDS, TENSORWISE, Kind, emulate, is_right, scaled_mm
-from harness.fp8.quantize import Scaling, Tile, quantize
+from harness.fp8.quantize import E4M3, Scaling, Tile, quantize
 
 SIZES = ((256, 512, 384), (40, 1024, 2048), (1024, 256, 4096))
 """Rows, columns, and elements that are summed."""

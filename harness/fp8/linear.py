@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from harness.fp8.delayed import Column, History
-from harness.fp8.formats import is_8_bit
 from harness.fp8.matmul import multiply
-from harness.fp8.quantize import WHOLE, Quantized, amax_grid, quantize, scales_of
+from harness.fp8.quantize import WHOLE, Column, History, Quantized, amax_grid, is_8_bit, quantize, scales_of
 from harness.fp8.recipes import Recipe, recipe_of
 from harness.fp8.tp_shards import adds_bias, gradient_of, input_here, output_of, take_largest, tp_shard_here
 from harness.private_torch import version_of

@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
-from harness.fp8.formats import E4M3
-from harness.fp8.quantize import WHOLE, Quantized, Tile
+from harness.fp8.quantize import E4M3, WHOLE, Quantized, Tile
 
 _LINE, _SQUARE = Tile(1, 128), Tile(128, 128)
 _MX_LINE, _MX_SQUARE = Tile(1, 32), Tile(32, 32)

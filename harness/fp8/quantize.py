@@ -1,20 +1,87 @@
 """Quantizing a matrix tile by tile: amax, scales, payload, and back. See [Note: FP8] and [Note: Odd tiles].
 
-Sources of the formulas: TransformerEngine `common/recipe/recipe_common.cuh` (`compute_scale_from_amax`),
-`common/recipe/delayed_scaling.cu`, `common/cast/mxfp8`.
+Sources: P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (e4m3, e5m2); OCP Microscaling
+Formats (MX) Specification 1.0 (e8m0, blocks of 32); TransformerEngine `common/recipe/recipe_common.cuh`
+(`compute_scale_from_amax`), `common/recipe/delayed_scaling.cu`, `common/cast/mxfp8`, `common/util/ptx.cuh`
+(`float_to_e8m0`, `exp2f_rcp`).
+
+[Note: Delayed] Row 0 of a layer's amax history is the record of the running step: each quantization raises it to the
+amax it sees. `History.update` closes the step. In this order, which is TransformerEngine's kernel's:
+
+    amax = max(history);  history[1:] moves down by one, row 0 becomes its end and then 0
+    scale = largest / 2^margin / amax     (the old scale where that amax is 0 or not finite)
+
+So a scale made at the end of step t is used in step t + 1 and knows nothing of what that quantizes. It is state: made
+again from a history that has moved on, or from weights, it is another number. TransformerEngine moves the histories at
+the end of each autocast; here they move once a step, so that scales are the same however many microbatches it has. One
+thing differs: a scale never becomes infinite, as that of an amax below 2^-119 would.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.fp8.formats import cast, exponent_above, largest, power_of, reciprocal_power_of, widen
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MX_BIAS, _MX_LARGEST, _MX_NAN = 127, 254, 255
+"""The e8m0 byte b means 2^(b - 127)."""
+WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that are quantized: fp32 holds each of their numbers, so that a cast rounds once."""
+
+
+def largest(format: torch.dtype) -> float:
+    """The largest number of a format."""
+    return torch.finfo(format).max
+
+
+def is_8_bit(dtype: torch.dtype) -> bool:
+    """True if a dtype is one of the formats."""
+    return dtype in (E4M3, E5M2)
+
+
+def widen(values: Tensor) -> Tensor:
+    """As fp32, exactly; TypeError for a dtype that fp32 does not hold."""
+    if values.dtype not in WIDENED:
+        raise TypeError(f"{values.dtype} cannot be quantized to 8 bits; it is {', '.join(map(str, WIDENED))} that can")
+    return values.float()
+
+
+def cast(values: Tensor, format: torch.dtype) -> Tensor:
+    """Round fp32 to nearest, ties to even; larger magnitudes saturate, NaN stays NaN. TypeError for another dtype.
+
+    Above the largest e4m3, torch's own cast gives NaN or the largest number, depending on the device and kernel.
+    """
+    if values.dtype != torch.float32:
+        raise TypeError(f"only fp32 is cast to {format}, not {values.dtype}: widen it, or quantize() does")
+    return values.clamp(-largest(format), largest(format)).to(format)
+
+
+def exponent_above(values: Tensor) -> Tensor:
+    """The e8m0 exponent, uint8, of the least power of two that is not below each value.
+
+    values: fp32, not negative. Infinity gives the largest exponent; NaN gives 255, which is NaN.
+    """
+    bits = values.contiguous().view(torch.int32)
+    above = (bits + 0x7FFFFF) >> 23  # any bit of the mantissa carries into the exponent
+    above = torch.where(bits <= 1 << 22, 0, above).clamp(max=_MX_LARGEST)  # 2^-127 or less: a subnormal of fp32
+    return torch.where(values.isnan(), _MX_NAN, above).to(torch.uint8)
+
+
+def power_of(exponent: Tensor) -> Tensor:
+    """2^(b - 127) of each e8m0 byte b; fp32, NaN of 255."""
+    return exponent.view(torch.float8_e8m0fnu).float()
+
+
+def reciprocal_power_of(exponent: Tensor) -> Tensor:
+    """2^(127 - b) of each e8m0 byte b; fp32. 1 for b = 0, as in TransformerEngine: its tiles round to 0 either way."""
+    return torch.where(exponent == 0, 1.0, power_of(2 * MX_BIAS - exponent))
+
 
 _FP32_LARGEST = torch.finfo(torch.float32).max
 
@@ -125,3 +192,96 @@ def quantize(
     else:
         inverse = scale.reciprocal()
     return Quantized(encode(values, spread(scale, tile, values.shape), format), inverse, tile)
+
+
+class TileScales:
+    """Scales of one encoding of one weight [out, in], or of a rank's TP shard of it, the same on every rank.
+
+    Under `Scaling.exponent` ranks agree on exponents and keep these alone, one byte a tile: the exponent of the largest
+    amax is the largest of the exponents. Elsewhere ranks agree on amaxes, and keep fp32 scales and their reciprocals.
+    """
+
+    def __init__(
+        self, tile: Tile, shape: tuple[int, int], format: torch.dtype, scaling: Scaling, device: torch.device
+    ) -> None:
+        self.tile, self.shape, self.format, self.scaling = tile, shape, format, scaling
+        self.grid = tile.grid(shape)
+        self.num_tiles = self.grid[0] * self.grid[1]
+        if scaling is Scaling.exponent:
+            self._exponents = torch.full(self.grid, MX_BIAS, dtype=torch.uint8, device=device)
+            self.inverse = self._exponents.view(torch.float8_e8m0fnu)
+            """Factor that decodes a payload, fp32 or e8m0; always the same tensor."""
+        else:
+            self.scale = torch.ones(self.grid, dtype=torch.float32, device=device)
+            self.inverse = torch.ones(self.grid, dtype=torch.float32, device=device)
+        self.nbytes = self.inverse.nbytes * (1 if scaling is Scaling.exponent else 2)
+
+    def maxima(self, values: Tensor, start: int) -> Tensor:
+        """Amax (fp32) or exponent (uint8) of each tile by some of its rows, the least by none; ranks take the largest.
+
+        values: rows of the weight, flat, fp32, bf16 or fp16. start: first element of the weight in them.
+        """
+        found = torch.zeros(self.grid, dtype=torch.float32, device=self.inverse.device)
+        if values.numel():
+            top, lead = (0, 0) if self.tile.rows is None else divmod(start // self.shape[1], self.tile.rows)
+            filled = functional.pad(values.detach().view(-1, self.shape[1]), (0, 0, lead, 0))
+            of_rows = amax_grid(filled, self.tile)
+            found[top : top + of_rows.shape[0]] = of_rows
+        return exponent_above(found * (1.0 / largest(self.format))) if self.scaling is Scaling.exponent else found
+
+    def take(self, maxima: Tensor) -> None:
+        """Scale from here on by the largest of the `maxima` of all ranks, flat or not."""
+        maxima = maxima.view(self.grid)
+        if self.scaling is Scaling.exponent:
+            self._exponents.copy_(maxima)
+        else:
+            self.set(*scales_of(maxima, self.format, self.scaling))
+
+    def set(self, scale: Tensor, inverse: Tensor) -> None:
+        """Scale from here on by these, fp32, which broadcast to the grid."""
+        self.scale.copy_(scale)
+        self.inverse.copy_(inverse)
+
+    def encode(self, values: Tensor, start: int) -> Tensor:
+        """The payload of some rows, flat; arguments as of `maxima`."""
+        rows, first = values.view(-1, self.shape[1]), start // self.shape[1]
+        if self.scaling is Scaling.exponent:
+            each = self.tile.rows or self.shape[0]
+            top, bottom = first // each, -(-(first + rows.shape[0]) // each)
+            grid, first = reciprocal_power_of(self._exponents[top:bottom].to(rows.device)), first - top * each
+        else:
+            grid = self.scale.to(rows.device)
+        return encode(rows, spread(grid, self.tile, rows.shape, first), self.format).view(-1)
+
+
+class Column(IntEnum):
+    """The operand of each column of the history."""
+
+    activations = 0
+    weights = 1
+    gradients = 2
+
+
+@dataclass(frozen=True)
+class History:
+    """One layer's amaxes, fp32 [length, 3], of which row 0 is the running step; and scales, fp32 [3], used now.
+
+    margin: powers of two that stay free above the amax.
+    """
+
+    amax: Tensor
+    scale: Tensor
+    formats: Sequence[torch.dtype]
+    margin: int = 0
+
+    def record(self, column: Column, amax: Tensor) -> None:
+        self.amax[0, column] = torch.maximum(self.amax[0, column], amax.reshape(()))
+
+    def update(self) -> None:
+        """Close the step: compute scales from the history, and move it on."""
+        amax = self.amax.amax(dim=0)
+        self.amax.copy_(self.amax.roll(-1, dims=0))
+        self.amax[0] = 0.0
+        top = amax.new_tensor([largest(each) for each in self.formats]) * 2.0**-self.margin
+        scale = torch.div(top, amax).clamp(max=torch.finfo(torch.float32).max)
+        self.scale.copy_(torch.where(amax.isfinite() & (amax > 0), scale, self.scale))

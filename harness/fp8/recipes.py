@@ -8,8 +8,7 @@ from enum import Enum
 
 import torch
 
-from harness.fp8.formats import E4M3, E5M2
-from harness.fp8.quantize import WHOLE, Scaling, Tile
+from harness.fp8.quantize import E4M3, E5M2, WHOLE, Scaling, Tile
 
 
 @dataclass(frozen=True)

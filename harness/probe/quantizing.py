@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.config.projections import NAMES
-from harness.fp8.delayed import Column
 from harness.fp8.linear import Fp8Linear
+from harness.fp8.quantize import Column
 
 Rounded = Callable[[Tensor], Tensor]
 """Puts the error of one rounding to the compute dtype behind a result."""

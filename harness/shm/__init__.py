@@ -19,6 +19,6 @@ Where a system forbids any of it, all ranks of the group agree on gloo, and `Shm
 
 from harness.shm.group import ShmGroup, Work, register
 from harness.shm.segment import watch_memory
-from harness.shm.sums import sum_in_order
+from harness.shm.transfer import sum_in_order
 
 __all__ = ["ShmGroup", "Work", "register", "sum_in_order", "watch_memory"]

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.private_torch import backend_of, register_backend, set_default_backend, timeout_of
-from harness.shm.mailbox import head_bytes
-from harness.shm.segment import Segment, open_peer
+from harness.shm.segment import Segment, head_bytes, open_peer
 from harness.shm.transfer import Peer, Transfer, Transport
 
 CPU = torch.device("cpu")

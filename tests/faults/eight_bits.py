@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fp8.formats import largest
 from harness.fp8.linear import layers_of
-from harness.fp8.quantize import Quantized
+from harness.fp8.quantize import Quantized, largest
 from harness.fsdp.storage import codec
 from tests.faults.corpus import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
 from tests.faults.resume import on_load

@@ -10,8 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fp8.formats import E4M3, E5M2, cast, exponent_above, largest, power_of, reciprocal_power_of
-from harness.fp8.quantize import WHOLE, Scaling, Tile, amax_grid, quantize, scales_of
+from harness.fp8.quantize import (
+    E4M3,
+    E5M2,
+    WHOLE,
+    Scaling,
+    Tile,
+    amax_grid,
+    cast,
+    exponent_above,
+    largest,
+    power_of,
+    quantize,
+    reciprocal_power_of,
+    scales_of,
+)
 from tests.fp8 import reference
 
 PAIRS = [(E4M3, reference.E4M3), (E5M2, reference.E5M2)]

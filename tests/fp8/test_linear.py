@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fp8.delayed import Column
-from harness.fp8.formats import largest
 from harness.fp8.linear import Fp8Linear, layers_of
 from harness.fp8.matmul import emulate
-from harness.fp8.quantize import WHOLE, Scaling, quantize
+from harness.fp8.quantize import WHOLE, Column, Scaling, TileScales, largest, quantize
 from harness.fp8.recipes import RECIPES
-from harness.fp8.tile_scales import TileScales
 
 TOKENS, IN, OUT = 37, 256, 128
 

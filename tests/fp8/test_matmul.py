@@ -17,9 +17,8 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
 from harness.fp8 import matmul
-from harness.fp8.formats import E4M3, E5M2
 from harness.fp8.matmul import BLOCKWISE, KINDS, MX, TENSORWISE, Kind, emulate, is_right, scaled_mm
-from harness.fp8.quantize import WHOLE, Quantized, Scaling, Tile, quantize
+from harness.fp8.quantize import E4M3, E5M2, WHOLE, Quantized, Scaling, Tile, quantize
 from harness.fp8.recipes import RECIPES
 from tests.support.mutants import each
 

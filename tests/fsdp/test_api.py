@@ -335,7 +335,7 @@ def test_contributions_are_summed_in_rank_order_in_the_accumulate_dtype(add: boo
 
 def test_a_sum_over_any_length_leaves_no_block_out() -> None:
     from harness.fsdp.comm.reduction import _sum_in_order
-    from harness.shm.sums import BLOCK
+    from harness.shm.transfer import BLOCK
 
     for length in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
         contributions = [torch.arange(length, dtype=torch.float32) * scale for scale in (1, 2, 3)]

@@ -22,7 +22,7 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from harness.shm import transfer
-from harness.shm.sums import sum_in_order
+from harness.shm.transfer import sum_in_order
 from tests.fsdp.test_oracle import CLIP, check
 from tests.fsdp.trial import Case, Record, run_case
 from tests.support.covering import once

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import harness.shm
-from harness.shm import ShmGroup, group, mailbox, transfer
+from harness.shm import ShmGroup, group, segment, transfer
 from tests.support.forking import fork_ranks
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -285,7 +285,7 @@ def test_nobody_waits_for_a_rank_that_has_cancelled() -> None:
 
 def far_ahead(rank: int) -> float:
     """Rank 0 issues more than rank 1 has room to be told of."""
-    mailbox.RING = 64
+    segment.RING = 64
     shm, outs, works = made(), list[Tensor](), list[harness.shm.Work]()
     for number in range(200):
         outs.append(torch.empty(2))

@@ -13,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.shm.mailbox import RING, Mailboxes, head_bytes
-from harness.shm.segment import ALIGN, Segment, open_peer
+from harness.shm.segment import ALIGN, RING, Mailboxes, Segment, head_bytes, open_peer
 from tests.support.mutants import Slip, each
 
 AREA = "Shared memory, by the mailboxes of ranks"

@@ -27,7 +27,7 @@ from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
 from harness.shm import sum_in_order
-from harness.shm.sums import BLOCK
+from harness.shm.transfer import BLOCK
 
 
 class Floating:

@@ -30,11 +30,8 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor, nn
 
-from harness.fp8.delayed import Column, History
-from harness.fp8.formats import WIDENED, is_8_bit
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.quantize import Quantized
-from harness.fp8.tile_scales import TileScales
+from harness.fp8.quantize import WIDENED, Column, History, Quantized, TileScales, is_8_bit
 from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.events import Label
