@@ -107,8 +107,7 @@ class Engine:
         self._make_ranks_and_memory(context)
         self.units = self._units(module, context)
         self.context = replace(context, initial_value=None, init_on_meta=False)
-        self.buckets = list(buckets_of(self.units))
-        """In model order."""
+        self.buckets = list(buckets_of(self.units))  # in model order
         self._wire(module)
         self.weights.agree_on_scales()
         self.user_buffers.model_built()
@@ -151,11 +150,11 @@ class Engine:
             allocating=self.user_buffers.allocating if registers else None,
             registers=registers,
         )
+        # a step's summed gradients are divided by it
         self.divisor = float(dense.everyone.size if context.grad_divisor is None else context.grad_divisor)
-        """A step's summed gradients are divided by it."""
         fixed = FixedPoint.asked_for(options)
+        # how gradients are sent under numerics=exact; else None
         self.integers = None if fixed is None else Integers(fixed, self.divisor, device)
-        """How gradients are sent under numerics=exact; else None."""
 
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value

@@ -192,8 +192,8 @@ class StateAccess:
         self, module: nn.Module, buckets: Sequence[ParamGroup], weights: Any, gradients: Any, everyone: Everyone
     ) -> None:
         self._module = weakref.ref(module)  # which keeps this
+        # the module's class before it was sharded, whose `state_dict` and `load_state_dict` are the program's
         self._own: type[nn.Module] = type(module)
-        """The module's class before it was sharded, whose `state_dict` and `load_state_dict` are the program's."""
         self.buckets = buckets
         self.weights = weights
         self.gradients = gradients

@@ -96,8 +96,8 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, gloo: Any, rank: int, size: int, capacity: int | None = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
         backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
+        # for collectives that shared memory does no better
         self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
-        """For collectives that shared memory does no better."""
         for each in (self, self.gloo):
             register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, backend)
             set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)

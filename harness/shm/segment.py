@@ -68,8 +68,7 @@ class Segment:
         self.token = secrets.randbits(62)
         words(self.memory, 0, 1)[0] = self.token
         self._reserved = head
-        self._free: list[tuple[int, int]] = []
-        """Begin and end of free blocks, in order, none of which touch."""
+        self._free: list[tuple[int, int]] = []  # begin and end of free blocks, in order, none of which touch
         self._given_back: deque[tuple[int, int]] = deque()
 
     def allocate(self, num_bytes: int) -> tuple[int, Tensor]:

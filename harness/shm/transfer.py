@@ -114,20 +114,19 @@ class Transport:
         self.segment = segment
         self.bytes_read = 0
         self._peers = peers
+        # peers, each rank beginning with its next one, so that not all turn to one
         self._order = [(rank + step) % self.size for step in range(1, self.size)]
-        """Peers, each rank beginning with its next one, so that not all turn to one."""
         memories = {peer: each.memory for peer, each in peers.items()} | {rank: segment.memory}
         self._mail = Mailboxes(rank, [memories[each] for each in range(self.size)])
         self._limit = limit
         self._number = 0
         self._guard = threading.RLock()
         self._open: dict[int, Transfer] = {}
+        # messages about collectives that were not completed here, by number and peer
         self._offers: dict[tuple[int, int], list[int]] = {}
-        """Messages about collectives that were not completed here, by number and peer."""
+        # parts that this rank has offered, by number, and who has not read them
         self._unread: dict[int, tuple[object, set[int]]] = {}
-        """Parts that this rank has offered, by number, and who has not read them."""
-        self._early: dict[int, set[int]] = defaultdict(set)
-        """Peers that will not read what has not been offered yet."""
+        self._early: dict[int, set[int]] = defaultdict(set)  # peers that will not read what has not been offered yet
         self._is_aborted = False
 
     # -- issuing -------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
 from harness.fp8.matmul import emulate
-from harness.fp8.quantize import WHOLE, Column, Scaling, TileScales, largest, quantize
+from harness.fp8.quantize import WHOLE, Column, Scaling, largest, quantize
 from harness.fp8.recipes import RECIPES
+from harness.fp8.tile_scales import TileScales
 
 TOKENS, IN, OUT = 37, 256, 128
 

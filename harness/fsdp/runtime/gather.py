@@ -40,8 +40,8 @@ class GatherPipeline:
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
         self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
+        # true if weights have no memory before they are waited for
         self._is_late = all(group.shm is not None for group in self._groups)
-        """True if weights have no memory before they are waited for."""
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
         self._resting: list[Unit] = []
@@ -50,8 +50,7 @@ class GatherPipeline:
         self._dropped_while_held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
-        self._next = self._passed = 0
-        """Places in the sweep: of the first unit not begun, and not passed."""
+        self._next = self._passed = 0  # places in the sweep: of the first unit not begun, and not passed
         self._ran: list[Unit] = []
         self._late = False
 
@@ -378,8 +377,8 @@ class TwoEncodings(GatherPipeline):
     def __init__(self, units: Sequence[Unit], prefetch: int, limit_bytes: int | None, everyone: Communicator) -> None:
         super().__init__(units, prefetch, limit_bytes)
         self._everyone = everyone
+        # directions that backwards have requested of each unit, as far as this rank knows
         self._seen = {unit: 0 for unit in self.order if has_two_encodings(unit)}
-        """Directions that backwards have requested of each unit, as far as this rank knows."""
         self._agreed: dict[Unit, int] = {}
         for unit in self._seen:
             for weight in (each for bucket in unit.buckets if bucket.codec for each in bucket.codec.encoded):

@@ -82,16 +82,14 @@ class PendingReduction:
         self.guard = guard
         self.plan = plan
         self.factor = factor if bucket.scales_as_it_sums else 1.0
-        self.label = self._label(Axis.inner)
-        """Label of the collective along the inner axis."""
+        self.label = self._label(Axis.inner)  # label of the collective along the inner axis
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
         self._stages = self._reduce()
         self._has_more = True
         self._stream = "reduce"
         self._exchanges: list[Exchange] = []
-        self._copies: list[Tensor] = []
-        """Encoded gradients beside those they were made of."""
+        self._copies: list[Tensor] = []  # encoded gradients beside those they were made of
 
     def _reduce(self) -> Iterator[None]:
         """Go through the route. A `yield` stands between the traffic of an operation and the sums that are made of it,

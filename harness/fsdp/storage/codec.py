@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fp8.linear import Fp8Linear, layers_of
-from harness.fp8.quantize import WIDENED, Column, History, Quantized, TileScales, is_8_bit
+from harness.fp8.quantize import WIDENED, Column, History, Quantized, is_8_bit
+from harness.fp8.tile_scales import TileScales
 from harness.fp8.tp_shards import tp_shard_here
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.events import Label
@@ -199,7 +200,10 @@ class Fp8Codec:
         for weight in self.encoded:
             weight.layer.encoded_weight = weight
         self.shares_tiles = any(each.shares_tiles for each in self.weights)
-        self.scale_bytes = sum(scales.nbytes for each in self.weights for scales in each.scales)
+
+    @property
+    def scale_bytes(self) -> int:
+        return sum(scales.nbytes for each in self.weights for scales in each.scales)
 
     def local(self, shards: Sequence[Tensor]) -> Iterator[tuple[Fp8Weight, Tensor, LocalSlice]]:
         for weight in self.weights:

@@ -86,12 +86,11 @@ class Gradients:
         if placements.accumulates_locally:
             self.accumulation = Accumulation.added if plan.integers or self.concat else Accumulation.in_place
         self.is_in_place = self.accumulation is Accumulation.in_place
-        self.first_may_wait = not self.concat
-        """True if first gradients may wait in the dtype of their weight."""
+        self.first_may_wait = not self.concat  # true if first gradients may wait in the dtype of their weight
         self.bucket: Tensor | None = None
         self.arrived: set[int] = set()
+        # indices of parameters without a gradient on any rank, once a step's gradients are finished
         self.unused: frozenset[int] = frozenset()
-        """Indices of parameters without a gradient on any rank, once a step's gradients are finished."""
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
         self._waits = False

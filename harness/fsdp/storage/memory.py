@@ -39,8 +39,8 @@ class SharedBuffer:
         self.device = device
         self.nbytes = 0
         self.user: Turn | None = None
+        # has the memory while no unit has its turn
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        """Has the memory while no unit has its turn."""
 
 
 class Turn:
@@ -114,10 +114,8 @@ class BucketMemory:
         self.peak_bytes = 0
         self._spare: list[Tensor] = []
         self._shared: list[SharedBuffer] = []
-        self._placed: dict[int, Turn] = {}
-        """By address of the tensor object: buckets that lie in a shared buffer."""
-        self._turn: Turn | None = None
-        """Slot of the double buffer for the unit being built."""
+        self._placed: dict[int, Turn] = {}  # by address of the tensor object: buckets that lie in a shared buffer
+        self._turn: Turn | None = None  # slot of the double buffer for the unit being built
         self._num_units = 0
 
     # -- weights -------------------------------------------------------------------------------------------------

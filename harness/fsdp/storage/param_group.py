@@ -85,8 +85,8 @@ class ParamGroup:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
+        # copies of the compute weights, one for each direction under [Note: Two encodings]
         self.encodings = [Encoding(name, each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
-        """Copies of the compute weights, one for each direction under [Note: Two encodings]."""
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.plan = plan
         self.mesh = mesh
@@ -94,11 +94,11 @@ class ParamGroup:
         self.tp = tp
         self.memory = plan.memory
         group = None if tp is None else tp.group
+        # TP shard of each parameter, by name
         self.tp_shards = {each: TpShard.of(each, param, group) for each, param in params}
-        """TP shard of each parameter, by name."""
         self.installed_version = 0
+        # all-gathers of updated weights, while nobody has waited for them; the last brings the weights
         self.awaited: list[Pending] = []
-        """All-gathers of updated weights, while nobody has waited for them; the last brings the weights."""
         self._updated_on: Any = None
         self._unsharding: list[tuple[Encoding, Pending]] = []
         self._build(initial)
@@ -110,8 +110,7 @@ class ParamGroup:
         self.layout = self.cuts.layout
         self._build_compute_weights()
         self._build_main_weights()
-        self.codec: Fp8Codec | None = None
-        """Makes compute weights of main weights; None: a cast does."""
+        self.codec: Fp8Codec | None = None  # makes compute weights of main weights; None: a cast does
         if self.key.fp8:
             self.codec = Fp8Codec(self.params, self.cuts, self.encodings, self.tp_shards, dtypes, device)
         trained = [param for _, param in self.params]
@@ -150,8 +149,8 @@ class ParamGroup:
         self.dtypes = dtypes
         if self.gradients is not None:
             self.gradients.dtypes = dtypes
+        # makes the sums of gradients along the inner axis; `outer` along the outer one, if there is one
         self.inner = Reduction(mesh.inner, sent, self.plan.numerics, integers, legs_apart=mesh.has_outer)
-        """Makes the sums of gradients along the inner axis; `outer` along the outer one, if there is one."""
         self.outer = (
             Reduction(mesh.outer, sent, self.plan.numerics, integers) if mesh.outer and mesh.has_outer else None
         )
@@ -183,16 +182,15 @@ class ParamGroup:
 
     def _build_compute_weights(self) -> None:
         memory, resting, dtype = self.memory, self.placements.resting_weights, self.dtypes.compute
-        self.is_resident = resting == WHOLE
-        """Compute weights are whole between uses."""
+        self.is_resident = resting == WHOLE  # compute weights are whole between uses
         make = memory.persistent if self.is_resident else memory.transient
         for each in self.encodings:
             each.unsharded = make(self.layout.bucket_numel, dtype)
             each.is_valid, each.kept = self.is_resident, each.unsharded if self.is_resident else None
             if self.placements.resting_weights_are_kept and not self.is_resident:
                 each.kept = memory.persistent(self.cuts.numel(resting), dtype)
+        # unsharded compute weights: those of a forward, where a backward has others
         self.compute = self.encodings[0].unsharded
-        """Unsharded compute weights: those of a forward, where a backward has others."""
         self.views.build([views_of(each.unsharded, self.layout) for each in self.encodings])
         for each in self.encodings if not self.is_resident else ():
             memory.empty(each.unsharded)
@@ -200,8 +198,8 @@ class ParamGroup:
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
         offload = self.plan.offload if self.trainable else None
+        # main weights in storage of their own; None where they are the compute weights that are kept
         self.main_storage: Tensor | None = None
-        """Main weights in storage of their own; None where they are the compute weights that are kept."""
         may_share = not (self.memory.registers and SHARD in self.cuts.own)
         if self.encodings[0].kept is not None and stored == self.dtypes.compute and offload is None and may_share:
             self.main_shards = self.cuts.own_shards(self.kept_shards(self.encodings[0]))
@@ -209,8 +207,8 @@ class ParamGroup:
             numel = self.cuts.numel(self.placements.main_weights)
             self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
             self.main_shards = self.cuts.split_own(self.main_storage)
+        # main weights are (a part of) the whole compute weights, so that an edit of these is one of them
         self.computes_with_main_weights = self.is_resident and self.main_storage is None
-        """Main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
 
     def kept_shards(self, encoding: Encoding) -> list[Tensor]:
         assert encoding.kept is not None

@@ -62,8 +62,8 @@ class ModuleSlot:
         self.held = parameters_of(module)
         self.name = name
         self.module = weakref.ref(module)
+        # recurrent layers hold their parameters twice, and have their own `__setattr__`
         self.is_plain = type(self.held) is dict and getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
-        """Recurrent layers hold their parameters twice, and have their own `__setattr__`."""
 
     @property
     def param(self) -> nn.Parameter | None:
@@ -145,13 +145,13 @@ class ParameterViews:
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
         self._params = params
         self._handlings = [handling_of(param) for _, param in params]
+        # where torch itself counts the edits of all
         self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
-        """Where torch itself counts the edits of all."""
         self._views: list[list[Tensor]] = []
         self._pointed_at: list[Tensor] = []
         self._versions: list[int] = []
+        # a weak reference to the bucket's `ShardedParameters`, once the model is built
         self.sharded: Callable[[], Any] = lambda: None
-        """A weak reference to the bucket's `ShardedParameters`, once the model is built."""
         for name, param in params:
             setattr(param, HOME, (name, unit))
 

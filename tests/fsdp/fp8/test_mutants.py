@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointError
 
-from harness.fp8 import linear, quantize
+from harness.fp8 import linear, tile_scales
 from harness.fp8.quantize import History, exponent_above, spread
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import codec
@@ -85,7 +85,7 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "scale-of-first-rows": (
         "A shard is quantized under the scales of the weight's first rows",
         Case(Fp8.block, ZERO_3),
-        lambda: mock.patch.object(quantize, "spread", _first_row),
+        lambda: mock.patch.object(tile_scales, "spread", _first_row),
     ),
     "stale-scale": (
         "Weights are quantized under the scales they began with",
@@ -95,7 +95,7 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "scaling-of-others": (
         "The exponent of a tile is rounded down, so that its largest values saturate",
         Case(Fp8.mx_32x32, ZERO_3),
-        lambda: mock.patch.object(quantize, "exponent_above", _rounded_down),
+        lambda: mock.patch.object(tile_scales, "exponent_above", _rounded_down),
     ),
     "gradients-of-8-bits": (
         "Gradients are cast to the dtype of the weight, as they are of weights that are not held in 8 bits",
