@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from harness.config import groups as sections
-from harness.config import schema
+from harness.config import groups as sections, schema
 from harness.config.groups import Only
 from harness.fsdp import options
 from harness.fsdp.options import Range

@@ -11,27 +11,39 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated
 
-from harness.config.groups import COUNT, SEED, Flag, Group, NcclUbConfig, Only, Range, SharpConfig, of_option
-from harness.config.groups import Backend as Backend
-from harness.config.groups import ClusterConfig as ClusterConfig
-from harness.config.groups import Device as Device
-from harness.config.groups import EngineConfig as EngineConfig
-from harness.config.groups import EngineName as EngineName
-from harness.config.groups import ModelConfig as ModelConfig
-from harness.config.groups import ModelFamily as ModelFamily
-from harness.config.groups import NcclLog as NcclLog
+from harness.config.groups import (
+    COUNT,
+    SEED,
+    Backend as Backend,
+    ClusterConfig as ClusterConfig,
+    Device as Device,
+    EngineConfig as EngineConfig,
+    EngineName as EngineName,
+    Flag,
+    Group,
+    ModelConfig as ModelConfig,
+    ModelFamily as ModelFamily,
+    NcclLog as NcclLog,
+    NcclUbConfig,
+    Only,
+    Range,
+    SharpConfig,
+    of_option,
+)
 from harness.fsdp.options import Options
-from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
-from harness.fsdp.vocabulary import Dtype as Dtype
-from harness.fsdp.vocabulary import Fallback as Fallback
-from harness.fsdp.vocabulary import Fp8 as Fp8
-from harness.fsdp.vocabulary import GradBuffer as GradBuffer
-from harness.fsdp.vocabulary import Numerics as Numerics
-from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
-from harness.fsdp.vocabulary import Registration as Registration
-from harness.fsdp.vocabulary import SharpAxis as SharpAxis
-from harness.fsdp.vocabulary import Strategy as Strategy
-from harness.fsdp.vocabulary import Transport as Transport
+from harness.fsdp.vocabulary import (
+    CtaPolicy as CtaPolicy,
+    Dtype as Dtype,
+    Fallback as Fallback,
+    Fp8 as Fp8,
+    GradBuffer as GradBuffer,
+    Numerics as Numerics,
+    OuterStrategy as OuterStrategy,
+    Registration as Registration,
+    SharpAxis as SharpAxis,
+    Strategy as Strategy,
+    Transport as Transport,
+)
 
 DYNAMIC = Only("dtype.loss_scale", "dynamic", choose="dtype.loss_scale=dynamic")
 DELAYED = Only("dtype.fp8", "delayed", choose="dtype=fp8_delayed")

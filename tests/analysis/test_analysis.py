@@ -16,10 +16,7 @@ import matplotlib.pyplot as plt
 from scipy.stats import binomtest
 
 from analysis import judge, load, plot, stats
-from harness.analysis import drawing, figures
-from harness.analysis import load as harness_load
-from harness.analysis import plot as plot_module
-from harness.analysis import stats as stats_module
+from harness.analysis import drawing, figures, load as harness_load, plot as plot_module, stats as stats_module
 from harness.parity import Outcome
 from harness.store import labels, provenance
 from harness.store.rundir import RunDir

@@ -118,6 +118,12 @@ class Part(NamedTuple):
         begin = self.tensor.storage_offset() + self.cut.spans[0][0]
         return self.tensor.as_strided((len(self.sizes), self.cut.longest), (self.cut.spacing, 1), begin)
 
+    def by_rank(self) -> list[Tensor]:
+        """The chunks, views."""
+        if self.cut.covers is None:
+            return [self.tensor[begin:end] for begin, end in self.cut.spans]
+        return list(self.chunks.split_with_sizes(self.sizes))
+
     def chunk(self, rank: int) -> Tensor:
         begin, end = self.cut.spans[rank]
         return self.tensor[begin:end]
@@ -229,7 +235,7 @@ class Communicator:
         assert self.shm is not None
 
         def chunks() -> list[list[Tensor]]:
-            return [[part.chunk(rank) for rank in range(self.size)] for part in make()]
+            return [part.by_rank() for part in make()]
 
         with events.begin(label):
             events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
@@ -244,7 +250,7 @@ class Communicator:
 
     def _gather(self, parts: Sequence[Part]) -> Pending:
         if self.shm is not None:
-            rows = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
+            rows = [part.by_rank() for part in parts]
             own = [row[self.rank] for row in rows]
             events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
             return Pending([self.shm.allgather(rows, own)], parts)

@@ -230,7 +230,7 @@ class Reduction:
 
     def _reduce_scatter_in_order(self, exchange: Exchange) -> None:
         comm, accum = self.comm, self.dtypes.accum
-        rows = [[part.chunk(rank) for rank in range(comm.size)] for part in exchange.parts]
+        rows = [part.by_rank() for part in exchange.parts]
         for row in rows:
             own = row[comm.rank]
             exchange.own.append(own if own.dtype == accum else torch.empty_like(own, dtype=accum))

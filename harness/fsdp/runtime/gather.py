@@ -175,18 +175,15 @@ class GatherPipeline:
             unit.receive()
             return
         self._ran.append(unit)
-        self._unshard(unit)
-        self.complete(unit, direction)
-        for bucket in unit.buckets:
-            bucket.use()
-        self._prefetch()
-
-    def _unshard(self, unit: Unit) -> None:
         self._wake(unit)
         if unit not in self._whole:
             self._reach(unit)
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
+        self.complete(unit, direction)
+        for bucket in unit.buckets:
+            bucket.use()
+        self._prefetch()
 
     def complete(self, unit: Unit, direction: int) -> None:
         """Gather what a direction needs of a unit that is unsharded. *Collective* where it is not here."""

@@ -237,7 +237,7 @@ class ReducePipeline:
         self.step = step
         self.guard = guard
         self.before_wait = before_wait
-        self.take_in(units)
+        self.order = [unit for unit in reversed(units) if unit.trainable]
         self.runtime = runtime
         self.memory = memory
         self.factor = factor

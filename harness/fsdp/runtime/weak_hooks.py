@@ -30,7 +30,7 @@ from harness.fsdp.comm.events import marked
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, by_engine
-from harness.fsdp.tensor_parallel.parameters import handling_of
+from harness.fsdp.tensor_parallel.parameters import edits_of
 from harness.private_torch import accumulation_hooks, is_profiled, leave_to_python
 
 Hook = Callable[[Any], Any]
@@ -113,4 +113,4 @@ def watch(params: Iterable[tuple[str, nn.Parameter]], step: Step) -> None:
 
 @by_engine
 def _edits(param: nn.Parameter) -> int:
-    return handling_of(param).edits(param)
+    return edits_of(param)

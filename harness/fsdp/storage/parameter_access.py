@@ -9,9 +9,10 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.storage.layout import BucketLayout
-from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
+from harness.fsdp.tensor_parallel.parameters import edits_of, point_at, put_data, values_here
 from harness.private_torch import parameters_of, version_of, without_torch_function
 
 P = ParamSpec("P")
@@ -144,9 +145,8 @@ def refuse_unknown(name: str, how: str) -> NoReturn:
 class ParameterViews:
     def __init__(self, params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
         self._params = params
-        self._handlings = [handling_of(param) for _, param in params]
         # where torch itself counts the edits of all
-        self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
+        self._bare = [] if any(isinstance(param, DTensor) for _, param in params) else [param for _, param in params]
         self._views: list[list[Tensor]] = []
         self._pointed_at: list[Tensor] = []
         self._versions: list[int] = []
@@ -166,8 +166,9 @@ class ParameterViews:
         targets = self._views[side]
         if self._pointed_at is not targets:
             self._pointed_at = targets
-            for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
-                handling.point(param, target)
+            point = put_data if self._bare else point_at
+            for (_, param), target in zip(self._params, targets, strict=True):
+                point(param, target)
 
     @property
     def is_sharded(self) -> bool:
@@ -181,8 +182,8 @@ class ParameterViews:
     def check_untouched(self) -> None:
         if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
             return
-        for (name, param), handling, *known in zip(self._params, self._handlings, *self._views, strict=True):
-            values = handling.values(param)
+        for (name, param), *known in zip(self._params, *self._views, strict=True):
+            values = values_here(param)
             if not any(_is_same(values, one) for one in known):
                 raise RuntimeError(
                     f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"
@@ -199,9 +200,7 @@ class ParameterViews:
         self._versions = self._counts()
 
     def _counts(self) -> list[int]:
-        if self._bare:
-            return list(map(version_of, self._bare))
-        return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
+        return list(map(version_of, self._bare)) if self._bare else [edits_of(param) for _, param in self._params]
 
     def edited(self) -> list[str]:
         """Names of parameters edited in place since `forget_edits`, as far as torch's counters tell."""

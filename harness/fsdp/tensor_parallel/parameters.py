@@ -166,48 +166,29 @@ def axis_of(params: Iterable[Tensor]) -> dist.ProcessGroup | None:
     return None if mesh is None else mesh.get_group()
 
 
-def values_here(param: Tensor) -> Tensor:
-    return DTensors.values(param) if isinstance(param, DTensor) else param.detach()
-
-
 put_data: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined] # a descriptor of C
 
 
-class Plain:
-    point: Callable[[Tensor, Tensor], None] = staticmethod(put_data)
-
-    @staticmethod
-    def values(param: Tensor) -> Tensor:
-        return param
-
-    @staticmethod
-    def edits(param: Tensor) -> int:
-        return version_of(param)
+def values_here(param: Tensor) -> Tensor:
+    return local_tensor(param) if isinstance(param, DTensor) else param.detach()
 
 
-class DTensors:
-    """Values lie in a tensor inside the parameter, whose edits count, too."""
-
-    @staticmethod
-    def point(param: Tensor, values: Tensor) -> None:
-        held: Any = param
-        setattr(held, EDITS, getattr(held, EDITS, 0) + version_of(local_tensor(held)))
-        if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
-            put_data(held, DTensor(values, spec_of(held), requires_grad=False))
-        put_local_tensor(held, values.data)  # whose edits are counted apart from those of the bucket
-
-    @staticmethod
-    def values(param: Tensor) -> Tensor:
-        found: Tensor = local_tensor(param)
-        return found
-
-    @staticmethod
-    def edits(param: Tensor) -> int:
-        return version_of(param) + getattr(param, EDITS, 0) + version_of(local_tensor(param))
+def point_at(param: Tensor, values: Tensor) -> None:
+    """Let a parameter, or the tensor inside a DTensor, have these values."""
+    if not isinstance(param, DTensor):
+        put_data(param, values)
+        return
+    held: Any = param
+    setattr(held, EDITS, getattr(held, EDITS, 0) + version_of(local_tensor(held)))
+    if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
+        put_data(held, DTensor(values, spec_of(held), requires_grad=False))
+    put_local_tensor(held, values.data)  # whose edits are counted apart from those of the bucket
 
 
-def handling_of(param: Tensor) -> type[Plain] | type[DTensors]:
-    return DTensors if isinstance(param, DTensor) else Plain
+def edits_of(param: Tensor) -> int:
+    """Number of edits in place that torch has counted, those of the tensor inside a DTensor too."""
+    inside = version_of(local_tensor(param)) + getattr(param, EDITS, 0) if isinstance(param, DTensor) else 0
+    return version_of(param) + inside
 
 
 def gradient_here(param: nn.Parameter, gradient: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
 
-from harness.config.rules import engine as engine_rules
-from harness.config.rules import rules_of
+from harness.config.rules import engine as engine_rules, rules_of
 from harness.config.rules.request import Request
 from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
 from tests.support.composing import compose

@@ -292,8 +292,8 @@ def trained_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 _take_sharded = sharding._take_sharded
-_of_steps = partial(Mutant, room="megatron-fsdp's names: a step")
-_of_state = partial(Mutant, room="megatron-fsdp's names: state")
+_of_steps = partial(Mutant, area="megatron-fsdp's names: a step")
+_of_state = partial(Mutant, area="megatron-fsdp's names: state")
 MUTANTS = {
     "stale weights are computed with": _of_steps(
         "A forward runs although the update was never installed",

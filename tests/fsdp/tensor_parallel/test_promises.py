@@ -29,8 +29,9 @@ from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
-from harness.fsdp.storage import gradients
-from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, gradient_here
+from harness.fsdp.storage import gradients, parameter_access
+from harness.fsdp.tensor_parallel.parameters import gradient_here
+from harness.private_torch import version_of
 from tests.fsdp.checked import Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
@@ -378,7 +379,7 @@ MUTANTS = {
     ),
     "edits of a TP shard": Mutant(
         "Edits of the tensor inside a DTensor are not seen",
-        lambda: mock.patch.object(DTensors, "edits", Plain.edits),
+        lambda: mock.patch.object(parameter_access, "edits_of", version_of),
         "edits",
         "optim",
     ),
