@@ -297,9 +297,10 @@ class FSDPModule(nn.Module):
     Values written into it take effect with `adopt_state`. An optimizer that has not taken a step has no state yet;
     `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different experts under one name."""
 
-    adopt_state = FromEngine(lambda engine: engine.named_state.adopt_state)
+    adopt_state = FromEngine(lambda engine: partial(engine.named_state.adopt_state, stepped=engine.stepped()))
     """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
-    ValueError: counters differ between parameters that are updated together."""
+    ValueError: the state is another model's, or a copy; or counters differ between parameters that are updated
+    together."""
     local_state = FromEngine(lambda engine: partial(engine.named_state.local_state, engine.stepped()))
     """This rank's flat weights and optimizer state, for resuming on the same layout. RuntimeError: no optimizer is
     attached."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.fp8.linear import Fp8Linear
 from harness.fsdp.comm.mesh import Everyone
@@ -327,6 +328,11 @@ class StateAccess:
     def sharded_state(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
         self.settle()
         refuse_split_experts(self.buckets)
+        found = self._own_memory(stepped)
+        found.tensors |= self._fp8_state()
+        return found
+
+    def _own_memory(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
         slots = ((bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots)
         found = ShardedState(
             {
@@ -335,7 +341,6 @@ class StateAccess:
             }
         )
         add_optimizers(found, self.buckets, stepped)
-        found.tensors |= self._fp8_state()
         return found
 
     def _fp8_state(self) -> dict[str, Tensor]:
@@ -344,8 +349,23 @@ class StateAccess:
             self.weights.bring_up_to_date()
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.module).items()}
 
-    def adopt_state(self, state: ShardedState) -> None:
-        """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*"""
+    def adopt_state(self, state: ShardedState, stepped: Sequence[torch.optim.Optimizer]) -> None:
+        """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*
+
+        Raises:
+            ValueError: it is the state of another model, or a copy; nothing has changed.
+        """
+        own = self._own_memory(stepped)
+        copies = {key for key, _ in (*own.taking_back, *state.taking_back)}
+        held = {key: each for key, each in state.tensors.items() if key not in copies and not key.startswith(FP8)}
+        for key, given in held.items():
+            if key not in own.tensors or _memory(given) != _memory(own.tensors[key]):
+                raise ValueError(
+                    f"{key} of this state is not in this model's memory: the state is another model's, a copy, or from"
+                    " before parameters moved, and nothing of it would arrive. Write into what sharded_state() of this"
+                    " model gives now (tensors[name].copy_(values)), and adopt that; or use"
+                    " load_state_dict(other.state_dict())"
+                )
         state.adopt()
         self._written()
 
@@ -377,6 +397,12 @@ class StateAccess:
     def _written(self) -> None:
         self.weights.install()
         self.gradients.forget()
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Where this rank's rows begin, and how many numbers they are."""
+    rows = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return rows.data_ptr() if rows.numel() else 0, rows.numel()
 
 
 def _some(stepped: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:

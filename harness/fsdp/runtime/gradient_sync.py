@@ -65,7 +65,14 @@ class GradientSync:
         self._watch_hooks()
 
     def _watch_hooks(self) -> None:
-        watch((each for unit in self.units for bucket in unit.trainable for each in bucket.params), self.step)
+        for bucket in (bucket for unit in self.units for bucket in unit.trainable):
+            for index, (name, param) in enumerate(bucket.params):
+                watch(name, param, self.step, WeakHook(self._sums_elsewhere, bucket.gradients, index))
+
+    def _sums_elsewhere(self, gradients: Gradients, index: int) -> bool:
+        if self.step.num_backwards > 1 and index in gradients.arrived and not gradients.is_in_place:
+            return True
+        return any(bool(flat.any()) for _, flats, _ in self._kept for flat in flats)
 
     # -- `.grad` of sharded parameters -------------------------------------------------------------------------------
 
@@ -96,6 +103,9 @@ class GradientSync:
         if state is StepState.FAILED and self.step.num_backwards <= 1:
             self._restore()
         elif state not in (StepState.IDLE, StepState.FINISHED):
+            for sums in self._gradients():
+                if sums.is_in_place:
+                    sums.prepare()  # hooks of the program see them
             return
         for each in self.sharded:
             gradients = each.bucket.gradients

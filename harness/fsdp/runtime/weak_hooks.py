@@ -14,22 +14,28 @@ attribute, which ends a graph where the hook is called, and the rule for its cod
 sharded model that gradient is of this rank alone, and on its way to the others: ranks would part, or the update would
 be lost with gathered weights. `optimizer.step()` inside a backward is refused by the step's state; an update by hand is
 seen here: while such a hook runs, edits through `data` are counted as the parameter's own are.
+
+[Note: Gradients edited in a hook] torch shows such a hook the sum over all backwards so far. So do strategies that add
+up on each rank. Where earlier sums lie elsewhere (split over ranks, or finished), `.grad` is this backward's alone, and
+an edit would miss the rest of the sum: it is refused. The engine's own hook runs last and takes what others leave.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import call
 from types import MethodType
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from harness.fsdp.comm.events import marked
+from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
-from harness.fsdp.storage.parameter_access import WATCH, by_engine
+from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel.parameters import edits_of
 from harness.private_torch import accumulation_hooks, is_profiled, leave_to_python
 
@@ -71,18 +77,44 @@ leave_to_python(WeakHook.__call__)
 
 
 class ProgramHook:
-    """User's post-accumulate hook, which must not change its parameter; see [Note: Stepping in a hook]."""
+    """User's post-accumulate hook; see [Note: Stepping in a hook] and [Note: Gradients edited in a hook].
 
-    def __init__(self, hook: Hook, name: str, step: Step) -> None:
+    sums_elsewhere: asked in a backward, if gradients of earlier ones are not in `.grad`.
+    """
+
+    def __init__(self, hook: Hook, name: str, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
         self.hook = hook
         self.name = name
         self.step = step
+        self.sums_elsewhere = sums_elsewhere
 
     def __call__(self, param: nn.Parameter) -> None:
-        """Raises StepError if the hook has changed its parameter."""
+        """Raises StepError if the hook has changed its parameter, or a gradient of which `.grad` is a part."""
         if not self.step.in_backward:
             self.hook(param)
             return
+        shown = grad_of(param)
+        before = shown.detach().clone() if shown is not None and self.sums_elsewhere() else None
+        self._run(param)
+        if shown is not None:
+            self._keep(param, shown, before)
+
+    @by_engine
+    def _keep(self, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
+        left = grad_of(param)
+        if left is None or (before is not None and not _same_bits(left, before)):
+            raise StepError(
+                f"a hook (register_post_accumulate_grad_hook) has {'dropped' if left is None else 'changed'} .grad of"
+                f" parameter {self.name} inside the backward, where it is a part of the gradient alone: not yet summed"
+                " over ranks, and without earlier backwards of the step. Edit p.grad for p in model.parameters()"
+                " between the last backward and optimizer.step(); or edit what each backward brings, by"
+                " parameter.register_hook(function), or by the loss"
+            )
+        if left is not shown:
+            shown.copy_(left)
+            put_grad(param, shown)
+
+    def _run(self, param: nn.Parameter) -> None:
         own, before = type(param), _edits(param)
         param.__class__ = counting(own)
         try:
@@ -98,19 +130,30 @@ class ProgramHook:
             )
 
 
-def watch(params: Iterable[tuple[str, nn.Parameter]], step: Step) -> None:
-    """Watch hooks on unsharded parameters, those registered later too."""
-    for name, param in params:
+def watch(name: str, param: nn.Parameter, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
+    """Watch hooks on an unsharded parameter, those registered later too, and let them run before the engine's."""
 
-        def watched(hook: Hook, name: str = name) -> Hook:
-            return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step)
+    def watched(hook: Hook) -> Hook:
+        return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step, sums_elsewhere)
 
-        setattr(param, WATCH, watched)
-        hooks: dict[int, Hook] = accumulation_hooks(param) or {}
-        for key, hook in hooks.items():
-            hooks[key] = watched(hook)
+    def hang(to: Tensor, hook: Hook) -> Any:
+        handle = Tensor.register_post_accumulate_grad_hook(to, watched(hook))  # type: ignore[no-untyped-call] # torch's
+        hooks: dict[int, Hook] = accumulation_hooks(to) or {}
+        for key in [key for key, each in hooks.items() if isinstance(each, WeakHook)]:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+    setattr(param, WATCH, hang)
+    hooks: dict[int, Hook] = accumulation_hooks(param) or {}
+    for key, hook in hooks.items():
+        hooks[key] = watched(hook)
 
 
 @by_engine
 def _edits(param: nn.Parameter) -> int:
     return edits_of(param)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    one, other = (local_of(each).reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(one, other)

@@ -81,9 +81,7 @@ class _Hooked:
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Called with the unsharded parameter, once a backward's gradient has come; it must not write to it."""
         param = self._unsharded()
-        watch: Callable[[Any], Any] | None = getattr(param, WATCH, None)
-        hung = hook if watch is None else watch(hook)
-        return Tensor.register_post_accumulate_grad_hook(param, hung)  # type: ignore[no-untyped-call] # torch's
+        return getattr(param, WATCH, Tensor.register_post_accumulate_grad_hook)(param, hook)
 
 
 class ShardedParameter(_Hooked, RaggedTensor):

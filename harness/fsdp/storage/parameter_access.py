@@ -19,7 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOME = "_fsdp_home"  # attribute of a parameter, sharded or not: its first name and its unit's, for messages
-WATCH = "_fsdp_watch"  # attribute of a trained unsharded parameter: hung on it in place of a hook of the program
+WATCH = "_fsdp_watch"  # attribute of a trained unsharded parameter: registers a hook of the program on it
 
 _GRAD: Any = Tensor.grad  # torch's own descriptor: its functions run for every parameter, and often
 grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__

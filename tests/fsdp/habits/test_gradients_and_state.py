@@ -1,0 +1,196 @@
+"""Hooks that edit gradients, gradients of what no optimizer has, and states of other models: right or refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from harness.fsdp import StepError, fully_shard_model
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.weak_hooks import ProgramHook
+from harness.fsdp.state import StateAccess
+from harness.fsdp.storage.gradients import Gradients
+from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.habits.world import Habits, Net, Run, differing, mean_square, plain_sgd, run_of
+from tests.fsdp.pairs import STRATEGIES
+
+CHECKS = Habits()
+CHANGED = "has changed .grad of parameter .* inside the backward.*between the last backward and optimizer.step"
+
+
+def in_place(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def by_data(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.data.mul_(0.5)
+
+
+def replacing(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad * 0.5
+
+
+def hung(rank: int, strategy: str, edit: Callable[[nn.Parameter], None], *, before: bool) -> tuple[Net, Run]:
+    """A plain net, and a rank's, on whose parameters a hook is hung before or after sharding."""
+    plain, module = Net(), Net()
+    for param in (*plain.parameters(), *(module.parameters() if before else ())):
+        param.register_post_accumulate_grad_hook(edit)
+    model = fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=module.units)
+    for param in () if before else module.parameters():
+        param.register_post_accumulate_grad_hook(edit)
+    return plain, Run(module, model, plain_sgd(model), (rank,))
+
+
+def accumulating(run: Run, microbatches: int, *, synchronising: bool = False) -> None:
+    """Two steps; the plain one's backwards are of both ranks' data, as these are averaged."""
+    for step, last in itertools.product(range(2), range(microbatches)):
+        waits = not run.is_plain and not synchronising and last < microbatches - 1
+        run.model.set_model_auto_sync(not waits) if not run.is_plain else None
+        mean_square(run.model, run.data(10 * step + last)).backward()
+        if last == microbatches - 1:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+@CHECKS.check
+def editing_gradients_in_hooks(rank: int, strategy: str) -> list[str]:
+    """torch scales what has been accumulated each time. Right where a rank has that, and refused elsewhere."""
+    found = []
+    for edit, before, count in itertools.product((in_place, by_data, replacing), (True, False), (1, 2, 3)):
+        plain, run = hung(rank, strategy, edit, before=before)
+        accumulating(Run(plain, plain, plain_sgd(plain), (0, 1)), count)
+        train = partial(accumulating, run, count)
+        if count == 1 or strategy in STRATEGIES[:2]:
+            train()
+            told = differing(run.model, plain)
+        else:
+            told = said(train, StepError, CHANGED)
+        found += [f"{edit.__name__}, before={before}, {count} microbatches: {each}" for each in told]
+    return found
+
+
+@CHECKS.check
+def editing_sums_that_are_finished(rank: int, strategy: str) -> list[str]:
+    """Of two backwards that both synchronise, the second shows its own gradients."""
+    _, run = hung(rank, strategy, in_place, before=False)
+    return said(partial(accumulating, run, 2, synchronising=True), StepError, CHANGED)
+
+
+@CHECKS.check
+def dropping_gradients_in_hooks(rank: int, strategy: str) -> list[str]:
+    def drop(param: nn.Parameter) -> None:
+        param.grad = None
+
+    _, run = hung(rank, strategy, drop, before=False)
+    return said(partial(accumulating, run, 1), StepError, "has dropped .grad of parameter")
+
+
+@CHECKS.check
+def reading_gradients_in_hooks(rank: int, strategy: str) -> list[str]:
+    """What a hook reads and does not edit is nothing to refuse."""
+    seen: list[float] = []
+    plain, run = hung(rank, strategy, lambda param: seen.append(float(param.grad.norm())), before=False)  # type: ignore[union-attr]
+    accumulating(Run(plain, plain, plain_sgd(plain), (0, 1)), 2)
+    accumulating(run, 2)
+    return differing(run.model, plain) + ([] if all(seen) else ["a gradient of zeros"])
+
+
+def of_the_head(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(module.parameters())[-2:], lr=0.2)
+
+
+@CHECKS.right(optimize=of_the_head)
+def clipping_what_no_optimizer_has(run: Run) -> list[float]:
+    """`optimizer.zero_grad` leaves their gradients, which go on growing, and clipping counts them."""
+    norms = []
+    for step in range(3):
+        mean_square(run.model, run.data(step)).backward()
+        clip = partial(clip_grad_norm_, run.model.parameters()) if run.is_plain else run.model.clip_grad_norm_
+        norms.append(round(float(clip(0.05)), 4))
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=step == 1)
+    return norms
+
+
+@CHECKS.check
+def adopting_another_state(rank: int, strategy: str) -> list[str]:
+    """What is not in the model's own memory is not taken for loaded."""
+    one, other = (run_of(Net, rank, strategy) for _ in range(2))
+    other.train(1)
+    told = said(lambda: one.model.adopt_state(other.model.sharded_state()), ValueError, "another model's")
+    state = other.model.sharded_state()
+    told += said(lambda: other.model.adopt_state(copy.deepcopy(state)), ValueError, "a copy")
+    moment = next(name for name in state.tensors if name.endswith("momentum_buffer"))
+    state.tensors[moment] = state.tensors[moment].clone()
+    return told + said(lambda: other.model.adopt_state(state), ValueError, moment)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_right_or_refused(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+def _replaces_nothing(self: ProgramHook, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
+    """Leave a replaced gradient to whoever comes next."""
+
+
+def _adopt(self: StateAccess, state: object, stepped: object) -> None:
+    state.adopt()  # type: ignore[attr-defined]
+    self._written()
+
+
+_prepare = Gradients.prepare
+_of_hooks = partial(Mutant, area="The engine, by gradients that hooks edit")
+_of_steps = partial(Mutant, area="The engine, by habits around a step")
+MUTANTS = {
+    "parts of a sum": _of_hooks(
+        "A hook may scale this backward's gradient for the sum",
+        patched(GradientSync, "_sums_elsewhere", lambda *_: False),
+        "editing_gradients_in_hooks",
+    ),
+    "finished sums": _of_hooks(
+        "Sums that are finished count as shown to a hook",
+        patched(GradientSync, "_sums_elsewhere", lambda *_: False),
+        "editing_sums_that_are_finished",
+        "no_shard",
+    ),
+    "replaced gradients": _of_hooks(
+        "A gradient that a hook has replaced is added to the one it replaces",
+        patched(ProgramHook, "_keep", _replaces_nothing),
+        "editing_gradients_in_hooks",
+        "no_shard",
+    ),
+    "hidden sums": _of_hooks(
+        "Sums that are hidden between backwards stay hidden from hooks",
+        patched(Gradients, "prepare", lambda self: None if self.is_prepared else _prepare(self)),
+        "editing_gradients_in_hooks",
+        "no_shard",
+    ),
+    "what no optimizer has": _of_steps(
+        "An optimizer forgets gradients of what it does not hold",
+        patched(GradientSync, "let_go", lambda self: self.forget()),
+        "clipping_what_no_optimizer_has",
+        ZERO3,
+    ),
+    "another model's state": _of_steps(
+        "A state of another model is taken for loaded",
+        patched(StateAccess, "adopt_state", _adopt),
+        "adopting_another_state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
