@@ -53,7 +53,7 @@ def test_the_smallest_requests_that_are_fine(overrides: list[str]) -> None:
     ("overrides", "fix"),
     [
         ("measure.trace_steps=[4,21]", "measure.trace_steps=[4]"),
-        ("measure.trace_steps=[2,2]", "needs distinct steps, counted from 1"),
+        ("measure.trace_steps=[2,2]", "needs distinct steps"),
         ("measure=trace measure.trace_ranks=[2]", "numbers from 0 to 1; null: all"),
         ("measure=trace measure.trace_ranks=[]", "names no rank"),
         ("measure=trace measure.memory_snapshot=true", "on a CPU the trace itself has every allocation"),

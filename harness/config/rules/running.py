@@ -368,7 +368,8 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
 
 @rule("measure.memory_snapshot", "cluster.device")
 def snapshots_are_of_cuda(request: Request) -> Iterator[Violation]:
-    if request.config.measure.memory_snapshot and request.config.cluster.device is Device.cpu:
+    measure = request.config.measure
+    if measure.memory_snapshot and measure.trace_steps and request.config.cluster.device is Device.cpu:
         yield Violation(
             request.show("measure.memory_snapshot"),
             "records CUDA's allocator, and cluster.device=cpu has none: on a CPU the trace itself has every allocation",
