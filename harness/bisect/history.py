@@ -9,9 +9,8 @@ from math import ceil, log2
 from pathlib import Path
 
 from harness.bisect.revisions import WORKTREE, Repository, Version
-from harness.bisect.search import Answer, first_differing
 from harness.bisect.snapshot import Snapshot
-from harness.bisect.trials import Request, answer_of, brief, check_ends, unfit
+from harness.bisect.trials import Answer, Request, answer_of, brief, check_ends, first_differing, unfit
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
 from harness.launch.room import NoRoom

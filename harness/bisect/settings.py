@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any
 
-from harness.bisect.search import Answer, smallest
 from harness.bisect.snapshot import check_words
-from harness.bisect.trials import ROOM, Request, answer_of, brief, check_ends
+from harness.bisect.trials import ROOM, Answer, Request, answer_of, brief, check_ends, smallest
 from harness.config.compose import Cell, freeze
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +17,6 @@ from harness.config.errors import BadRequest, refuse
 from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
-from harness.parity.processes import judging_processes
 from harness.parity.record import load
 from harness.parity.tiers.seeds import over_seeds
 from harness.store import commands
@@ -140,3 +142,22 @@ def unknown(subject: str, root: Path, study: str) -> BadRequest:
     control, *arms = [store.short(run) for run in alike[: MOST_NAMED + 1]] or [""]
     words = f"verdict {shlex.join(arms)} --control {shlex.quote(control)}" if arms else f"watch {shlex.quote(study)}"
     return refuse(subject, text, choices=f"studies: {known}", fix=commands.verb(words, root))
+
+
+def judging_processes(max_workers: int | None = None) -> ProcessPoolExecutor:
+    """Pool of `max_workers` processes, one a core by default.
+
+    Each watches its parent, because a killed parent closes no pool.
+    """
+    return ProcessPoolExecutor(max_workers, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    threading.Thread(target=_wait_for_end_of_parent, daemon=True).start()
+
+
+def _wait_for_end_of_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

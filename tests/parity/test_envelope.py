@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.tiers.arithmetic import SAFETY, Arithmetic
+from harness.parity.tiers.arithmetic import ORDERS, SAFETY, Arithmetic, error, noise, rounder
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.orders import ORDERS, error, noise, rounder
 from tests.parity.arms import Arm
 from tests.parity.network import bf16
 

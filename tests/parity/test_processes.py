@@ -14,7 +14,7 @@ from tests.support.mutants import kills
 PROGRAM = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
-from harness.parity.processes import judging_processes
+from harness.parity.study import judging_processes
 def work(_):
     os.write(1, f"{{os.getpid()}}\\n".encode())  # in one piece: three write to one pipe
     time.sleep(600)

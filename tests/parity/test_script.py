@@ -22,8 +22,17 @@ from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.telling.explain import CHECKS
-from harness.parity.telling.looks import LOOKS, MEASURES, OF_SERIES, STREAMED
-from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
+from harness.parity.telling.script import (
+    LOOKS,
+    MEASURES,
+    OF_SERIES,
+    STREAMED,
+    first_shown,
+    overrides,
+    script,
+    scripted,
+    write_script,
+)
 from harness.store import check_stream
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten

@@ -14,9 +14,8 @@ import pytest
 from harness.bisect import history, revisions, settings
 from harness.bisect.history import Bisection, Culprit, compare_code
 from harness.bisect.revisions import WORKTREE, Version
-from harness.bisect.search import Answer
 from harness.bisect.settings import KeySearch
-from harness.bisect.trials import Request, answer_of
+from harness.bisect.trials import Answer, Request, answer_of
 from harness.config.errors import BadRequest, refuse
 from harness.launch.room import NoRoom
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict

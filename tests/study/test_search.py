@@ -8,7 +8,7 @@ from math import ceil, log2
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from harness.bisect.search import Answer, first_differing, smallest
+from harness.bisect.trials import Answer, first_differing, smallest
 
 SAME, DIFFERS, BROKEN = Answer.same, Answer.differs, Answer.unresolved
 
