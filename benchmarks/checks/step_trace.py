@@ -27,8 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp

@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tests.slurm.cluster import Cluster, running
 
 ROOT = Path(__file__).resolve().parents[2]

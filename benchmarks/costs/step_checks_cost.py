@@ -2,88 +2,34 @@
 
     python benchmarks/costs/step_checks_cost.py [CELL ...]
 
-Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32 on 4096 tokens a rank and
-step, in one microbatch or in two: local gradients, and weights as forwards see them, are looked at in each. Every other
-step is not looked at: it and the one after it are a block. A step is all the wall time from the end of one to the end
-of the next on rank 0. Each figure is a share of the step that is not looked at, with a bootstrap interval
-(harness/bench/stats.py):
-
-- `extra`: by wall time. Leaves nothing out, and needs a quiet machine.
-- `extra_cpu`: by both ranks' processor time.
-- `direct`: rank 0's clocks around all that looking does, in hooks and between, over the rest of the same step.
+4096 tokens a rank and step, in one microbatch or in two: local gradients, and weights as forwards see them, are looked
+at in each. benchmarks/costs/turns.py says what the figures are; its clocks are around all that looking does, in hooks
+and between.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import torch
-
-from benchmarks.costs.capture_cost import interval
-from harness.bench.stats import median_ratio
-from harness.config.schema import CkptPolicy, Config, EngineName, Strategy
+from benchmarks.costs.turns import SEQ_LEN, SEQUENCES, Step, config_of, figures, main, steps_of
+from harness.config.schema import EngineName, Strategy
 from harness.train import loop
 from harness.train.callbacks import Callback
 from harness.train.step_checks import StepChecks
-from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
-BLOCKS = 8
-WARMUP = 2
-SEQUENCES = 16
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "step_checks_cost.json"
+BLOCKS, WARMUP = 8, 2
+LOOKING = "looking"
 IN_TWO = ", two microbatches"
-
 CELLS = {
     **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
     "fsdp2 optim_grads_params": (EngineName.fsdp2, Strategy.optim_grads_params),
     "ddp": (EngineName.ddp, Strategy.no_shard),
 }
 CELLS |= {f"{name}{IN_TWO}": CELLS[name] for name in ("native no_shard", "native optim_grads_params")}
-
-
-def config_of(name: str) -> Config:
-    """The cell's configuration."""
-    engine, strategy = CELLS[name]
-    config = small_config(
-        engine__name=engine,
-        mesh__world_size=2,
-        sharding__strategy=strategy,
-        data__seq_len=512,
-        data__num_sequences=256,
-        train__steps=WARMUP + 2 * BLOCKS,
-        train__global_batch_size=SEQUENCES,
-        train__microbatch_size=SEQUENCES // (4 if name.endswith(IN_TWO) else 2),
-        train__param_norm_every=0,
-        measure__capture_steps=[],
-        measure__step_checks=True,
-        ckpt__policy=CkptPolicy.none,
-    )
-    model = config.model
-    model.dim, model.num_layers, model.ffn_dim, model.vocab_size = 512, 4, 1344, 256
-    model.num_heads = model.num_kv_heads = 8
-    model.max_seq_len = 2048
-    return config
-
-
-class Step(NamedTuple):
-    """One step of one rank, in seconds."""
-
-    wall: float
-    cpu: float
-    looking: float
 
 
 class EveryOther(Callback):
@@ -135,13 +81,12 @@ class EveryOther(Callback):
     def close(self) -> None:
         self.step_checks.close()
 
-    def take(self) -> float:
+    def take(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, 0.0
-        return taken
+        return {LOOKING: taken}
 
 
 def one_cell(rank: int, name: str) -> list[Step]:
-    """Every step of this rank after the warm-up."""
     found: list[EveryOther] = []
 
     class Opened:
@@ -153,55 +98,17 @@ def one_cell(rank: int, name: str) -> list[Step]:
             return found[0]
 
     loop.StepChecks = Opened  # type: ignore[misc, assignment] # in this process alone
-    steps: list[Step] = []
-    with tempfile.TemporaryDirectory() as folder:
-        began = [time.perf_counter(), time.process_time()]
-
-        def over(_: Any) -> None:
-            steps.append(Step(time.perf_counter() - began[0], time.process_time() - began[1], found[0].take()))
-            began[:] = time.perf_counter(), time.process_time()
-
-        train(config_of(name), Path(folder), rank, progress=over)
-    return steps[WARMUP:]
+    microbatch = SEQUENCES // (4 if name.endswith(IN_TWO) else 2)
+    kept = {"measure__capture_steps": [], "measure__step_checks": True}
+    config = config_of(*CELLS[name], WARMUP + 2 * BLOCKS, microbatch, **kept)
+    return steps_of(config, rank, WARMUP, lambda: found[0].take())
 
 
 def summary(name: str) -> dict[str, Any]:
-    """Run a cell; its figures."""
-    print(name, file=sys.stderr)
-    load = os.getloadavg()[0]
-    first, second = run_ranks(one_cell, 2, name)
-    without, looked = first[::2], first[1::2]
-    cpu = [one.cpu + other.cpu for one, other in zip(first, second, strict=True)]
-    return {
-        "step_s": round(statistics.median(step.wall for step in without), 3),
-        "extra": interval(median_ratio([step.wall for step in looked], [[step.wall for step in without]])),
-        "extra_cpu": interval(median_ratio(cpu[1::2], [cpu[::2]])),
-        "direct": interval(
-            median_ratio([step.wall for step in looked], [[step.wall - step.looking for step in looked]])
-        ),
-        "load_average": {"before": load, "after": os.getloadavg()[0]},
-    }
-
-
-def main() -> None:
-    """Measure the cells named, or all, and write."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    names = sys.argv[1:] or list(CELLS)
-    if unknown := set(names) - set(CELLS):
-        raise SystemExit(f"no cell {', '.join(sorted(unknown))}; there are: {', '.join(CELLS)}")
-    result = {
-        "weights": "12.7 M, fp32",
-        "tokens_a_rank": SEQUENCES // 2 * 512,
-        "blocks": BLOCKS,
-        "cells": {name: summary(name) for name in names},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "cores": os.cpu_count(),
-    }
-    text = json.dumps(result, indent=2) + "\n"
-    if names == list(CELLS):
-        OUTPUT.write_text(text, encoding="utf-8")
-    print(text, end="")
+    return figures(*run_ranks(one_cell, 2, name), LOOKING)
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.costs import step_checks_cost as this  # ranks import what they run by name
+
+    main("step_checks_cost.json", this.CELLS, this.summary, blocks=BLOCKS, tokens_a_rank=SEQUENCES // 2 * SEQ_LEN)

@@ -1,4 +1,4 @@
-"""How long a verdict takes, as a user types it. Writes data/verdict_time.json.
+"""How long a verdict takes, as a user types it, and the table of a thousand runs. Writes data/verdict_time.json.
 
     python benchmarks/costs/verdict_time.py [--only NAME]
 
@@ -6,9 +6,10 @@ Whole commands in fresh processes: `compare` of two runs of 1,000 steps, and `ve
 against a control of 5 seeds, 200 steps each. The records are those of three short real runs of the tiny model (a
 control by DDP, a clean arm, one with a fault) with gradients, witnesses and updates of three steps. Their last lines
 are repeated to the length that is wanted, and the study's runs are copies under other seeds and prefetch depths,
-captures as hard links. `verdict, 1,000 cells` is of runs whose sketches alone speak for them (measure=light),
-`verdict, 100 cells captured` of runs as they are by default. Processor time is user's and system's, of all threads;
-other processes on the machine take the clock's seconds, not these.
+captures as hard links. `verdict, 1,000 cells` is of runs whose sketches alone
+speak for them (measure=light), `verdict, 100 cells captured` of runs as they are by default; `load.runs` reads the
+thousand into a table. Processor time is user's and system's, of all threads; other processes on the machine take the
+clock's seconds, not these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -25,14 +25,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import yaml
 
+from benchmarks.pages import tables
 from harness.store import checksums
 from harness.store.identity import directory_name, signature
 from harness.store.metrics import encode
@@ -40,13 +38,13 @@ from harness.store.reading import Loader
 from harness.store.rundir import Dumper
 from harness.store.study import write_study
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "verdict_time.json"
+OUTPUT = "verdict_time.json"
 SHORT, LONG, STUDY_STEPS = 12, 1000, 200
 CELLS, CAPTURED = 1000, 100
 ARMS, SEEDS = 12, 5
 REPETITIONS = {"compare": 7, "verdict": 5, "cells": 3}
-LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 1,000 cells": 10.0}
+LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 1,000 cells": 10.0, "load.runs, 1,000 runs": 2.0}
+TABLE = "import sys; from harness.analysis import load; assert len(load.runs(sys.argv[1], 'cells')) == 1000"
 CELL = (
     f"train.steps={SHORT}",
     "train.schedule=constant",
@@ -76,7 +74,7 @@ def real_run(root: Path, name: str, study: str = "", *more: str) -> Path:
     """Train one cell; its directory."""
     own = [word for word in CELL if not more or not word.startswith("measure.")]
     command = [sys.executable, "run.py", *own, *KINDS[name], *more, f"study.name={study or name}"]
-    subprocess.run([*command, f"launch.root={root}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, f"launch.root={root}"], cwd=tables.ROOT, check=True, stdout=subprocess.DEVNULL)
     return next((root / (study or name)).glob("*/config.yaml")).parent
 
 
@@ -128,13 +126,16 @@ def many(root: Path, study: str, count: int, measure: str) -> None:
     write_study(root, [control, *arms], controls)
 
 
+VERB = ("-m", "harness")
+
+
 def timed(repetitions: int, expected: int, *words: str) -> dict[str, Any]:
-    """Seconds of a whole command: the median of its repetitions, and their spread."""
+    """Seconds of Python with these words: the median of its repetitions, and their spread."""
     found: dict[str, list[float]] = {"wall_s": [], "processor_s": []}
-    command = [sys.executable, "-m", "harness", *words]
+    command = [sys.executable, *words]
     for _ in range(repetitions):
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tables.ROOT, capture_output=True, text=True)
         found["wall_s"].append(time.perf_counter() - began)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found["processor_s"].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -152,8 +153,9 @@ def of_many(root: Path) -> dict[str, Any]:
     many(root, "captured", CAPTURED, "default")
     count = REPETITIONS["cells"]
     return {
-        "verdict, 1,000 cells": timed(count, 0, "verdict", "cells", "--root", str(root)),
-        "verdict, 100 cells captured": timed(count, 0, "verdict", "captured", "--root", str(root)),
+        "verdict, 1,000 cells": timed(count, 0, *VERB, "verdict", "cells", "--root", str(root)),
+        "load.runs, 1,000 runs": timed(count, 0, "-c", TABLE, str(root)),
+        "verdict, 100 cells captured": timed(count, 0, *VERB, "verdict", "captured", "--root", str(root)),
     }
 
 
@@ -166,9 +168,9 @@ def measure(root: Path) -> dict[str, Any]:
     make_study(runs, root)
     count = REPETITIONS["compare"]
     return {
-        "compare, EQUIVALENT": timed(count, 0, "compare", str(long["clean"]), str(long["control"])),
-        "compare, DIFFERENT": timed(count, 1, "compare", str(long["faulty"]), str(long["control"])),
-        "verdict": timed(REPETITIONS["verdict"], 1, "verdict", "timed", "--root", str(root)),
+        "compare, EQUIVALENT": timed(count, 0, *VERB, "compare", str(long["clean"]), str(long["control"])),
+        "compare, DIFFERENT": timed(count, 1, *VERB, "compare", str(long["faulty"]), str(long["control"])),
+        "verdict": timed(REPETITIONS["verdict"], 1, *VERB, "verdict", "timed", "--root", str(root)),
     }
 
 
@@ -178,7 +180,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("long", "many"), help="keep the figures of the others")
     only = parser.parse_args().only
     before = os.getloadavg()[0]
-    commands = json.loads(OUTPUT.read_text(encoding="utf-8"))["commands"] if only else {}
+    commands = tables.read(OUTPUT)["commands"] if only else {}
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (("long", measure), ("many", of_many)):
             if only in (None, name):
@@ -194,12 +196,12 @@ def main() -> None:
             "many": {"steps": SHORT, "cells": CELLS, "cells captured by default": CAPTURED},
         },
         "commands": commands,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "scipy")}},
+        "versions": tables.versions("numpy", "scipy", "pandas"),
         "cores": os.cpu_count(),
         "load_average": {"before": before, "after": os.getloadavg()[0]},
     }
-    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    print(OUTPUT.read_text(encoding="utf-8"), end="")
+    tables.write(OUTPUT, facts)
+    print(json.dumps(commands, indent=1))
 
 
 if __name__ == "__main__":

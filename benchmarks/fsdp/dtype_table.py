@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,13 +15,10 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from omegaconf import OmegaConf
