@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from harness.config.adapter import describe
 from harness.config.errors import Violation
+from harness.config.own import describe_engine
 from harness.config.schema import EngineName
 from tests.support.forking import SELDOM
 from tests.support.limits import GRACE_S, LONGEST_WAIT_S, arm, ended_after, tell_on_stderr
@@ -73,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if adapter:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        found = describe(adapter)
+        found = describe_engine(adapter)
         if isinstance(found, Violation):
             raise pytest.UsageError(str(found))
 

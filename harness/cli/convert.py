@@ -9,8 +9,8 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from harness.cli.verb import Implementation
-from harness.config.adapter import environment
 from harness.config.errors import refuse
+from harness.config.own import environment
 from harness.config.schema import Dtype
 from harness.store import checksums
 from harness.store.rundir import CONFIG, Store

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from harness.config.adapter import capabilities_of
+from harness.config.own import capabilities_of
 from harness.config.projections import held_in_8_bits
 from harness.config.schema import (
     Backend,

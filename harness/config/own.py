@@ -1,7 +1,5 @@
-"""The user's own classes in a cell, described without torch.
-
-A child process (`harness.worker.describe`) imports and tries each. Engines have `harness.config.adapter`.
-"""
+"""The user's own classes in a cell, described without torch: a child process (`harness.worker.describe`) imports and
+tries each."""
 
 from __future__ import annotations
 
@@ -12,20 +10,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.config import adapter
+from harness.config.capabilities import ENGINES, Capabilities
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.schema import Config, DataKind, EngineName, ModelFamily, OptimizerName
-from harness.store.provenance import files_digest
+from harness.store.provenance import PACKAGE, files_digest
 
 SHAPING = ("model", "data", "optimizer")
 
-GUIDE = "docs/own.md shows a whole one"
+TIMEOUT_S = 300.0
 
 
 class Target(NamedTuple):
@@ -40,7 +38,8 @@ class Own:
     kind: str
     name: str
     told: Mapping[str, Any]
-    """Result of its trial: `parameters` (model), `num_sequences` and `max_token` (data), `elementwise` (optimizer)."""
+    """Result of its trial: `parameters` (model), `num_sequences` and `max_token` (data), `elementwise` (optimizer),
+    `capabilities` (engine)."""
     root: str
     files: tuple[str, ...]
     """Sources it loads, relative to `root`; an edit of them makes its runs stale."""
@@ -51,21 +50,37 @@ class Own:
         return {"kind": self.kind, "name": self.name, "root": self.root, "files": list(self.files), "digest": digest}
 
 
+def asked(config: Config) -> Iterator[tuple[str, str, str | None]]:
+    """Kind, setting and name of each group that asks for a class of the user's; the name is None where it lacks."""
+    if config.engine.name is EngineName.ext:
+        yield "engine", "engine.adapter", config.engine.adapter
+    if config.model.family is ModelFamily.ext:
+        yield "model", "model.target", config.model.target
+    if config.data.kind is DataKind.ext:
+        yield "data", "data.target", config.data.target
+    if config.optimizer.name is OptimizerName.ext:
+        yield "optimizer", "optimizer.target", config.optimizer.target
+
+
 def targets(config: Config) -> Iterator[Target]:
-    chosen = (
-        ("model", config.model.family is ModelFamily.ext, config.model.target),
-        ("data", config.data.kind is DataKind.ext, config.data.target),
-        ("optimizer", config.optimizer.name is OptimizerName.ext, config.optimizer.target),
-    )
-    yield from (Target(kind, f"{kind}.target", name) for kind, asked, name in chosen if asked and name is not None)
+    yield from (Target(kind, setting, name) for kind, setting, name in asked(config) if name is not None)
     yield from (Target("callback", "measure.callbacks", name) for name in config.measure.callbacks)
     if ":" in config.fault.name:  # the others are samples
         yield Target("fault", "fault.name", config.fault.name)
 
 
 def describe(target: Target, config: Config) -> Own | Violation:
+    if target.kind == "engine":
+        return describe_engine(target.name)
     shaping = {group: _plain(asdict(getattr(config, group))) for group in SHAPING}
-    return _described(tuple(targets(config)), json.dumps(shaping, sort_keys=True), os.getcwd())[target]
+    others = tuple(each for each in targets(config) if each.kind != "engine")
+    return _described(others, json.dumps(shaping, sort_keys=True), os.getcwd())[target]
+
+
+def describe_engine(adapter: str) -> Own | Violation:
+    """An engine is described alone: no setting shapes it, and a sweep asks once."""
+    target = Target("engine", "engine.adapter", adapter)
+    return _described((target,), "{}", os.getcwd())[target]
 
 
 def described(kind: str, config: Config) -> Own | None:
@@ -74,10 +89,46 @@ def described(kind: str, config: Config) -> Own | None:
 
 
 def facts(config: Config) -> list[dict[str, Any]]:
-    found: list[Any] = [describe(target, config) for target in targets(config)]
-    if config.engine.name is EngineName.ext and config.engine.adapter is not None:
-        found.append(adapter.describe(config.engine.adapter))
-    return [each.facts() for each in found if not isinstance(each, Violation)]
+    found = [describe(target, config) for target in targets(config)]
+    return [each.facts() for each in found if isinstance(each, Own)]
+
+
+def capabilities_of(config: Config) -> Capabilities:
+    """Capabilities of the configured engine; of `ext`, those its adapter declares.
+
+    An adapter that cannot be described is allowed everything: its own violation says why, and others would be guesses.
+    """
+    engine = config.engine
+    if engine.name is not EngineName.ext or engine.adapter is None:
+        return ENGINES[engine.name]
+    declared = _declared_here(engine.adapter)
+    if declared is None:
+        found = describe_engine(engine.adapter)
+        declared = _capabilities(found.told) if isinstance(found, Own) else ENGINES[EngineName.ext]
+    return replace(declared, settings=tuple(dict.fromkeys((*declared.settings, "engine.adapter"))))
+
+
+def _capabilities(told: Mapping[str, Any]) -> Capabilities:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Capabilities).validate_python(told["capabilities"])
+
+
+def _declared_here(adapter: str) -> Capabilities | None:
+    module, _, name = adapter.partition(":")
+    found = getattr(getattr(sys.modules.get(module), name, None), "capabilities", None)
+    return found if isinstance(found, Capabilities) else None
+
+
+def environment() -> dict[str, str]:
+    """Environment of a child that imports this package, and modules in its own folder.
+
+    `PYTHONSAFEPATH` would hide that folder.
+    """
+    own = str(PACKAGE.parent)
+    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return {**kept, "PYTHONPATH": os.pathsep.join([own, *others])}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,9 +136,9 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _described(asked: tuple[Target, ...], shaping: str, folder: str) -> dict[Target, Own | Violation]:
-    found: dict[Target, Own | Violation] = {each: wrong for each in asked if (wrong := _misnamed(each))}
-    sound = [each for each in asked if each not in found]
+def _described(wanted: tuple[Target, ...], shaping: str, folder: str) -> dict[Target, Own | Violation]:
+    found: dict[Target, Own | Violation] = {each: wrong for each in wanted if (wrong := _misnamed(each))}
+    sound = [each for each in wanted if each not in found]
     if not sound:
         return found
     lines, why = _ask(json.dumps({"targets": sound, "config": json.loads(shaping)}), folder)
@@ -99,24 +150,24 @@ def _described(asked: tuple[Target, ...], shaping: str, folder: str) -> dict[Tar
 
 
 def _ask(question: str, folder: str) -> tuple[list[str], str]:
-    command, environment = [sys.executable, "-m", "harness.worker.describe"], adapter.environment()
+    command = [sys.executable, "-m", "harness.worker.describe"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         try:
             subprocess.run(
                 command,
                 input=question,
-                env=environment,
+                env=environment(),
                 cwd=folder,
                 stdout=out,
                 stderr=err,
                 text=True,
-                timeout=adapter.TIMEOUT_S,
+                timeout=TIMEOUT_S,
                 check=False,
             )
             err.seek(0)
             why = f"trying it ended the process ({(err.read().strip().splitlines() or ['without a word'])[-1]})"
         except subprocess.TimeoutExpired:
-            why = f"was not tried within {adapter.TIMEOUT_S:.0f} s"
+            why = f"was not tried within {TIMEOUT_S:.0f} s"
         out.seek(0)
         return out.read().splitlines(), why
 
@@ -132,7 +183,8 @@ def _misnamed(target: Target) -> Violation | None:
 
 def _answer(target: Target, told: Mapping[str, Any]) -> Own | Violation:
     if "problem" in told:
-        return Violation(subject(target), told["problem"], told["choices"], told["fix"], GUIDE)
+        guide = "docs/adapter.md" if target.kind == "engine" else "docs/own.md"
+        return Violation(subject(target), told["problem"], told["choices"], told["fix"], f"{guide} shows a whole one")
     return Own(target.kind, target.name, told["told"], told["root"], tuple(told["files"]))
 
 

@@ -6,25 +6,31 @@ the front end (`harness.config.own`), which never loads torch itself.
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from harness.config.capabilities import Capabilities
 from harness.config.schema import Config
 from harness.config.typed import load_config
-from harness.engines.describe import Unusable, imported, nearest, sources, where
 from harness.engines.optim import Group, make_optimizer
-from harness.engines.protocol import Microbatch
+from harness.engines.protocol import Engine, Microbatch
 from harness.fsdp import create_state
+from harness.store.provenance import PACKAGE
 from harness.train.callbacks import HOOKS, Callback, hooks_of
 
 MOST_TRIED = 20_000_000
@@ -44,6 +50,14 @@ ELEMENTWISE = frozenset(
 """torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
 
 
+class Unusable(Exception):
+    """Fault of an engine class: a clause about it, valid alternatives, and a remedy."""
+
+    def __init__(self, problem: str, *, choices: str = "", fix: str = "") -> None:
+        super().__init__(problem)
+        self.told = {"problem": problem, "choices": choices, "fix": fix}
+
+
 def main() -> int:
     """Print a JSON object for each class; output of the classes goes to stderr."""
     asked = json.load(sys.stdin)
@@ -55,7 +69,8 @@ def main() -> int:
         _, status = os.waitpid(child, 0)
         if status:
             code = os.waitstatus_to_exitcode(status)
-            print(json.dumps(Unusable(f"trying it ended the process (exit code {code})").told), flush=True)
+            fix = f"python -c 'import {name.partition(':')[0]}'"
+            print(json.dumps(Unusable(f"trying it ended the process (exit code {code})", fix=fix).told), flush=True)
     return 0
 
 
@@ -90,6 +105,49 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
     return {"told": told, "root": str(root), "files": files}
 
 
+def imported(name: str) -> Any:
+    """Raises `Unusable`: no module of this name, or its import fails."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            fix = f"start from the folder {error.name}.py lies in, or put that folder on PYTHONPATH"
+            raise Unusable(f"there is no module {error.name} here ({Path.cwd()}) or installed", fix=fix) from error
+        raise Unusable(f"importing {name} failed: {where(error)}", fix=f"install {error.name}") from error
+    except BaseException as error:  # also SystemExit: a script without a main guard
+        raise Unusable(f"importing {name} failed: {where(error)}", fix=f"python -c 'import {name}'") from error
+
+
+def where(error: BaseException) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames and frames[-1].filename != __file__ else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f", {error.filename}:{error.lineno}"
+    text = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def nearest(module: Any, attribute: str, setting: str) -> str:
+    names = [n for n in vars(module) if not n.startswith("_") and n != attribute]
+    near = difflib.get_close_matches(attribute, names, n=1)
+    return f"{setting}={module.__name__}:{near[0]}" if near else ""
+
+
+def sources(module: Any) -> tuple[Path, list[str]]:
+    """Import root, and loaded sources of the adapter's package (or folder, without a package)."""
+    depth = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
+    root = Path(module.__file__).resolve().parents[depth]
+    folder = root / module.__name__.partition(".")[0] if depth else root
+    told = [Path(getattr(m, "__file__", None) or "") for m in list(sys.modules.values())]
+    loaded = {path.resolve() for path in told if path.is_absolute()}  # torch.ops says "_ops.py", and is no file
+    own = [path for path in loaded if path.is_relative_to(folder) and not path.is_relative_to(PACKAGE)]
+    foreign = "site-packages" if "site-packages" not in folder.parts else None
+    named = [path.relative_to(root) for path in own if foreign not in path.parts]
+    if folder.name == "site-packages":  # one installed file among others
+        named = [Path(module.__file__).resolve().relative_to(root)]
+    return root, sorted(path.as_posix() for path in named)
+
+
 @contextmanager
 def trying(what: str) -> Iterator[None]:
     """Raises `Unusable`, with one sentence and its place, for any error of the user's code."""
@@ -99,6 +157,23 @@ def trying(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise Unusable(f"{what} failed: {where(error)}") from error
+
+
+def try_engine(kind: type, config: Config) -> dict[str, Any]:
+    if not issubclass(kind, Engine):
+        fix = f"class {kind.__name__}(harness.engines.protocol.Engine)"
+        raise Unusable("is no harness.engines.protocol.Engine", fix=fix)
+    if inspect.isabstract(kind):
+        missing = ", ".join(method for method in vars(Engine) if method in kind.__abstractmethods__)
+        raise Unusable(f"lacks {missing}", fix="write what is missing; harness/engines/protocol.py says what each does")
+    declared = getattr(kind, "capabilities", None)
+    if not isinstance(declared, Capabilities) or not declared.strategies:
+        raise Unusable(
+            "declares no capabilities: what it can do is not known before ranks start",
+            choices="an attribute of the class, of type harness.config.capabilities.Capabilities",
+            fix="capabilities = Capabilities(strategies=(Strategy.no_shard,))",
+        )
+    return {"capabilities": TypeAdapter(Capabilities).dump_python(declared, mode="json")}
 
 
 def try_model(kind: type, config: Config) -> dict[str, Any]:
@@ -267,6 +342,7 @@ def try_fault(function: Callable[..., Any], config: Config) -> dict[str, Any]:
 
 
 TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "engine": try_engine,
     "model": try_model,
     "data": try_data,
     "optimizer": try_optimizer,

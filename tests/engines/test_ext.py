@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from harness.config.adapter import Description, capabilities_of, describe, from_plain, to_plain
-from harness.config.capabilities import ENGINES
+from harness.config.capabilities import ENGINES, Capabilities
 from harness.config.derived import accumulate_dtype
 from harness.config.errors import BadRequest, Violation
+from harness.config.own import Own, capabilities_of, describe_engine
 from harness.config.schema import Dtype, Strategy
 from harness.store import provenance
 from tests.support.composing import compose
@@ -75,7 +76,7 @@ WRONG = {
     "importing mine failed: ZeroDivisionError": ("mine:Adapter", ("class Flat:", "1 / 0\n\n\nclass Flat:")),
     "importing mine failed: SyntaxError": ("mine:Adapter", ("class Flat:", "class Flat")),
     "importing mine failed: ModuleNotFoundError": ("mine:Adapter", ("import torch\n", "import tortch\n")),
-    "importing it ended the process": ("mine:Adapter", ("class Flat:", "import os; os._exit(3)\n\n\nclass Flat:")),
+    "trying it ended the process": ("mine:Adapter", ("class Flat:", "import os; os._exit(3)\n\n\nclass Flat:")),
 }
 """What is said, of which adapter, in a module with which change."""
 
@@ -120,9 +121,9 @@ def test_a_request_without_an_adapter_says_so() -> None:
 
 
 def test_declarations_pass_through_json_whole() -> None:
+    reader = TypeAdapter(Capabilities)
     for can in ENGINES.values():
-        plain = json.loads(json.dumps(to_plain(can)))
-        assert type(can)(**{key: from_plain(value) for key, value in plain.items()}) == can
+        assert reader.validate_json(json.dumps(reader.dump_python(can, mode="json"))) == can
 
 
 @pytest.mark.usefixtures("forked")
@@ -130,7 +131,7 @@ def test_a_rank_asks_the_class_it_has_loaded(monkeypatch: pytest.MonkeyPatch) ->
     from tests.engines.adapter import Adapter
 
     config = compose(["engine=ext", "engine.adapter=tests.engines.adapter:Adapter", "sharding=optim"]).typed
-    monkeypatch.setattr("harness.config.adapter.describe", lambda adapter: pytest.fail("started a process"))
+    monkeypatch.setattr("harness.config.own.describe_engine", lambda adapter: pytest.fail("started a process"))
     assert capabilities_of(config).strategies == Adapter.capabilities.strategies == (Strategy.optim,)
     assert accumulate_dtype(config) is Dtype.fp32
 
@@ -142,8 +143,8 @@ def test_only_files_of_ones_own_are_recorded(tmp_path: Path, monkeypatch: pytest
     (package / "parts.py").write_text("import json\n")
     (package / "unrelated.py").touch()
     monkeypatch.chdir(tmp_path)
-    found = describe("engines.mine:Adapter")
-    assert isinstance(found, Description), found
+    found = describe_engine("engines.mine:Adapter")
+    assert isinstance(found, Own), found
     assert found.files == ("engines/__init__.py", "engines/mine.py", "engines/parts.py")
     before = found.facts()["digest"]
     (package / "parts.py").write_text("import json  # edited\n")
@@ -166,5 +167,5 @@ def test_the_suite_runs_from_a_users_folder(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_violations_are_of_the_usual_form() -> None:
-    assert isinstance(describe("nowhere_at_all:X"), Violation)
-    assert os.getcwd() in str(describe("nowhere_at_all:X"))
+    assert isinstance(describe_engine("nowhere_at_all:X"), Violation)
+    assert os.getcwd() in str(describe_engine("nowhere_at_all:X"))

@@ -16,9 +16,8 @@ from harness.config import catalog, overrides
 from harness.config.compose import composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
-from harness.engines.describe import Unusable
 from harness.store import provenance
-from harness.worker.describe import described
+from harness.worker.describe import Unusable, described
 from tests.own.guide import COMMANDS, FILES, ROOT, written
 from tests.support.mutants import Slip, kills
 

@@ -39,7 +39,6 @@ IMPORTED = (
     "harness.cli.main",
     "harness.worker.rank",
     "harness.worker.describe",
-    "harness.engines.describe",
     "harness.checkpoint.__main__",
 )
 STARTING_S = 240.0
@@ -151,8 +150,7 @@ def run_command(command: Sequence[str], **named: Any) -> subprocess.CompletedPro
 def fork_trials(patch: pytest.MonkeyPatch) -> None:
     """Have processes that try a user's own classes forked of one that has imported torch."""
     here = SimpleNamespace(run=run_command, TimeoutExpired=subprocess.TimeoutExpired)
-    for module in ("adapter", "own"):
-        patch.setattr(f"harness.config.{module}.subprocess", here)
+    patch.setattr("harness.config.own.subprocess", here)
 
 
 # -- in the fork -------------------------------------------------------------------------------------------------------

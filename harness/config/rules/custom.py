@@ -4,46 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config import adapter
-from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.catalog import ROOT
 from harness.config.errors import Violation
 from harness.config.hints import nearest
-from harness.config.own import describe, described, targets
+from harness.config.own import asked, capabilities_of, describe, described, targets
 from harness.config.rules.request import Request, rule
-from harness.config.schema import NO_FAULT, DataKind, EngineName, MeasureMode, ModelFamily, OptimizerName
-
-
-@rule()
-def adapter_is_named(request: Request) -> Iterator[Violation]:
-    engine = request.config.engine
-    if engine.name is EngineName.ext and engine.adapter is None:
-        yield Violation(
-            "engine=ext", "needs a class of yours", "engine.adapter=package.module:Class", "see docs/adapter.md"
-        )
-
-
-@rule()
-def adapter_is_an_engine(request: Request) -> Iterator[Violation]:
-    engine = request.config.engine
-    if engine.name is EngineName.ext and engine.adapter is not None:
-        found = adapter.describe(engine.adapter)
-        if isinstance(found, Violation):
-            yield found
+from harness.config.schema import NO_FAULT, EngineName, MeasureMode, OptimizerName
 
 
 @rule()
 def own_things_are_named(request: Request) -> Iterator[Violation]:
-    config = request.config
-    for kind, asked, name in (
-        ("model", config.model.family is ModelFamily.ext, config.model.target),
-        ("data", config.data.kind is DataKind.ext, config.data.target),
-        ("optimizer", config.optimizer.name is OptimizerName.ext, config.optimizer.target),
-    ):
-        if asked and name is None:
-            fix = f"{kind}.target=package.module:Class"
-            yield Violation(f"{kind}=ext", "needs a class of yours", fix, "see docs/own.md")
+    for kind, setting, name in asked(request.config):
+        if name is None:
+            guide = "docs/adapter.md" if kind == "engine" else "docs/own.md"
+            yield Violation(f"{kind}=ext", "needs a class of yours", f"{setting}=package.module:Class", f"see {guide}")
 
 
 @rule()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import LARGEST_LOSS_SCALE, loss_scale
 from harness.config.errors import Violation
+from harness.config.own import capabilities_of
 from harness.config.projections import FAMILIES, projections, tp_shard
 from harness.config.rules.request import Request, rule
 from harness.config.schema import DTYPE_ROLES, Dtype, EngineName

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.catalog import load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import Violation
+from harness.config.own import capabilities_of
 from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, rule
 from harness.config.schema import CkptPolicy, Config, Dtype

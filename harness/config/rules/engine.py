@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import (
     accumulate_dtype,
@@ -16,6 +15,7 @@ from harness.config.derived import (
 )
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
+from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
 from harness.config.schema import (
     DTYPE_ROLES,

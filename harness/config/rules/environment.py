@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from harness.config.adapter import capabilities_of
 from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
 from harness.config.disk import PROBE_BYTES, free_bytes, nearest, shown, written
 from harness.config.errors import Violation
+from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
 from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode

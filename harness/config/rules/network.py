@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.adapter import capabilities_of
 from harness.config.errors import Violation
+from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
 from harness.config.schema import CtaPolicy, Numerics, Registration, SharpAxis
 
