@@ -1,28 +1,26 @@
 """One safetensors file, written and hashed as a stream.
 
-Format: https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON header, the header, the data. The
-library's `save_file` copies everything it writes, and reads through mapped pages and a copy; here bytes go directly to
-their target.
+`harness.store.tensor_header` has the format. The library's `save_file` copies everything it writes, and reads through
+mapped pages and a copy; here bytes go directly to their target.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-from harness.store.shapes import Each, Shape, fault
+from harness.store import tensor_header
 
 DTYPES = {
     torch.float64: "F64",
@@ -100,46 +98,15 @@ def _blocks(tensor: Tensor) -> Iterable[memoryview]:
         yield raw[begin : begin + BLOCK_BYTES]
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
 
 
 def held_in(path: Path) -> dict[str, Held]:
-    """Tensors of a file's header.
-
-    Raises `OSError`: it cannot be read. `ValueError`: a malformed header, or tensors that do not cover the data
-    exactly.
-    """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise ValueError(f"{path} has a header of {length} bytes, and {size} bytes in all")
-        table = json.loads(file.read(length))
-    entries = {name: entry for name, entry in table.items() if name != "__metadata__"} if type(table) is dict else table
-    if wrong := fault(entries, _HEADER) or _misplaced(entries, size - 8 - length):
-        raise ValueError(f"{path} has a damaged header: {wrong}")
-    return {
-        name: Held(TORCH[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in entries.items()
-    }
-
-
-_HEADER: Shape = Each(dict, {"dtype": str, "shape": Each(list, int), "data_offsets": Each(list, int, count=2)})
-
-
-def _misplaced(entries: Mapping[str, Any], size: int) -> str:
-    ends = 0
-    for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        dtype = TORCH.get(entry["dtype"])
-        if dtype is None or begin != ends or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-            return f"{name} is {entry['dtype']} {entry['shape']} at bytes {begin} to {end}, after {ends}"
-        ends = end
-    return "" if ends == size else f"it tells of {ends} bytes of tensors, and there are {size}"
+    """Tensors of a file's header. Raises `StoreError`, as `tensor_header.read`."""
+    return {name: Held(TORCH[each.dtype], each.shape, each.start) for name, each in tensor_header.read(path).items()}
 
 
 def read_into(file: FileIO, begin: int, memory: memoryview) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from harness.checkpoint import storage, tensor_file
 from harness.checkpoint.manifest import Chunk, Damaged
+from harness.store import tensor_header
 from tests.support.mutants import Slip, each
 
 Table = dict[str, Any]
@@ -78,7 +79,7 @@ def test_a_file_of_another_dtype_than_its_manifest_says_is_damage(file: Path) ->
 MUTANTS = {
     "overlaps": (
         lambda file: test_a_header_that_does_not_fit_is_damage("over another", file),
-        Slip(tensor_file, "_misplaced", "begin != ends", "False", "Two tensors share bytes"),
+        Slip(tensor_header, "_misplaced", "begin != ends", "False", "Two tensors share bytes"),
     ),
     "dtypes": (
         test_a_file_of_another_dtype_than_its_manifest_says_is_damage,
