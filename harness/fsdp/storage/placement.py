@@ -189,7 +189,7 @@ class Placements:
 
     @cached_property
     def reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Of a backward inside `no_sync`, and of the one that ends a step."""
+        """Operations of a backward inside `no_sync`, and of the one that ends a step."""
         each = route(self.unreduced_grads, self.accumulated_grads)
         return each, each + route(self.accumulated_grads, self.main_grads)
 
