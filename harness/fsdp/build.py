@@ -83,7 +83,6 @@ class BuildContext:
         return self.initial_value is not None or self.init_on_meta
 
     def placements(self, *, has_outer: bool) -> Placements:
-        """Where each buffer lies."""
         return Placements.of(self.strategy, self.outer_strategy if has_outer else None)
 
 
@@ -236,7 +235,6 @@ class Engine:
         return watch_groups(groups, self.runtime, options.watchdog_timeout_s, options.check_collectives, where)
 
     def _shard_parameters(self, module: nn.Module) -> None:
-        """Put sharded parameters into the module's slots."""
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
         found, weights = [], weakref.ref(self.weights)
 
@@ -262,7 +260,6 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """True if hooks were removed, so that the module is the program's alone."""
         return not self.hooks.handles
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
@@ -298,7 +295,6 @@ class Engine:
         return {**total, "buffers": sum(buffer.nbytes for buffer in self.module.buffers()) + scales}
 
     def stepped(self) -> list[torch.optim.Optimizer]:
-        """Optimizers over sharded parameters, whose state lies where it stays."""
         for each in self.flat_steps:
             each.take_state()
         return [each.optimizer for each in self.flat_steps]
@@ -352,13 +348,11 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a sharded module."""
     found: Engine = model.__dict__[ENGINE]
     return found
 
 
 def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A group; None of one rank."""
     return None if group is None or dist.get_world_size(group) == 1 else group
 
 

@@ -117,7 +117,6 @@ def _group(mesh: DeviceMesh, argument: str, name: str | None) -> dist.ProcessGro
 
 
 def _flattened(mesh: DeviceMesh, outer: str, inner: str | None) -> dist.ProcessGroup:
-    """All ranks of two dimensions."""
     names = (outer, inner)
     if inner is None or not {*names} <= {*(mesh.mesh_dim_names or ())}:
         raise ValueError(

@@ -127,7 +127,6 @@ def _hidden(kind: type[nn.Module], module: nn.Module) -> list[str]:
 
 
 def copied(model: nn.Module, memo: dict[int, Any]) -> Any:
-    """See `harness.fsdp.module.FSDPModule.__deepcopy__`."""
     engine = engine_of(model)
     engine.named_state.settle()
     module = _bare_copy(model, engine, memo)

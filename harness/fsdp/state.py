@@ -203,7 +203,6 @@ class StateAccess:
 
     @property
     def module(self) -> nn.Module:
-        """The module, which outlives this."""
         module = self._module()
         assert module is not None
         return module

@@ -119,10 +119,9 @@ class Part(NamedTuple):
         return self.tensor.as_strided((len(self.sizes), self.cut.longest), (self.cut.spacing, 1), begin)
 
     def by_rank(self) -> list[Tensor]:
-        """The chunks, views."""
-        if self.cut.covers is None:
+        if (covers := self.cut.covers) is None:
             return [self.tensor[begin:end] for begin, end in self.cut.spans]
-        return list(self.chunks.split_with_sizes(self.sizes))
+        return list(self.tensor[covers[0] : covers[1]].split_with_sizes(self.cut.sizes))
 
     def chunk(self, rank: int) -> Tensor:
         begin, end = self.cut.spans[rank]

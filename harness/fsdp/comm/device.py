@@ -122,7 +122,6 @@ class DeviceRuntime:
         return major, minor, patch
 
     def make_pool(self, allocator: Any) -> Any:
-        """A memory pool over an allocator of a process group's backend."""
         return cuda.MemPool(allocator)
 
     def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
@@ -179,7 +178,6 @@ def _is_there(target: Tensor, source: Tensor) -> bool:
 
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add each source to its target."""
     if _is_one(targets):
         foreach_add_(list(targets), list(sources))
         return

@@ -203,7 +203,6 @@ class Observer:
         return begin(Label(kind, bucket))
 
     def attach(self) -> None:
-        """Begin to observe."""
         _observers.append(self)
 
     def detach(self) -> None:

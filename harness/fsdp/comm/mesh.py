@@ -226,7 +226,6 @@ class Meshes:
 
     @property
     def shared_memories(self) -> list[ShmGroup]:
-        """The groups over shared memory that move buckets."""
         communicators = (comm for mesh in self for comm in mesh.communicators)
         return [comm.shm for comm in communicators if comm.shm is not None]
 

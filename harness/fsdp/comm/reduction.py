@@ -31,8 +31,6 @@ from harness.shm.transfer import BLOCK
 
 
 class Floating:
-    """Numbers of a dtype policy."""
-
     scales_sums = True
 
     def __init__(self, dtypes: Dtypes) -> None:

@@ -28,7 +28,6 @@ def apart_spec() -> type:
 
 
 def spec_for(kind: type[DTensor], spec: Any) -> Any:
-    """A tensor's spec for one of this class over the same rows."""
     if not ASKS_DTENSOR:
         return spec
     made = copy.copy(spec)

@@ -342,7 +342,6 @@ def _restored(local: Tensor, spec: Any, requires_grad: bool) -> RaggedTensor:
 
 
 def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """A `DTensorSpec` for a plain tensor's shape."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     made = DTensorSpec(mesh, tuple(Shard(0) if isinstance(p, RaggedShard) else p for p in placements), tensor_meta=meta)
     object.__setattr__(made, "placements", tuple(placements))  # torch verifies that a `Shard` equals `Shard(dim)`

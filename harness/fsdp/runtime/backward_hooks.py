@@ -275,7 +275,6 @@ class BackwardHooks:
             self._unshard_next()
 
     def _unshard_next(self) -> None:
-        """Unshard the next unit of the backward; see [Note: What the hooks cannot see]."""
         if not self.gather.order:
             return
         while self._coming and self._coming[-1][0] >= self._number:

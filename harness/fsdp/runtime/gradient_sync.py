@@ -236,7 +236,6 @@ class GradientSync:
 
     @by_engine
     def let_go(self) -> None:
-        """Free finished gradients that no `.grad` shows any more."""
         if self.step.state is StepState.FINISHED and not any(each.with_grads for each in self.sharded):
             self._forget()
 

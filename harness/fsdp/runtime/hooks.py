@@ -274,7 +274,6 @@ class Hooks(BackwardHooks):
         return [own for own, _ in edited]
 
     def _keep_unseen(self, unit: Unit) -> None:
-        """Keep a unit unsharded whose inputs and outputs no hook can see."""
         unit.readiness.note_unseen()
         if unit.shares_buffers and not self.gather.is_resident(unit):
             raise RuntimeError(
@@ -312,7 +311,6 @@ class Hooks(BackwardHooks):
                 sharded.count_edits()
 
     def break_off(self) -> None:
-        """Reset after a forward that was interrupted without its hooks."""
         if self.step.in_backward:
             return
         for unit in self.units:

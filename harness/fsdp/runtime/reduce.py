@@ -199,7 +199,6 @@ class PendingReduction:
             exchange.pending.cancel()
 
     def free(self) -> None:
-        """Free the temporary bucket, where there was one, and what was made of it."""
         for copy in self._copies:
             self.bucket.memory.free(copy)
         if not self.gradients.is_in_place:
@@ -276,7 +275,6 @@ class ReducePipeline:
             self._issue(self.order[self._issued])
 
     def bring_in(self, unit: Unit) -> None:
-        """A unit's backward has ended, and its gradients stay on this rank."""
         for gradients in unit.gradients:
             gradients.copy_in_waiting()
 
@@ -297,7 +295,6 @@ class ReducePipeline:
         self._issued = 0
 
     def drain(self) -> None:
-        """Wait until every issued reduction has landed in the main gradients."""
         if not self.runtime.has_streams and all(
             job.bucket.placements.accumulates_locally for job in self._jobs_in_flight()
         ):

@@ -158,8 +158,6 @@ class StepError(RuntimeError):
 
 
 class Step:
-    """State of a step, see [Note: Step state]; and place of the model's forward."""
-
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.state = StepState.IDLE

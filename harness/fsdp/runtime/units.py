@@ -29,8 +29,6 @@ Members = list[tuple[str, nn.Parameter]]
 
 @dataclass(eq=False)
 class UnitPlan:
-    """Modules of a unit, and their parameters by bucket under their first names."""
-
     name: str
     modules: list[nn.Module]
     buckets: dict[GroupKey, Members] = field(default_factory=dict)

@@ -173,7 +173,6 @@ class Weights:
 
     @contextmanager
     def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> Iterator[None]:
-        """See `harness.fsdp.module.FSDPModule.unsharded`."""
         units = self._units_of(wanted)
         self._refuse_inside("unsharded()")
         self.step.check_installed()

@@ -264,5 +264,4 @@ def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A NaN of this shape that takes one element of memory."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

@@ -324,7 +324,6 @@ class ParamGroup:
         return self.cuts.inner_parts(encoding.unsharded)
 
     def _copy_in(self, encoding: Encoding) -> None:
-        """Copy this rank's shards into the unsharded compute weights; the host does not wait."""
         copy_together(self.cuts.inner_shards(encoding.unsharded), self._sources(encoding), follows=False)
 
     def _sources(self, encoding: Encoding) -> Sequence[Tensor]:
