@@ -1,12 +1,12 @@
 """The product of two quantized matrices: `torch.nn.functional.scaled_mm` where a device has it, else in fp32.
 
-[Note: Emulation] Products of two 8-bit numbers are exact in fp32; sums are made in fp32, in the order of torch's own
-matrix product. Where each operand has one scale, the sum of products of payloads is multiplied by the product of both;
-elsewhere operands are dequantized first, which is exact under scales that are powers of two (unless the value leaves
-fp32's range). cuBLASLt's order of sums is another one, and before Blackwell its accumulator keeps fewer bits.
+Products of two 8-bit numbers are exact in fp32; sums are made in fp32, in the order of torch's own matrix product.
+Where each operand has one scale, the sum of products of payloads is multiplied by the product of both; elsewhere
+operands are dequantized first, which is exact under scales that are powers of two (unless the value leaves fp32's
+range). cuBLASLt's order of sums is another one, and before Blackwell its accumulator keeps fewer bits.
 
-[Note: Hardware products] The first product of a kind on a device is tried with numbers whose product is exact: where it
-raises or is wrong, a warning says so, and products of that kind are emulated from then on.
+The first product of a kind on a device is tried with numbers whose product is exact: where it raises or is wrong, a
+warning says so, and products of that kind are emulated from then on.
 
 Sources of the layouts of scales: torch's checks of its arguments (`aten/src/ATen/native/cuda/ScaledBlas.cpp`, and for
 tensors without memory `torch/_meta_registrations.py`); cuBLAS documentation, "1D block scaling for FP8 and FP4 data
@@ -66,7 +66,7 @@ KINDS = (TENSORWISE, BLOCKWISE, MX)
 def multiply(a: Quantized, b: Quantized) -> Tensor:
     """`a @ b.T` of shape [m, n] in fp32, for a of shape [m, k] and b of shape [n, k].
 
-    By the device itself where it multiplies these tiles; see [Note: Hardware products] and [Note: Emulation].
+    By the device itself where it multiplies these tiles, else emulated.
     """
     device = a.payload.device
     kind = _kind_for(a.tile, b.tile, device) if device.type == "cuda" else None
@@ -74,7 +74,7 @@ def multiply(a: Quantized, b: Quantized) -> Tensor:
 
 
 def emulate(a: Quantized, b: Quantized) -> Tensor:
-    """As `multiply`, in fp32; see [Note: Emulation]."""
+    """As `multiply`, in fp32."""
     if a.tile == WHOLE == b.tile:
         return (a.payload.float() @ b.payload.float().t()) * (a.scale_inv * b.scale_inv)
     return a.dequantize() @ b.dequantize().t()

@@ -1,9 +1,9 @@
 """The mix-in on the class of a sharded module.
 
-[Note: Mix-in] A sharded module has a class that inherits `FSDPModule` and the module's own class, as under torch's
-FSDP2. Names of parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. All
-that the engine keeps is one entry of the module's `__dict__`. A name that the module has too stays the module's, since
-its own forward uses it; a warning says so, and `FSDPModule.NAME(model)` is the engine's.
+A sharded module has a class that inherits `FSDPModule` and the module's own class, as under torch's FSDP2. Names of
+parameters, buffers and submodules, attributes, hooks and `isinstance` are the module's as before. All that the engine
+keeps is one entry of the module's `__dict__`. A name that the module has too stays the module's, since its own forward
+uses it; a warning says so, and `FSDPModule.NAME(model)` is the engine's.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _syncing(engine: Engine, *, value: bool) -> Iterator[None]:
 
 
 class FSDPModule(nn.Module):
-    """A module whose weights, gradients and optimizer state are split over ranks; see [Note: Mix-in]."""
+    """A module whose weights, gradients and optimizer state are split over ranks."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = NAMES_OF_OTHERS
     _own_class: ClassVar[type[nn.Module]]

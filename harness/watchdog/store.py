@@ -1,10 +1,10 @@
 """Agreement of ranks that no collective joins any more, through the store of their process group.
 
-[Note: Requests of the store] One process keeps the store of perhaps thousands of ranks. While nothing is late, a rank
-has one request there: a wait, by a connection of its own, for a key that is set when a rank asks for positions. The
-first rank with a reason calls the roll. Each rank answers with its position and waits for the verdict of the one that
-asked: a message that all raise, or none. A FileStore has no server: there torch's wait would read the file a hundred
-times a second, so the size of the file is looked at instead.
+One process keeps the store of perhaps thousands of ranks. While nothing is late, a rank has one request there: a wait,
+by a connection of its own, for a key that is set when a rank asks for positions. The first rank with a reason calls the
+roll. Each rank answers with its position and waits for the verdict of the one that asked: a message that all raise, or
+none. A FileStore has no server: there torch's wait would read the file a hundred times a second, so the size of the
+file is looked at instead.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def file_of(store: Any) -> str | None:
 
 
 class RollCalls:
-    """Roll calls of all ranks, numbered alike on all of them; see [Note: Requests of the store].
+    """Roll calls of all ranks, numbered alike on all of them.
 
     Args:
         ear: store of the thread that waits and answers. voice: of the one that asks.

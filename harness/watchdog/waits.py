@@ -1,8 +1,8 @@
 """Collectives and waits of this rank: those a program announces, and those that c10d's flight recorder has.
 
-[Note: Waits on a device] On CUDA a wait blocks a stream and not the host, so an announced wait is over at once. There
-an event is left behind it, and the wait lasts until the stream has come to it. A host runs ahead of its device: so a
-wait lasts no longer than since the stream was seen to have passed the one before it.
+On CUDA a wait blocks a stream and not the host, so an announced wait is over at once. There an event is left behind it,
+and the wait lasts until the stream has come to it. A host runs ahead of its device: so a wait lasts no longer than
+since the stream was seen to have passed the one before it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Waits:
             self.on_device.append(wait)
 
     def all(self) -> list[Wait]:
-        """Waits that are not over, the innermost last; see [Note: Waits on a device]."""
+        """Waits that are not over, the innermost last."""
         with self._lock:
             while self.on_device and self.on_device[0].reached is not None and self.on_device[0].reached.is_reached:
                 self.on_device.popleft()

@@ -1,9 +1,8 @@
 """One process group of the engine: all-gathers of buckets, and small collectives of a step.
 
-[Note: Backends] Buckets move over NCCL, over gloo, or, between ranks of one host, over shared memory (`harness.shm`),
-by a group of the engine's own beside the program's. All are used by the same calls. They differ in two ways: shared
-memory takes several tensors and chunks of different lengths in one call, and sums in rank order and in the dtype of
-the output.
+Buckets move over NCCL, over gloo, or, between ranks of one host, over shared memory (`harness.shm`), by a group of the
+engine's own beside the program's. All are used by the same calls. They differ in two ways: shared memory takes several
+tensors and chunks of different lengths in one call, and sums in rank order and in the dtype of the output.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Evened:
     """A part as one tensor of equal chunks: a view, or, where chunks lie apart or the last ones are shorter, memory of
     its own to be copied into or from.
 
-    [Note: Equal chunks] NCCL's collectives move equal chunks that lie one after another. torch makes those of others of
+    NCCL's collectives move equal chunks that lie one after another. torch makes those of others of
     one call a rank, or of one copy a rank, which takes hundreds of them where there are hundreds of ranks. One copy
     costs less.
     """

@@ -1,8 +1,8 @@
 """The ranks of a model: an inner axis, an outer one, and everyone; and the same for expert parameters.
 
-[Note: Communicators] Gathers and reductions of the inner axis have a communicator each, unless one is asked for both:
-so neither waits for the other on a device, and ranks that use different units may issue them in different orders. The
-outer axis has one of its own: it is another group.
+Gathers and reductions of the inner axis have a communicator each, unless one is asked for both: so neither waits for
+the other on a device, and ranks that use different units may issue them in different orders. The outer axis has one of
+its own: it is another group.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Reduce gradients under a dtype policy, on any backend.
 
-[Note: Four verbs] A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one
-object with four verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in
-the accumulate dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a
-floating-point number or an integer) is said by `Floating` and `Integers`, which also *absorb* microbatches that are
-added up before any traffic; the pipelines never ask.
+A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one object with four
+verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in the accumulate
+dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a floating-point number or an
+integer) is said by `Floating` and `Integers`, which also *absorb* microbatches that are added up before any traffic;
+the pipelines never ask.
 
-[Note: Own sums] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the
-rank that owns them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an
-all-reduce inside (twice the bytes) and sums 16-bit wires in 16 bits. Shared memory sums as it is asked to.
+Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to the rank that owns
+them (all-to-all) and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce inside
+(twice the bytes) and sums 16-bit wires in 16 bits. Shared memory sums as it is asked to.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class Exchange:
 
 
 class Reduction:
-    """The sums of gradients over the ranks of an axis; see [Note: Four verbs].
+    """The sums of gradients over the ranks of an axis, in four verbs.
 
     is_native: the backend's own reduce-scatter and all-reduce make them: shared memory's, and NCCL's where the wire has
-    the sum's dtype. Else they are made here ([Note: Own sums]). An all-reduce of the backend's is a reduce-scatter and
+    the sum's dtype. Else they are made here. An all-reduce of the backend's is a reduce-scatter and
     an all-gather where an outer reduction comes between the two, or where sums are made in rank order; else one call,
     which a switch may make (NVLS, SHARP).
 

@@ -1,13 +1,13 @@
 """NCCL user buffers: buckets that collectives read and write without a copy of NCCL's own.
 
-[Note: A pool of the backend's] Buckets are allocated inside a pool over the process group's own allocator
-(ncclMemAlloc), and the pool is registered with every communicator that moves them, the outer one last. From then on
-torch registers segments that the pool adds by itself: a symmetric registration is a meeting of all ranks, so buffers
-must come in one order on all of them, which fixed buffers do. What lies in the pool stays there after `close`.
+Buckets are allocated inside a pool over the process group's own allocator (ncclMemAlloc), and the pool is registered
+with every communicator that moves them, the outer one last. From then on torch registers segments that the pool adds by
+itself: a symmetric registration is a meeting of all ranks, so buffers must come in one order on all of them, which
+fixed buffers do. What lies in the pool stays there after `close`.
 
-[Note: All or none] A registration that fails on one rank while others use theirs is a hang at best. After each
-communicator the ranks agree over all of them: if any failed, every rank takes back what it registered, and all of them
-raise, or all of them go on without and their facts give the reason.
+A registration that fails on one rank while others use theirs is a hang at best. After each communicator the ranks agree
+over all of them: if any failed, every rank takes back what it registered, and all of them raise, or all of them go on
+without and their facts give the reason.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class UserBuffers:
             self._fail(f"no memory pool of NCCL's: {error or 'another rank could not make one'}")
 
     def register(self) -> None:
-        """Register the pool with every communicator that moves buckets; see [Note: All or none]. *Collective.*
+        """Register the pool with every communicator that moves buckets, or with none. *Collective.*
 
         Raises:
             RuntimeError: a rank could not, and `may_fall_back` is false.

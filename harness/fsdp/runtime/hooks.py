@@ -4,8 +4,8 @@
 `run_as_forward` makes it one forward of the model, through which the root stays whole. Forwards of the model inside it
 are sweeps of their own, so that each token's units are fetched ahead; their end releases units and not the root.
 
-[Note: Handed on] What a module returns may be a weight, or a view of one. Where weights are released after a forward,
-its storage would be gone before the caller uses it. A copy takes its place, through which its gradient comes as before.
+What a module returns may be a weight, or a view of one. Where weights are released after a forward, its storage would
+be gone before the caller uses it. A copy takes its place, through which its gradient comes as before.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """From a module to units with storage: who gets which values, and how a module leaves the meta device.
 
-[Note: Meta device] A model too large for one device is built on "meta", without memory. Its values come either from
-`initial_value`, by name, or from the modules' own `reset_parameters()`, run module by module in definition order, so
-that a random generator gives each the numbers it would have given an ordinary construction. Only one module's
-parameters are whole at any time; of a module that has cut itself, its TP shards (see [Note: Declared meshes]). A module
-without `reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may set what lies in
-modules inside it: these are reset first, all of them together.
+A model too large for one device is built on "meta", without memory. Its values come either from `initial_value`, by
+name, or from the modules' own `reset_parameters()`, run module by module in definition order, so that a random
+generator gives each the numbers it would have given an ordinary construction. Only one module's parameters are whole at
+any time; of a module that has cut itself, its TP shards (see [Note: Declared meshes]). A module without
+`reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may set what lies in modules
+inside it: these are reset first, all of them together.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """When a unit's backward is over: what autograd will still bring to it in the backward that runs.
 
-[Note: The due set] At the beginning of a backward autograd knows every node it will run. A unit is over when its
-parameters among them have their gradients, and when the backward has passed the inputs of its calls among them (seen by
-an identity inserted there, which autograd runs after everything else in the call; frozen weights are needed until
-then). So a unit may be called many times, a graph used twice, a parameter used outside its unit's forward, and half a
-unit not at all. Whatever the units do, reductions leave in the static order of `harness.fsdp.runtime.reduce`.
+At the beginning of a backward autograd knows every node it will run. A unit is over when its parameters among them have
+their gradients, and when the backward has passed the inputs of its calls among them (seen by an identity inserted
+there, which autograd runs after everything else in the call; frozen weights are needed until then). So a unit may be
+called many times, a graph used twice, a parameter used outside its unit's forward, and half a unit not at all. Whatever
+the units do, reductions leave in the static order of `harness.fsdp.runtime.reduce`.
 
 [Note: Sequence numbers] An identity can stand on tensors that are arguments, and not on those in a list, an object or a
 closure. Where a call has none, autograd's own order tells when it has been passed: a node is numbered when the forward
@@ -13,20 +13,20 @@ with the highest number first. So when any node begins to run, every node of a h
 all has run. A call is *entered* when the first gradient of its outputs comes, and *passed* when a hook runs for a node
 that is older than the call.
 
-[Note: Backwards inside a backward] Reentrant activation checkpointing runs the forward without gradients and later
-records and differentiates it inside the backward: the outer graph holds none of its nodes. Such calls are counted, and
-a unit waits until each was computed again and brought a gradient to every parameter, or until the backward ends.
+Reentrant activation checkpointing runs the forward without gradients and later records and differentiates it inside the
+backward: the outer graph holds none of its nodes. Such calls are counted, and a unit waits until each was computed
+again and brought a gradient to every parameter, or until the backward ends.
 
-[Note: Forwards of a backward] A unit of which autograd knows nothing may still get gradients that way, but only from a
-call in a forward that this backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a
-backward of its own) do not count: while a rank waits for what never comes, its reductions hold up ranks that use other
-units, and these hold up its gathers. Where no call that autograd knows tells which forwards those are, the forward is
-taken whose output the backward came to first; or, where a call without gradients may be computed again, all count.
+A unit of which autograd knows nothing may still get gradients that way, but only from a call in a forward that this
+backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a backward of its own) do not
+count: while a rank waits for what never comes, its reductions hold up ranks that use other units, and these hold up its
+gathers. Where no call that autograd knows tells which forwards those are, the forward is taken whose output the
+backward came to first; or, where a call without gradients may be computed again, all count.
 
-[Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
-storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then
-go through the edit. Where autograd would have to follow the edit into other tensors (a view's base, an input that was
-passed twice), it cannot, and the edit is refused.
+A unit computes with aliases of its inputs, whose history begins at the engine's node. They share storage and version
+counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then go through the edit.
+Where autograd would have to follow the edit into other tensors (a view's base, an input that was passed twice), it
+cannot, and the edit is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PassedInputs(torch.autograd.Function):
 
 
 class EditedInput(torch.autograd.Function):
-    """Gives the caller's tensor the history of its alias; see [Note: Edited inputs]."""
+    """Gives the caller's tensor the history of its alias."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Readiness:
         self.is_due_once = len(self.due) + len(self._unseen) <= 1
 
     def note_forwards(self, numbers: Set[int]) -> None:
-        """Forwards that this backward goes through; empty: unknown. See [Note: Forwards of a backward]."""
+        """Forwards that this backward goes through; empty: unknown."""
         self.is_called = bool(self._called_in & {*numbers, 0} if numbers else self._called_in)
 
     def enter(self, call: Call) -> None:

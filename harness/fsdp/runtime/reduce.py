@@ -1,20 +1,20 @@
 """The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
 
-[Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
-turn; a unit that this rank did not use contributes zeros, as soon as that is known.
+Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its turn; a unit that
+this rank did not use contributes zeros, as soon as that is known.
 
 [Note: Who waits for whom] A reduction lands when all ranks have come to it and have taken what they get, at the latest
 when they make room two units on; for that they need the weights of every unit so far, of which this rank holds a part.
-A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to
-the unit it makes room for. A gradient of the root may come between any two units: then this rank may still use the unit
-that the others make room for, and its gather is begun and kept. For the same reason a backward ends with the
-reductions of what it did not use, and only then waits until the others have this rank's part of all weights. No rank
-then waits for one that waits for it.
+A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to the
+unit it makes room for. A gradient of the root may come between any two units: then this rank may still use the unit
+that the others make room for, and its gather is begun and kept. For the same reason a backward ends with the reductions
+of what it did not use, and only then waits until the others have this rank's part of all weights. No rank then waits
+for one that waits for it.
 
-[Note: Sums beside compute] On CUDA sums are queued on a side stream. On a CPU they are made by whoever waits for them:
-where each core computes already, a thread that sums beside the backward hides nothing and disturbs it. What other ranks
-have offered is also summed when this rank issues its next unit, or waits for anything: so ranks that come later to the
-same place need not wait for this one (`harness.shm.transfer`).
+On CUDA sums are queued on a side stream. On a CPU they are made by whoever waits for them: where each core computes
+already, a thread that sums beside the backward hides nothing and disturbs it. What other ranks have offered is also
+summed when this rank issues its next unit, or waits for anything: so ranks that come later to the same place need not
+wait for this one (`harness.shm.transfer`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state of a step: what its gradients are, which calls may follow, and what the backward that begins is to do.
 
-[Note: Step state] A step is every backward from one `zero_grad()` to the next, with the update between them. Its state
-says what has become of the gradients; `TRANSITIONS` says which call leads where, `REFUSALS` what a call that leads
-nowhere is told: why, and which call is missing. `Step.move` is the one way from state to state.
+A step is every backward from one `zero_grad()` to the next, with the update between them. Its state says what has
+become of the gradients; `TRANSITIONS` says which call leads where, `REFUSALS` what a call that leads nowhere is told:
+why, and which call is missing. `Step.move` is the one way from state to state.
 
                  pre_backward             post_backward
     IDLE ─────────────────────> BACKWARD ───────────────> ACCUMULATED   waits for a backward that ends the step

@@ -1,16 +1,16 @@
 """Which parameters are trained: `requires_grad`, which a program may change between forwards.
 
-[Note: Freezing] What was trained when it was sharded keeps its storage. While it is frozen, autograd brings it nothing:
-it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see `gradient_sync.Usage`). Its
-bucket is reduced all the same, so that no collective depends on the flags.
+What was trained when it was sharded keeps its storage. While it is frozen, autograd brings it nothing: it is absent
+from the sums, and what is absent on all ranks the optimizer leaves alone (see `gradient_sync.Usage`). Its bucket is
+reduced all the same, so that no collective depends on the flags.
 
-[Note: Unfreezing] What was frozen when it was sharded has storage for weights alone. When the program lets a part of
-such a bucket be trained, the bucket gets the rest (main weights, gradients, stretches of its optimizer) before the next
-forward with gradients. Weights move to other storage, so graphs of earlier forwards are refused then.
+What was frozen when it was sharded has storage for weights alone. When the program lets a part of such a bucket be
+trained, the bucket gets the rest (main weights, gradients, stretches of its optimizer) before the next forward with
+gradients. Weights move to other storage, so graphs of earlier forwards are refused then.
 
-[Note: All ranks freeze alike] Where flags are others than in the last forward with gradients, ranks compare them, one
-number a rank; where they are not, nothing is sent. A rank that changed flags and one that did not wait for each other:
-the label of the comparison says what was changed, for whoever tells of the hang.
+Where flags are others than in the last forward with gradients, ranks compare them, one number a rank; where they are
+not, nothing is sent. A rank that changed flags and one that did not wait for each other: the label of the comparison
+says what was changed, for whoever tells of the hang.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Trainability:
         )
 
     def _train(self, late: Sequence[ParamGroup]) -> None:
-        """Give buckets gradient storage; see [Note: Unfreezing]. *Collective.*"""
+        """Give buckets gradient storage. *Collective.*"""
         for bucket in late:
             self._refuse(bucket)
         hooks = self.hooks

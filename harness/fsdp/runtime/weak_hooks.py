@@ -1,23 +1,23 @@
 """Hooks that keep nobody alive, and hooks of the program on parameters.
 
-[Note: Who keeps whom] The module keeps the engine, so that a loop which goes on with the module alone still trains.
-The engine keeps units and parameters, and looks at the module itself through a weak reference; hooks, which torch keeps
+[Note: Who keeps whom] The module keeps the engine, so that a loop which goes on with the module alone still trains. The
+engine keeps units and parameters, and looks at the module itself through a weak reference; hooks, which torch keeps
 with modules, parameters and graphs, look so at the engine. Nothing of it is a cycle: when the program drops the
 `ShardedModel` and the module, every bucket is freed at once, without the garbage collector and without `close()`.
 
-[Note: Hooks and the compiler] `unit.compile()`, `torch.compile(unit)` and the like take in what a module's call does,
-its hooks too; collectives cannot be traced. torch.compiler.disable would say so, at the price of a call more for each
-hook, and of importing the compiler. What it rests on is set here at once, on the function that all hooks go through: an
-attribute, which ends a graph where the hook is called, and the rule for its code, by which nothing below is compiled.
+`unit.compile()`, `torch.compile(unit)` and the like take in what a module's call does, its hooks too; collectives
+cannot be traced. torch.compiler.disable would say so, at the price of a call more for each hook, and of importing the
+compiler. What it rests on is set here at once, on the function that all hooks go through: an attribute, which ends a
+graph where the hook is called, and the rule for its code, by which nothing below is compiled.
 
-[Note: Stepping in a hook] "Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a
-sharded model that gradient is of this rank alone, and on its way to the others: ranks would part, or the update would
-be lost with gathered weights. `optimizer.step()` inside a backward is refused by the step's state; an update by hand is
-seen here: while such a hook runs, edits through `data` are counted as the parameter's own are.
+"Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a sharded model that gradient is
+of this rank alone, and on its way to the others: ranks would part, or the update would be lost with gathered weights.
+`optimizer.step()` inside a backward is refused by the step's state; an update by hand is seen here: while such a hook
+runs, edits through `data` are counted as the parameter's own are.
 
-[Note: Gradients edited in a hook] torch shows such a hook the sum over all backwards so far. So do strategies that add
-up on each rank. Where earlier sums lie elsewhere (split over ranks, or finished), `.grad` is this backward's alone, and
-an edit would miss the rest of the sum: it is refused. The engine's own hook runs last and takes what others leave.
+torch shows such a hook the sum over all backwards so far. So do strategies that add up on each rank. Where earlier sums
+lie elsewhere (split over ranks, or finished), `.grad` is this backward's alone, and an edit would miss the rest of the
+sum: it is refused. The engine's own hook runs last and takes what others leave.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ leave_to_python(WeakHook.__call__)
 
 
 class ProgramHook:
-    """User's post-accumulate hook; see [Note: Stepping in a hook] and [Note: Gradients edited in a hook].
+    """User's post-accumulate hook, which must not change its parameter.
 
     sums_elsewhere: asked in a backward, if gradients of earlier ones are not in `.grad`.
     """

@@ -2,15 +2,14 @@
 
 [Note: Weights on their way] After an update, a bucket that is kept whole between uses gets the parts that others
 updated. On a device nobody waits for them at once: each unit waits for its own when it is used for the first time, so
-that the forward begins beside the gathers of later units. Until then its parameters stay *resting* ([Note: The class of
-a parameter]), inside the forward too: whoever touches one, wherever, waits for all first. On a CPU everything is
-received as it is installed.
+that the forward begins beside the gathers of later units. Until then its parameters stay sharded, inside the forward
+too. On a CPU everything is received as it is installed.
 
-[Note: Edits of gathered weights] What was edited is told on leaving: torch counts edits of a parameter and of its
-`data`, and where main weights lie apart from the compute weights, this rank's own part shows others too (through numpy,
-say): it is no longer what the main weights give when cast. If any rank saw an edit, all compare the bits of all weights
-that were gathered; then each takes over the elements of its part that differ. Elements that nobody edited so keep the
-bits that the compute dtype does not have.
+What was edited is told on leaving: torch counts edits of a parameter and of its `data`, and where main weights lie
+apart from the compute weights, this rank's own part shows others too (through numpy, say): it is no longer what the
+main weights give when cast. If any rank saw an edit, all compare the bits of all weights that were gathered; then each
+takes over the elements of its part that differ. Elements that nobody edited so keep the bits that the compute dtype
+does not have.
 """
 
 from __future__ import annotations

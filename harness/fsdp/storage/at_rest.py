@@ -1,9 +1,9 @@
 """Sharded parameters: DTensors over this rank's rows of the main weights.
 
-[Note: Sharded and unsharded parameters] A module's slots (`module._parameters`) hold sharded parameters between passes.
-From a unit's pre-forward to its reshard they hold unsharded ones, views of the compute weights. Each is one object for
-the life of the model. Hooks, and gradients during a backward, are the unsharded one's. Where every rank keeps all main
-weights and computes with them (`no_shard`), both are one object.
+A module's slots (`module._parameters`) hold sharded parameters between passes. From a unit's pre-forward to its reshard
+they hold unsharded ones, views of the compute weights. Each is one object for the life of the model. Hooks, and
+gradients during a backward, are the unsharded one's. Where every rank keeps all main weights and computes with them
+(`no_shard`), both are one object.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How main weights of FP8 layers become compute weights, by a codec of their bucket; those of all others are cast.
 
-[Note: 8-bit weights] Weights of FP8 layers have buckets of their own, whose compute dtype is e4m3: payload is kept and
-gathered, one byte a parameter, and a layer multiplies it as it is. Main weights stay as the policy says (fp32), and are
-quantized from there, after an update and whenever a gather casts them. Frozen weights are not held in 8 bits.
+Weights of FP8 layers have buckets of their own, whose compute dtype is e4m3: payload is kept and gathered, one byte a
+parameter, and a layer multiplies it as it is. Main weights stay as the policy says (fp32), and are quantized from
+there, after an update and whenever a gather casts them. Frozen weights are not held in 8 bits.
 
 A scale belongs to a tile of the unsharded weight, of which a rank may hold some rows. Each rank takes the amaxes of its
 own rows, then all ranks that cut the weight take the largest, in one all-reduce for all layers (two where both axes
@@ -74,7 +74,7 @@ class Encoding:
 
 
 def mark_weights(module: nn.Module) -> None:
-    """Mark each weight that is to be held in 8 bits with its layer; see [Note: 8-bit weights].
+    """Mark each weight that is to be held in 8 bits with its layer.
 
     Raises:
         ValueError: a weight holds 8 bits already, or tensor parallelism has cut it inside a tile of its recipe.
@@ -166,7 +166,7 @@ class Fp8Weight:
 
 
 class Fp8Codec:
-    """Quantizes the weights of one bucket; see [Note: 8-bit weights].
+    """Quantizes the weights of one bucket.
 
     shares_tiles: a scale also depends on other ranks of the tensor-parallel axis. encoded: weights whose layers read an
     encoding for each direction. scale_bytes: of scales, on every rank.

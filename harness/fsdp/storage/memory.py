@@ -1,14 +1,14 @@
 """Where temporary buckets come from, and how many bytes of them are alive.
 
-[Note: Freed storage] A gathered bucket is one tensor whose storage is emptied on release and filled again before the
-next use. Tensors that autograd saved in the forward are views of that storage, so the backward finds the gathered
-weights in them without holding memory in between.
+A gathered bucket is one tensor whose storage is emptied on release and filled again before the next use. Tensors that
+autograd saved in the forward are views of that storage, so the backward finds the gathered weights in them without
+holding memory in between.
 
-[Note: Double buffer] With fixed buffers nothing is allocated after the first step: the gathered weights of all units
-but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. Two units alive at
-once is then a limit, not a habit. Unreduced gradients take two more. Each unit has a storage object of its own, which
-has the buffer's memory while the unit has its turn, and none otherwise: what autograd saved finds the memory in the
-backward. The memory itself never moves.
+With fixed buffers nothing is allocated after the first step: the gathered weights of all units but the root's lie in
+two buffers, those of even and of odd units, each as large as its largest unit. Two units alive at once is then a limit,
+not a habit. Unreduced gradients take two more. Each unit has a storage object of its own, which has the buffer's memory
+while the unit has its turn, and none otherwise: what autograd saved finds the memory in the backward. The memory itself
+never moves.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class BucketMemory:
 
     Args:
         device: of all buckets.
-        fixed: see [Note: Double buffer].
+        fixed: under double_buffer.
         moved: hands out what a backend moves without a copy of its own; None: there is no such memory.
         allocating: surrounds every allocation of what collectives move; None: nothing does.
         registers: whether what is allocated so is, or will be, a user buffer: no sharded parameter views it.
