@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from harness.fsdp.runtime.step import StepError as StepError
     from harness.fsdp.state import ShardedState as ShardedState, StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
-    from harness.fsdp.tensor_parallel.parameters import TpShard as TpShard, UnknownPlan as UnknownPlan
+    from harness.fsdp.tensor_parallel import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
     from harness.fsdp.update.rules import create_state as create_state
     from harness.fsdp.vocabulary import (
@@ -71,7 +71,7 @@ _EXPORTS = {
     "state": "ShardedState StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
-    "tensor_parallel.parameters": "TpShard UnknownPlan",
+    "tensor_parallel": "TpShard UnknownPlan",
     "update.rules": "create_state",
     "update.norms": "sum_of_squares",
     "vocabulary": "CtaPolicy Fallback Fp8 GradBuffer Numerics OuterStrategy Registration SharpAxis Strategy Transport",

@@ -49,8 +49,7 @@ from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.storage.placement import SHARD, Placements
-from harness.fsdp.tensor_parallel.declared import declare
-from harness.fsdp.tensor_parallel.parameters import axis_of
+from harness.fsdp.tensor_parallel import axis_of, declare
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
 from harness.private_torch import tree_map

@@ -28,7 +28,7 @@ from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.tensor_parallel.declared import successor_of
+from harness.fsdp.tensor_parallel import successor_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
 from harness.fsdp.vocabulary import OuterStrategy, Strategy

@@ -293,16 +293,13 @@ class Communicator:
 
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
-        with events.waiting(Label("all_reduce", purpose)):
-            self.begin_sum(values, purpose).wait()
+        if self.size > 1:
+            label = Label("all_reduce", purpose)
+            with events.waiting(label):
+                with events.begin(label, [values]):
+                    work = self.group.allreduce([values])
+                work.wait()
         return values
-
-    def begin_sum(self, values: Tensor, purpose: str) -> Pending:
-        """As `sum_scalars`; the values are sums once this is waited for."""
-        if self.size == 1:
-            return Pending([])
-        with events.begin(Label("all_reduce", purpose), [values]):
-            return Pending([self.group.allreduce([values])], [values])
 
     def largest(self, values: Tensor, purpose: str) -> Tensor:
         """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""

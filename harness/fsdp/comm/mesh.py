@@ -97,10 +97,6 @@ class Place:
     outer_rank: int = 0
     outer_size: int = 1
 
-    @property
-    def num_ranks(self) -> int:
-        return self.inner_size * self.outer_size
-
 
 class Mesh:
     """Communicators of one grid of ranks.

@@ -15,7 +15,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Everyone, Groups, all_values
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
 from harness.fsdp.guards.watches import by_value, ranks_text
-from harness.fsdp.tensor_parallel.parameters import TpShard, UnknownPlan, values_here
+from harness.fsdp.tensor_parallel import TpShard, UnknownPlan, values_here
 
 Pairs = Sequence[tuple[str, str]]  # pairs of a subject ("parameter blocks.0.weight") and its value on this rank
 

@@ -24,8 +24,7 @@ from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import placeholder
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import weak_references
-from harness.fsdp.tensor_parallel.declared import declares
-from harness.fsdp.tensor_parallel.parameters import real, values_here
+from harness.fsdp.tensor_parallel import declares, real, values_here
 from harness.private_torch import parameters_of
 
 

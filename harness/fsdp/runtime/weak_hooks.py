@@ -36,7 +36,7 @@ from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
-from harness.fsdp.tensor_parallel.parameters import edits_of
+from harness.fsdp.tensor_parallel import edits_of
 from harness.private_torch import accumulation_hooks, is_profiled, leave_to_python
 
 Hook = Callable[[Any], Any]

@@ -34,7 +34,7 @@ from harness.fsdp.storage.parameter_access import (
     put_grad,
     refuse_unknown,
 )
-from harness.fsdp.tensor_parallel.parameters import put_data
+from harness.fsdp.tensor_parallel import put_data
 from harness.private_torch import (
     foreach_types,
     local_tensor,

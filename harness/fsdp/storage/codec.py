@@ -42,7 +42,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import LocalSlice, Slot, contiguous_strides
 from harness.fsdp.storage.placement import SHARD, Axis
-from harness.fsdp.tensor_parallel.parameters import TpShard
+from harness.fsdp.tensor_parallel import TpShard
 
 FORWARD, BACKWARD = 1, 2
 """Directions, which are added."""

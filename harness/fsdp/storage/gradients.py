@@ -30,7 +30,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, views_of
 from harness.fsdp.storage.placement import SHARD, On, Placements
-from harness.fsdp.tensor_parallel.parameters import gradient_here
+from harness.fsdp.tensor_parallel import gradient_here
 from harness.fsdp.vocabulary import GradBuffer, Numerics
 from harness.private_torch import address_of, references_to
 

@@ -30,7 +30,7 @@ from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import ParameterViews, views_of
 from harness.fsdp.storage.placement import SHARD, WHOLE, Axis, On, Placements, route
-from harness.fsdp.tensor_parallel.parameters import TpShard
+from harness.fsdp.tensor_parallel import TpShard
 from harness.private_torch import version_of
 
 InitialValue = Callable[[str, torch.Size], Tensor]

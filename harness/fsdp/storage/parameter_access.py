@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.storage.layout import BucketLayout
-from harness.fsdp.tensor_parallel.parameters import edits_of, point_at, put_data, values_here
+from harness.fsdp.tensor_parallel import edits_of, point_at, put_data, values_here
 from harness.private_torch import parameters_of, version_of, without_torch_function
 
 P = ParamSpec("P")

@@ -8,10 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.fsdp import build
+from harness.fsdp import build, tensor_parallel
 from harness.fsdp.comm import mesh
 from harness.fsdp.runtime import materialize
-from harness.fsdp.tensor_parallel import declared
 from tests.fsdp.tensor_parallel.declared import follow, told_before
 from tests.fsdp.tensor_parallel.training import Case
 from tests.support.mutants import each
@@ -52,7 +51,7 @@ MUTANTS: dict[str, tuple[str, Case, dict[str, Any], Any]] = {
         "An optimizer that was built before holds parameters that the module has no more",
         Case(2, 2),
         {},
-        lambda: mock.patch.object(declared, "_succeed"),
+        lambda: mock.patch.object(tensor_parallel, "_succeed"),
     ),
 }
 

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard
+from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard, tensor_parallel
 from harness.fsdp.guards.replicas import CopiedGradients
-from harness.fsdp.tensor_parallel import parameters
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel import models
@@ -203,7 +202,7 @@ MUTANTS = {
     "begins elsewhere": Mutant(
         "A DTensor says that it begins elsewhere than the tensor inside it, which torch.compile takes for a storage of"
         " another device",
-        lambda: mock.patch.object(parameters, "put_data"),
+        lambda: mock.patch.object(tensor_parallel, "put_data"),
         "compiled",
     ),
     "copies are not compared": Mutant(

@@ -30,7 +30,7 @@ from harness.fsdp.guards import replicas
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage import gradients, parameter_access
-from harness.fsdp.tensor_parallel.parameters import gradient_here
+from harness.fsdp.tensor_parallel import gradient_here
 from harness.private_torch import version_of
 from tests.fsdp.checked import Mutant, holds, is_found, said
 from tests.fsdp.pairs import STRATEGIES
@@ -374,7 +374,7 @@ MUTANTS = {
     ),
     "marks are ignored": Mutant(
         "What a module cut by itself counts as a copy on every rank",
-        lambda: mock.patch("harness.fsdp.tensor_parallel.parameters.partition_dim", return_value=None),
+        lambda: mock.patch("harness.fsdp.tensor_parallel.partition_dim", return_value=None),
         "marks",
     ),
     "edits of a TP shard": Mutant(
