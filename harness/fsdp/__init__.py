@@ -22,8 +22,11 @@ if TYPE_CHECKING:
         ThreadBlocks as ThreadBlocks,
         communicator_options as communicator_options,
     )
-    from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
-    from harness.fsdp.guards.replicas import CopiesPart as CopiesPart, ReplicaDrift as ReplicaDrift
+    from harness.fsdp.guards.replicas import (
+        CopiesPart as CopiesPart,
+        RanksDisagree as RanksDisagree,
+        ReplicaDrift as ReplicaDrift,
+    )
     from harness.fsdp.guards.watches import CollectiveError as CollectiveError
     from harness.fsdp.megatron import (
         MegatronModel as MegatronModel,
@@ -60,8 +63,7 @@ _EXPORTS = {
     "comm.mesh": "Groups",
     "comm.sharp_groups": "SharpOwnership ThreadBlocks communicator_options",
     "harness.fp8.linear": "Fp8Linear",
-    "guards.agreement": "RanksDisagree",
-    "guards.replicas": "CopiesPart ReplicaDrift",
+    "guards.replicas": "CopiesPart RanksDisagree ReplicaDrift",
     "guards.watches": "CollectiveError",
     "megatron": "MegatronModel fully_shard_model fully_shard_optimizer",
     "module": "FSDPModule",

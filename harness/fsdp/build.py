@@ -24,9 +24,15 @@ from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes, mesh_of
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
-from harness.fsdp.guards.agreement import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.replicas import CopiedGradients, ReplicaCheck, held_by_several
+from harness.fsdp.guards.replicas import (
+    CopiedGradients,
+    ReplicaCheck,
+    check_agreed,
+    check_copies,
+    check_plan,
+    held_by_several,
+)
 from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy

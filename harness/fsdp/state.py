@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from harness.fp8.linear import Fp8Linear
 from harness.fsdp.comm.mesh import Everyone
-from harness.fsdp.guards.agreement import check_agreed
+from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import sharded_of
-from harness.fsdp.storage.dtensors import DTensorFactory, as_target, refuse_split_experts
+from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import check_names
@@ -199,7 +199,6 @@ class StateAccess:
         self.weights = weights
         self.gradients = gradients
         self.everyone = everyone
-        self._shards = DTensorFactory(buckets)
 
     @property
     def module(self) -> nn.Module:
@@ -332,11 +331,11 @@ class StateAccess:
         return found
 
     def _own_memory(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
-        slots = ((bucket, slot) for bucket in self.buckets for slot in bucket.layout.slots)
         found = ShardedState(
             {
-                WEIGHTS + slot.spec.name: self._shards.rows(bucket, slot, bucket.main_shards[slot.segment])
-                for bucket, slot in slots
+                WEIGHTS + name: bucket.views.sharded().view(index, bucket.main_shards)
+                for bucket in self.buckets
+                for index, (name, _) in enumerate(bucket.params)
             }
         )
         add_optimizers(found, self.buckets, stepped)

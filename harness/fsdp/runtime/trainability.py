@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.guards.agreement import check_agreed
+from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
