@@ -283,7 +283,6 @@ class _CutWeight:
         self._weight, self._edits = weight, version_of(weight)
 
     def unedited(self) -> DTensor:
-        """The weight; RuntimeError, as torch's own, if it was edited since."""
         if version_of(self._weight) != self._edits:
             raise RuntimeError(
                 "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
@@ -293,7 +292,6 @@ class _CutWeight:
 
 
 def layers_of(module: nn.Module) -> list[Fp8Linear]:
-    """The FP8 layers of a module, in definition order."""
     return [each for each in module.modules() if isinstance(each, Fp8Linear)]
 
 

@@ -72,7 +72,6 @@ class Work(dist.Work):
         self._transport.cancel(self._transfer)
 
     def result(self) -> Any:
-        """The outputs."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -107,16 +106,13 @@ class ShmGroup(dist.ProcessGroup):
     """Store by which torch made the group; None of one beside another."""
 
     def get_group_store(self) -> Any:
-        """As torch asks for it."""
         return self.store
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
         return NAME
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that this rank has read of its peers' memory."""
         return 0 if self.transport is None else self.transport.bytes_read
 
     @bytes_read.setter
@@ -170,11 +166,9 @@ class ShmGroup(dist.ProcessGroup):
         return Work(self.transport, self.transport.gather(inputs, None), None, outs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        """One gather into one tensor."""
         return self.all_gather_single_coalesced([output], [given])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several of them."""
         if self.transport is None:
             return self.gloo.allgather_into_tensor_coalesced(outputs, inputs)
         rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
@@ -192,12 +186,10 @@ class ShmGroup(dist.ProcessGroup):
         return Work(self.transport, self.transport.reduce_scatter(given, flat, divisor=divisor), outputs)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
-        """One sum, of equal chunks of one tensor."""
         rows = [list(given.reshape(-1).chunk(self.size()))]
         return self.reduce_scatter([output.view(-1)], rows, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several of them."""
         rows = [list(each.reshape(-1).chunk(self.size())) for each in inputs]
         return self.reduce_scatter([each.view(-1) for each in outputs], rows, opts)
 

@@ -127,7 +127,6 @@ class Waits:
         return [*list(self.on_device)[:1], *recorded, *list(self.announced.values())]
 
     def late(self, limit_s: float) -> list[Wait]:
-        """Waits that have lasted longer."""
         limit = time.monotonic() - limit_s
         return [wait for wait in self.all() if wait.since < limit]
 
