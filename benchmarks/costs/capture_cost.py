@@ -42,19 +42,18 @@ class Parts:
         self._around(witness.Witness, "kept", "main weights gathered, checksums")
         self._around(witness.Witness, "gradients", "local gradients added over ranks")
         self._around(capture, "save_file", "writing")
-        self._around(capture, "_facts", "hashing, beside writing", beside=True)
-        self._around(captures.Captures, "_weights", "main weights gathered, before and after")
-        self._around(captures.Captures, "_update", "main weights after, update written")
-        self._around(captures.Captures, "_gradients", "all but hooks and updates")
+        self._around(captures.Captures, "before", "main weights gathered, before")
+        self._around(captures.Captures, "reduced", "all but hooks and weights")
+        self._around(captures.Captures, "after", "main weights after, step written")
         self.inside = False
         """Whether a clock for the whole runs."""
 
-    def _around(self, owner: Any, name: str, part: str, *, beside: bool = False) -> None:
+    def _around(self, owner: Any, name: str, part: str) -> None:
         inner: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(inner)
         def timed(*args: Any) -> Any:
-            outermost = not (beside or self.inside)
+            outermost = not self.inside
             self.inside = self.inside or outermost
             began = time.perf_counter()
             try:

@@ -1,15 +1,17 @@
 """Steps and tensors that a run captures: those listed, or chosen ones.
 
-[Note: Chosen captures] With measure.capture_steps=null a run captures its first step, its last and, between them, 3,
-10, 30, 100, 300, ...: a run of 10,000 steps captures nine. Each has the gradients, their local sums, the update, and
-the weights and moments before it, so that the optimizer's rule can be checked on whole tensors; the last weights come
-on top. With n weights of fp32, gradients in fp32 and Adam, gradients and their local sums take (4 + 8) n bytes, the
-update 4 n, and weights and moments before it 4 n + 8 n: 28 n a step, 20 n for the first, 4 n for the end.
+[Note: Chosen captures] With measure.capture_steps=null a run captures its first step, its last and, between them, 100,
+1000, 10,000, ...: a run of 10,000 steps captures four. Each has the gradients, their local sums, the weights after the
+update, and the weights and moments before it, so that the optimizer's rule can be checked on whole tensors. With n
+weights of fp32, gradients in fp32 and Adam, gradients and their local sums take (4 + 4) n bytes, the weights after it
+4 n, and weights and moments before it 4 n + 8 n: 24 n a step, 16 n for the first; the last weights are those after the
+last step, or 4 n.
 
 All of it passes through the first rank's memory while the others wait, so `measure.capture_limit_mib` bounds it: step
 1's gradients where one step of gradients fits, and the rest in order of worth (first update, last weights, last step,
-then 3, 10, ...) while all of it together fits. At 1 GiB a model of 8 M weights captures four steps, one of 250 M the
-gradients of the first, and one of 270 M nothing. Sketches of every step (`measure.step_checks`) do not grow with it.
+then 100, 1000, ...) while all of it together fits. At 1 GiB a model of 20 M weights captures two steps, one of 250 M
+the gradients of the first, and one of 270 M nothing. Sketches of every step (`measure.step_checks`) do not grow with
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import NamedTuple
 from harness.config.derived import optimizer_states, parameter_count
 from harness.config.schema import Config, MeasureMode
 
-TESTIMONY = 8
-"""Bytes of a weight's local gradients, summed: fp64."""
+TESTIMONY = 4
+"""Bytes of a weight's local gradients, summed: as their difference from the gradient, in fp32, or fp64 beside fp64."""
 
 MIB = 2**20
 
@@ -57,8 +59,8 @@ def captured(cfg: Config) -> Captured:
 
 
 def spread(steps: int) -> tuple[int, ...]:
-    """First, last, and between them 3, 10, 30, 100, ...; in order of worth."""
-    between = [each for power in range(len(str(steps))) for each in (10**power, 3 * 10**power) if 1 < each < steps]
+    """First, last, and between them 100, 1000, ...; in order of worth."""
+    between = [10**power for power in range(2, len(str(steps))) if 10**power < steps]
     return tuple(dict.fromkeys((1, steps, *between)))
 
 
@@ -97,4 +99,5 @@ def _size(cfg: Config, gradients: tuple[int, ...], updates: tuple[int, ...]) -> 
     count, main = parameter_count(cfg), cfg.dtype.main_params.bytes
     anew = [step for step in updates if step - 1 not in updates]
     begins = len(anew) + optimizer_states(cfg) * sum(step > 1 for step in anew)
-    return count * ((cfg.dtype.main_grads.bytes + TESTIMONY) * len(gradients) + main * (len(updates) + begins))
+    gradient = cfg.dtype.main_grads.bytes
+    return count * ((gradient + max(TESTIMONY, gradient)) * len(gradients) + main * (len(updates) + begins))

@@ -251,8 +251,8 @@ class MeasureConfig(Group):
     warmup_steps: Annotated[int, Range(0, COUNT, "steps"), BENCH] = 0
     """How many of train.steps are warm-up steps before the timed ones (bench). Fixed beforehand."""
     capture_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
-    """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and 3,
-    10, 30, 100, ... between them, with their updates and the last weights, as many as fit into capture_limit_mib."""
+    """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and
+    100, 1000, ... between them, with their updates and the last weights, as many as fit into capture_limit_mib."""
     update_steps: list[Annotated[int, Range(1, COUNT)]] | None = None
     """Steps whose whole update (main weights after minus before) is written to `capture/`; it shows faults that Adam
     hides in later numbers. null: the steps chosen by capture_steps if that is null too, otherwise none."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.config.captured import Captured
 from harness.config.doc import unknown_settings, unknown_words
-from harness.parity.tensors import Capture, Unreadable
+from harness.parity import captured
+from harness.parity.captured import Testimony
+from harness.parity.tensors import Capture
 from harness.store import check_stream, checksums, forward, provenance, status
 from harness.store.check_stream import Stream
 from harness.store.errors import StoreError
@@ -19,7 +20,7 @@ from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.screen import counted
-from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
+from harness.store.shapes import ROUNDING
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
@@ -44,18 +45,6 @@ class Settings(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise StoreError(f"{self.file} has no {key}: it was cut or edited, or an older version made the run")
-
-
-@dataclass(frozen=True)
-class Testimony:
-    capture: Capture
-    """Sum of all local gradients, averaged, by parameter; fp64."""
-    terms: Mapping[str, float]
-    """Root of the sum of the squared norms of the terms, averaged alike."""
-    kept: Mapping[str, int]
-    """Checksum of each main weight before the step, in the compute dtype."""
-    wrong_weights: tuple[Mapping[str, Any], ...]
-    """Weights of a rank's forward that differ from rank 0's main weights: rank, tensor, what."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,10 +149,9 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
     problems += _step_problems(columns, int(config["train.steps"]))
     problems += _summary_problems(run, summary)
-    plan = _plan(run, config, problems)
-    config |= {"measure.capture_steps": list(plan.gradients), "measure.update_steps": list(plan.updates)}
-    captures = _captures(run, "step", plan.gradients, problems)
-    updates = _captures(run, "update", plan.updates, problems)
+    of = captured.read(run.capture, config["measure.capture_steps"], config["measure.update_steps"])
+    problems += of.problems
+    config |= {"measure.capture_steps": list(of.plan.gradients), "measure.update_steps": list(of.plan.updates)}
     return Record(
         run.path,
         run.name,
@@ -171,13 +159,13 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
         origin,
         summary or {},
         columns,
-        captures,
-        updates,
-        _captures(run, "weights", _there(run, "weights", updates), problems),
-        _captures(run, "moments", _there(run, "moments", updates), problems),
-        _testimonies(run, plan.gradients, problems),
+        of.gradients,
+        of.updates,
+        of.weights,
+        of.moments,
+        of.witnesses,
         *_rounding(run, problems),
-        _final(run, plan, problems),
+        of.final,
         len(run.attempts()),
         _read(lambda: forward.read(run.path), None, problems),
         _read(lambda: check_stream.read(run.path), None, problems),
@@ -246,65 +234,6 @@ def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None) -> list[st
         return [] if run.summary.exists() else ["it has no summary.json"]
     missing = [key for key in WEIGHTS if not summary.get(key)]
     return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
-
-
-def _plan(run: RunDir, config: Mapping[str, Any], problems: list[str]) -> Captured:
-    if (listed := config["measure.capture_steps"]) is not None:
-        return Captured(tuple(listed), tuple(config["measure.update_steps"] or ()))
-    path = run.capture / "captured.json"
-    found = len(problems)
-    facts = _read(lambda: read_json(path, CAPTURED), None, problems)
-    if facts is not None:
-        return Captured(**{**facts, "gradients": tuple(facts["gradients"]), "updates": tuple(facts["updates"])})
-    if found == len(problems) and any(run.capture.glob("*.safetensors")):
-        problems.append(f"{path} is missing: which steps were to be captured is not known")
-    return Captured()
-
-
-def _final(run: RunDir, plan: Captured, problems: list[str]) -> Capture | None:
-    path = run.capture / "final.safetensors"
-    if not path.exists():
-        if plan.final and any(run.capture.glob("*.safetensors")):
-            problems.append(f"{path} is missing")
-        return None
-    try:
-        if read_json(path.with_suffix(".json")) is None:
-            raise Unreadable(f"{path} is not complete: the description beside it is missing")
-        return Capture(path)
-    except (Unreadable, StoreError) as error:
-        problems.append(str(error))
-        return None
-
-
-def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]) -> dict[int, Capture]:
-    captures: dict[int, Capture] = {}
-    paths = {int(step): run.capture / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
-    for step, path in paths.items() if any(path.exists() for path in paths.values()) else ():
-        try:
-            if read_json(path.with_suffix(".json"), dict) is None:
-                raise Unreadable(f"{path} is not complete: the description beside it is missing")
-            captures[step] = Capture(path)
-        except (Unreadable, StoreError) as error:
-            problems.append(str(error))
-    return captures
-
-
-def _there(run: RunDir, kind: str, steps: Iterable[int]) -> list[int]:
-    return [step for step in steps if (run.capture / f"{kind}-{step:06d}.safetensors").exists()]
-
-
-def _testimonies(run: RunDir, wanted: Sequence[int], problems: list[str]) -> dict[int, Testimony]:
-    found: dict[int, Testimony] = {}
-    for step, capture in _captures(run, "witness", wanted, problems).items():
-        try:
-            facts = read_json(capture.path.with_suffix(".json"), WITNESS) or {}
-            terms = {name: float(facts["terms"][name]) for name in capture.tensors}
-            found[step] = Testimony(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
-        except StoreError as error:
-            problems.append(str(error))
-        except (KeyError, ValueError) as error:
-            problems.append(f"{capture.path.with_suffix('.json')} is damaged: {error!r}")
-    return found
 
 
 def _rounding(run: RunDir, problems: list[str]) -> tuple[Mapping[str, Any], int]:

@@ -25,13 +25,14 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
-from harness.store.reading import read_format
+from harness.store.reading import read_format, read_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 FOLDER, FORMER = "step_checks", "vouch"
+STREAM = "stream.json"
 """Folder in a run; and of runs by earlier versions, which are read."""
 VERSION = 4
 DENSE = 512
@@ -122,7 +123,8 @@ class StreamWriter:
             "columns": list(step_columns(sketches)),
             "tensors": [{"name": each.name, "shape": list(each.shape)} for each in tensors],
         }
-        write_json(folder / "stream.json", facts)
+        before = read_json(folder / STREAM, dict) or {} if done else {}
+        write_json(folder / STREAM, facts | {name: before[name] for name in ("forward",) if name in before})
         table = len(tensors) * len(tensor_columns(sketches)) * BYTES
         self._steps = _appending(folder / "steps.f64", self._row, done)
         self._tensors = _appending(folder / "tensors.f64", table, kept_until(done, every))
@@ -236,13 +238,13 @@ def folder_of(run_dir: Path) -> Path:
 def read(run_dir: Path) -> Stream | None:
     """None without a stream. Raises `StoreError`: it is unreadable."""
     folder = folder_of(run_dir)
-    facts = read_format(folder / "stream.json", VERSION)
+    facts = read_format(folder / STREAM, VERSION)
     if facts is None:
         return None
     try:
         return _stream(folder, facts)
     except (KeyError, TypeError, ValueError, OverflowError) as error:  # an endless number is no integer
-        raise StoreError(f"{folder / 'stream.json'} is damaged: {error!r}") from None
+        raise StoreError(f"{folder / STREAM} is damaged: {error!r}") from None
 
 
 def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:

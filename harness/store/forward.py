@@ -1,4 +1,4 @@
-"""Outputs of a run's first step by module: `step_checks/forward.json`, written by the first rank.
+"""Outputs of a run's first step by module: `forward` in `step_checks/stream.json`, or a former run's `forward.json`.
 
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.store.check_stream import FOLDER, folder_of
+from harness.store.check_stream import FOLDER, STREAM, folder_of
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_json
-from harness.store.reading import read_format
+from harness.store.reading import of_format, read_format, read_json
 from harness.store.shapes import FORWARD
 
 NAME = "forward.json"
@@ -32,20 +32,29 @@ class Forward:
 
 
 def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
-    """Raises `OSError`: the folder cannot be written."""
+    """Called once, by the first rank. Raises `OSError`: the folder cannot be written."""
     private_folder(run_dir / FOLDER)
     told = [
         {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
         for name, each in modules.items()
         if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
     ]
-    write_json(run_dir / FOLDER / NAME, {"version": VERSION, "rows": rows, "batch": list(batch), "modules": told})
+    facts = {"version": VERSION, "rows": rows, "batch": list(batch), "modules": told}
+    stream = read_json(run_dir / FOLDER / STREAM, dict)
+    if stream is None:
+        write_json(run_dir / FOLDER / NAME, facts)
+    else:
+        write_json(run_dir / FOLDER / STREAM, {**stream, "forward": facts})
 
 
 def read(run_dir: Path) -> Forward | None:
     """None if not observed. Raises `StoreError`: the file is unreadable."""
-    path = folder_of(run_dir) / NAME
-    facts = read_format(path, VERSION, FORWARD)
+    path = folder_of(run_dir) / STREAM
+    if "forward" in (stream := read_json(path, dict) or {}):
+        facts = of_format(stream["forward"], path, VERSION, FORWARD)
+    else:
+        path = path.with_name(NAME)
+        facts = read_format(path, VERSION, FORWARD)
     if facts is None:
         return None
     try:

@@ -131,7 +131,11 @@ def _json(text: str | None, path: Path, shape: Shape | None) -> Any | None:
 def read_format(path: Path, version: int, shape: Shape | None = None) -> Any | None:
     """`read_json` of a file with a format number in `version`. Raises `StoreError` also for another format, before its
     shape."""
-    facts = read_json(path)
+    return of_format(read_json(path), path, version, shape)
+
+
+def of_format(facts: Any, path: Path, version: int, shape: Shape | None = None) -> Any | None:
+    """`read_format` of what was read of a file."""
     if isinstance(facts, dict) and isinstance(facts.get("version"), int) and facts["version"] != version:
         made = "older" if facts["version"] < version else "newer"
         raise StoreError(

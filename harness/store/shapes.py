@@ -218,8 +218,14 @@ WITNESS: Shape = {
     "terms": Each(dict, (str, *NUMBER)),
     "kept": Each(dict, int),
     "wrong_weights": Each(list, _WRONG_WEIGHT),
+    "whole?": Each(list, str),
 }
-"""Beside a `witness-*.safetensors`; non-finite terms are texts."""
+"""What was observed of a captured step beside the engine; non-finite terms are texts."""
+
+METADATA = "harness"
+"""Entry of a captured step's safetensors metadata with its JSON."""
+
+CAPTURED_STEP: Shape = {"step": int, "num_microbatches?": int, "plan?": CAPTURED}
 
 ROUNDING: Shape = {"draws": int, "moves": Each(dict, Each(dict, Each(dict, NUMBER)))}
 

@@ -37,7 +37,12 @@ class Held:
 
 
 def read(path: Path) -> dict[str, Held]:
-    """Tensors of a file, by name.
+    """Tensors of a file, by name; raises as `read_described`."""
+    return read_described(path)[0]
+
+
+def read_described(path: Path) -> tuple[dict[str, Held], dict[str, str]]:
+    """Tensors of a file, by name, and its metadata.
 
     Raises `StoreError`: it is missing, no regular file, or truncated; or its tensors do not cover the data exactly.
     """
@@ -53,14 +58,14 @@ def read(path: Path) -> dict[str, Held]:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} has a damaged header: {error}") from error
-    entries = {name: entry for name, entry in table.items() if name != "__metadata__"} if type(table) is dict else table
-    if wrong := fault(entries, _TABLE) or _misplaced(entries, size - 8 - length):
+    metadata = table.pop("__metadata__", {}) if type(table) is dict else {}
+    if wrong := fault(metadata, Each(dict, str)) or fault(table, _TABLE) or _misplaced(table, size - 8 - length):
         raise StoreError(f"{path} has a damaged header, or is truncated: {wrong}")
     found = {}
-    for name, entry in entries.items():
+    for name, entry in table.items():
         begin, end = entry["data_offsets"]
         found[name] = Held(entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
-    return found
+    return found, metadata
 
 
 def _misplaced(entries: Mapping[str, Any], size: int) -> str:

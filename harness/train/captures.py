@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -19,16 +19,7 @@ from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.registry import workload_for
 from harness.probe import structure
-from harness.probe.capture import (
-    write_capture,
-    write_final,
-    write_moments,
-    write_plan,
-    write_rounding,
-    write_update,
-    write_weights,
-    write_witness,
-)
+from harness.probe.capture import beside, json_number, raw_bytes, write_final, write_plan, write_rounding, write_step
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
 from harness.train.callbacks import Callback
@@ -46,15 +37,19 @@ class Captures(Callback):
         self.is_first_rank = session.ranks.rank == 0
         self.plan = captured(config)
         self.steps, self.update_steps = set(self.plan.gradients), set(self.plan.updates)
-        self._last: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
+        """Of the step under way, on the first rank, as they are stored."""
+        self._facts: dict[str, Any] = {}
+        self._after: dict[str, Tensor] = {}
+        """Weights after the last step, if captured; in `final`, those that differ from them."""
         self._batches: Sequence[Microbatch] = ()
-        self._weights_before: dict[str, Tensor] = {}
         self._witness: Witness | None = None
         self.structure: dict[str, Any] | None = None
         """Aliased or untied tensors of the engine; None if they cannot be seen."""
 
     def write_plan(self) -> None:
-        if self.is_first_rank and self.config.measure.capture_steps is None:
+        """Write the plan of a run that captures nothing; others have it in every captured step."""
+        if self.is_first_rank and self.config.measure.capture_steps is None and not self.plan.gradients:
             write_plan(self.folder, self.plan)
 
     def begin(self, step: int, engine: Engine) -> None:
@@ -63,14 +58,15 @@ class Captures(Callback):
             self.structure = self._structure(seen)
 
     def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
-        """Keep main weights before a captured update on the first rank, and write moments. Collective over all ranks.
+        """Keep main weights and moments before a captured update. Collective over all ranks.
 
         After a captured update both follow from it; before step 1 moments are zero.
         """
-        if step in self.update_steps:
-            if step > 1 and self._begins_anew(step):
-                self._moments(step)
-            self._weights_before = self._weights()
+        if step in self.update_steps and step - 1 not in self.update_steps:
+            self._keep("before", engine.named_weights())
+            if step > 1:
+                entries = Rule.of_config(self.config.optimizer).entries
+                self._keep("moment", whole_moments(self.session, self.control, entries))
         if step in self.steps:
             self._batches, seen = batches, engine.seen()
             self._witness = None if seen is None else Witness(*seen, self.session.meters.timers.aside)
@@ -79,16 +75,38 @@ class Captures(Callback):
         return self._witness or nullcontext()
 
     def reduced(self, step: int, engine: Engine) -> None:
-        """Write a captured step's gradients and witness. Collective over all ranks."""
-        if step in self.steps:
-            self._gradients(step, self._witness, self._batches)
-            self._batches, self._witness = (), None
+        """Keep a captured step's gradients, and what was observed beside the engine. Collective over all ranks."""
+        if step not in self.steps:
+            return
+        if step == 1 and self.config.measure.rounding_draws:
+            self._rounding(step, self._batches)
+        expected = [] if self._witness is None else self._observed(self._witness)
+        self._keep("gradient", ((name, gradient.clone()) for name, gradient in engine.named_gradients()))
+        self._facts["num_microbatches"] = global_microbatches(self.config)
+        for name, tensor in expected:
+            stored, whole = beside(tensor, self._tensors.get(f"gradient/{name}"))
+            self._tensors[f"local/{name}"] = stored
+            self._facts["whole"] += [name] * whole
+        self._batches, self._witness = (), None
 
     def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
-        """Write the update of a step. Collective over all ranks."""
+        """Keep the weights after a captured update, and write the step. Collective over all ranks."""
         if step in self.update_steps:
-            before, self._weights_before = self._weights_before, {}
-            self._update(step, before)
+            self._keep("after", engine.named_weights())
+            if step == self.config.train.steps and self.plan.final:
+                prefix = "after/"
+                self._after = {n.removeprefix(prefix): t for n, t in self._tensors.items() if n.startswith(prefix)}
+        if self._tensors:
+            if self.config.measure.capture_steps is None:
+                self._facts["plan"] = self.plan._asdict()
+            write_step(self.folder, step, self._tensors, self._facts)
+        self._tensors, self._facts = {}, {}
+
+    def _keep(self, prefix: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep tensors on the first rank; every rank takes part in gathering them."""
+        for name, tensor in named:
+            if self.is_first_rank:
+                self._tensors[f"{prefix}/{name}"] = tensor.contiguous()
 
     def _structure(self, seen: Seen) -> dict[str, Any]:
         aliases = structure.overlaps(self.session.engine.state_dict())
@@ -105,26 +123,21 @@ class Captures(Callback):
         params = workload.build("meta", torch.float32).named_parameters()
         return [name for name, param in params if workload.decays(name, param.shape)]
 
-    def _gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
-        if step == 1 and self.config.measure.rounding_draws:
-            self._rounding(step, microbatches)
-        if witness is not None:
-            self._testimony(step, witness)
-        gradients = self.session.engine.named_gradients()
-        if self.is_first_rank:
-            write_capture(self.folder, step, global_microbatches(self.config), gradients)
-        else:
-            for _ in gradients:  # gathering is collective: every rank takes part in every parameter
-                pass
-
-    def _testimony(self, step: int, witness: Witness) -> None:
+    def _observed(self, witness: Witness) -> list[tuple[str, Tensor]]:
+        """Expected gradients, on the first rank, if any rank saw one. Collective over all ranks."""
         kept = witness.kept(self.session.engine.named_weights())
         rows = self.control.gather([*kept, *witness.used(), int(witness.saw_gradients)])
-        expected = {name: (tensor, terms) for name, tensor, terms in witness.gradients(self.session.control)}
-        if self.is_first_rank and any(row[-1] for row in rows):
-            names = list(witness.checksums)
-            wrong = [asdict(each) for each in wrong_weights(names, [row[:-1] for row in rows])]
-            write_witness(self.folder, step, expected, dict(zip(names, kept, strict=True)), wrong)
+        expected = witness.gradients(self.session.control)
+        if not self.is_first_rank or not any(row[-1] for row in rows):
+            return []
+        names = list(witness.checksums)
+        self._facts |= {
+            "terms": {name: json_number(terms) for name, _, terms in expected},
+            "kept": dict(zip(names, kept, strict=True)),
+            "wrong_weights": [asdict(each) for each in wrong_weights(names, [row[:-1] for row in rows])],
+            "whole": [],
+        }
+        return [(name, tensor) for name, tensor, _ in expected]
 
     def _rounding(self, step: int, microbatches: Sequence[Microbatch]) -> None:
         """The rules allow this for one fp64 process only."""
@@ -135,35 +148,16 @@ class Captures(Callback):
         found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, seed, recipes)
         write_rounding(self.folder, step, draws, found)
 
-    def _begins_anew(self, step: int) -> bool:
-        """True if earlier captures do not determine the state before a step."""
-        return step - 1 not in self.update_steps
-
-    def _moments(self, step: int) -> None:
-        moments = whole_moments(self.session, self.control, Rule.of_config(self.config.optimizer).entries)
-        found = {name: moment for name, moment in moments if self.is_first_rank}
-        if found:
-            write_moments(self.folder, step, found.items())
-
-    def _update(self, step: int, before: dict[str, Tensor]) -> None:
-        after = self._weights()
-        if self.is_first_rank:
-            write_update(self.folder, step, before, after.items())
-            if self._begins_anew(step):  # later ones follow from these and the updates
-                write_weights(self.folder, step, before)
-
     def looking(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Last weights passed through to another reader, because they are gathered once; for `final`."""
         for name, weight in weights:
             if self.plan.final and self.is_first_rank:
-                self._last[name] = weight
+                after = self._after.pop(name, None)
+                if after is None or raw_bytes(after) != raw_bytes(weight):
+                    self._tensors[name] = weight.contiguous()
             yield name, weight
 
     def final(self) -> None:
-        if self._last:
-            write_final(self.folder, self.config.train.steps, self._last)
-            self._last = {}
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Main weights on the first rank, empty on the others. Collective over all ranks."""
-        return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}
+        if self._tensors:
+            write_final(self.folder, self.config.train.steps, self._tensors)
+            self._tensors = {}

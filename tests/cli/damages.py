@@ -40,7 +40,8 @@ def swap(path: Path, other: Path, dice: Dice) -> None:
     """With a file of the same run."""
     alike = SILENT if path.name in SILENT else ("provenance.json", "metrics.jsonl", "summary.json")
     if path.parent.name in checksums.FOLDERS:
-        alike = tuple(name for name in sorted(os.listdir(path.parent)) if name.endswith(path.suffix))
+        there = sorted(os.listdir(path.parent))
+        alike = tuple(name for name in there if name.endswith(path.suffix) and name != path.name) or tuple(there)
     chosen = dice.choice(
         [path.with_name(name) for name in alike if path.with_name(name).read_bytes() != path.read_bytes()]
     )

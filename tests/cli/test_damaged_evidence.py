@@ -90,8 +90,6 @@ def survives(pair: Pair, folder: Path, kind: str, name: str, clean: Outcome) -> 
     damage, kinds = DAMAGES[kind]
     place = dice.choice([place for place in (0, 1) if (pair[place] / name).exists()])
     damaged, other = copied(pair[place], folder), pair[1 - place]
-    if kind == "of the other run" and not (other / name).exists():
-        name = name.replace("moments", "step")
     same = kind == "of the other run" and (damaged / name).read_bytes() == (other / name).read_bytes()
     damage(damaged / name, other / name, dice)
     outcome, text = told_of(*((damaged, other) if place == 0 else (other, damaged)))
@@ -146,8 +144,8 @@ EXPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a cut stream": (lambda run: _cut(run / "step_checks/steps.f64"), "step_checks/steps.f64 is truncated"),
     "a file more": (
-        lambda run: shutil.copyfile(run / "capture/step-000001.json", run / "capture/step-000002.json"),
-        "capture/step-000002.json was added",
+        lambda run: shutil.copyfile(run / "capture/step-000001.safetensors", run / "capture/step-000002.safetensors"),
+        "capture/step-000002.safetensors was added",
     ),
     "no stream": (lambda run: shutil.rmtree(run / "step_checks"), "step_checks/ is missing"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),

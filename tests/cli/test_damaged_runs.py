@@ -47,7 +47,6 @@ FILES = (
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
     *("capture/rounding-000001.json", "step_checks/stream.json", "step_checks/steps.f64", "step_checks/tensors.f64"),
-    "step_checks/forward.json",
     *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store"),
 )
 
@@ -240,7 +239,7 @@ TEXTS = {
     ),
     "settings": (
         *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),
-        *("step_checks/stream.json", "step_checks/forward.json"),
+        "step_checks/stream.json",
     ),
 }
 """Every file of a store that holds text, by what is planted together."""

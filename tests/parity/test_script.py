@@ -40,7 +40,7 @@ from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, UNSHOWN, Case, duplicated, stored_as
 from tests.parity.edits import edit_config, edit_json, edit_lines
-from tests.parity.lab import CLEAN
+from tests.parity.lab import CLEAN, in_one_file_a_step
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
 from tests.support.composing import compose
 from tests.support.mutants import each
@@ -61,6 +61,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             root = Path(command[-1].removeprefix("launch.root="))
             if not root.exists():
                 shutil.copytree(runs[root.name], root / "lab" / "run")
+                in_one_file_a_step(root / "lab" / "run" / "capture")
             return SimpleNamespace(returncode=75, stdout="")
 
         path = tmp_path / "script.py"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import stat
 import time
 from pathlib import Path
@@ -14,14 +12,14 @@ from safetensors.torch import load_file
 
 from harness.config.schema import Dtype
 from harness.fsdp import Observer
-from harness.probe.capture import write_capture
+from harness.probe.capture import beside, write_step
 from harness.probe.collectives import CollectiveMeter, Row
 from harness.probe.flops import peak_flops, peak_of_name
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import ASIDE, Timers
 from harness.probe.waits import WaitMeter
-from harness.store.metrics import NON_FINITE
 from tests.support.mutants import Slip, each
+from tests.train.runs import described
 
 CPU = torch.device("cpu")
 
@@ -134,40 +132,51 @@ def test_a_card_is_not_rated_as_the_part_in_a_server(name: str, tera: float | No
     assert peak_of_name(name) == (None if tera is None else tera * 1e12)
 
 
-def test_capture_round_trips_with_its_description(tmp_path: Path) -> None:
+def test_a_captured_step_round_trips_with_its_description(tmp_path: Path) -> None:
     gradients = {
         "z.weight": torch.arange(6.0).reshape(2, 3),
-        "a.weight": torch.arange(8.0).reshape(4, 2).T,  # not contiguous
+        "a.weight": torch.arange(8.0).reshape(2, 4),
         "nan": torch.tensor([float("nan"), 1.0], dtype=torch.float64),
         "inf": torch.tensor([float("inf")]),
     }
-    write_capture(tmp_path / "capture", 7, 4, gradients.items())
+    write_step(tmp_path / "capture", 7, gradients, {"num_microbatches": 4})
     path = tmp_path / "capture" / "step-000007.safetensors"
-    loaded, facts = load_file(path), json.loads(path.with_suffix(".json").read_text())
-    assert list(facts["tensors"]) == list(gradients), "the model's order"
-    assert (facts["step"], facts["num_microbatches"]) == (7, 4)
+    loaded, facts = load_file(path), described(path)
+    assert facts == {"step": 7, "num_microbatches": 4}
+    assert loaded.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        described = facts["tensors"][name]
         assert loaded[name].dtype is gradient.dtype
         torch.testing.assert_close(loaded[name], gradient, rtol=0, atol=0, equal_nan=True)
-        assert described["shape"] == list(gradient.shape)
-        assert described["dtype"] == str(gradient.dtype).split(".")[1]
-        assert described["sha256"] == hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()
-    assert facts["tensors"]["z.weight"]["norm"] == pytest.approx(55**0.5, rel=1e-15)
-    assert {facts["tensors"]["nan"]["norm"], facts["tensors"]["inf"]["norm"]} <= set(NON_FINITE)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "step-000007.json"}
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_capture_that_breaks_off_does_not_look_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the step was captured before: the old description must not stand beside new tensors."""
+    """Also where the step was captured before: what stands there is the former, whole."""
     folder = tmp_path / "capture"
-    write_capture(folder, 1, 1, [("a", torch.zeros(2))])
+    write_step(folder, 1, {"a": torch.zeros(2)}, {})
 
-    def full(*_: object) -> None:
+    def full(tensors: object, path: Path, *_: object) -> None:
+        path.write_bytes(b"a part of it")
         raise OSError("no space left")
 
-    monkeypatch.setattr("harness.probe.capture.write_json", full)
+    monkeypatch.setattr("harness.probe.capture.save_file", full)
     with pytest.raises(OSError, match="no space"):
-        write_capture(folder, 1, 1, [("a", torch.ones(2))])
-    assert not (folder / "step-000001.json").exists()
+        write_step(folder, 1, {"a": torch.ones(2)}, {})
+    assert load_file(folder / "step-000001.safetensors")["a"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_beside_gradients_lose_nothing_that_a_verdict_sees(dtype: torch.dtype) -> None:
+    expected = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for gradient in (expected.to(dtype), (1.01 * expected).to(dtype)):
+        stored, whole = beside(expected, gradient)
+        assert (stored.dtype, whole) == (torch.float64 if dtype is torch.float64 else torch.float32, False)
+        off = (gradient.double() + stored.double() - expected).abs()
+        assert bool((off <= 2.0**-24 * (gradient.double() - expected).abs() + 2.0**-53 * expected.abs()).all())
+    broken = expected.to(dtype)
+    broken[3] = torch.inf
+    for gradient in (broken, broken[:10], None):
+        stored, whole = beside(expected, gradient)
+        assert whole
+        assert torch.equal(stored, expected)

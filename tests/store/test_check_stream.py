@@ -97,6 +97,9 @@ def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) ->
         with pytest.raises(StoreError, match=rf"{name} has format {version}, .*: {made} code made the run") as caught:
             read(tmp_path)
         assert "damaged" not in str(caught.value)
+    (tmp_path / "step_checks" / "stream.json").write_text(json.dumps({"forward": {"version": version, "modules": 3}}))
+    with pytest.raises(StoreError, match=rf"stream.json has format {version}"):
+        forward.read(tmp_path)
 
 
 @kills("The store", "format after shape", "A run of another version of the code is called damaged")

@@ -135,13 +135,13 @@ def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
     capture.write_plan(run / "capture", Captured([1], [], False, 1, ""))
-    capture.write_witness(run / "other", 1, {"w": (torch.ones(2), 1.0)}, {}, [])
+    capture.write_step(run / "other", 1, {"w": torch.ones(2)}, {})
     forward.write(run, 1, (1, 1), {})
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
     found = {name: run / name for name in ("capture", "other", "step_checks", "ckpt", "verdict")}
-    return found | {"attempt": attempt, "file": run / "other" / "witness-000001.safetensors"}
+    return found | {"attempt": attempt, "file": run / "other" / "step-000001.safetensors"}
 
 
 def open_to_others(run: Path, mask: int) -> list[str]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness.parity.tensors import read_header
 from harness.store.metrics import read_metrics
 
 
@@ -20,3 +21,9 @@ def assert_same_run(a: Path, b: Path) -> None:
             assert first[key] == second[key], key
     for key in ("initial_weights", "final_weights", "tokens"):
         assert summary(a)[key] == summary(b)[key], key
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Description of a captured step."""
+    facts: dict[str, Any] = json.loads(read_header(path)[1]["harness"])
+    return facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from harness.engines.protocol import Microbatch
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, train
+from tests.train.runs import described
 
 HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_post_accumulate_grad_hooks")
 
@@ -77,6 +77,6 @@ def test_a_witness_of_a_diverged_step_is_written(tmp_path: Path) -> None:
         return engine
 
     train(small_config(measure__capture_steps=[1], train__steps=1), tmp_path, wrap_engine=poison)
-    facts = json.loads((tmp_path / "capture/witness-000001.json").read_text())
+    facts = described(tmp_path / "capture/step-000001.safetensors")
     assert facts["terms"]["head.norm.weight"] == "nan"
     assert math.isfinite(facts["terms"]["embedding.weight"])

@@ -3,14 +3,18 @@ them to the rule, to each other, and to what two runs can come apart by."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from harness.config.captured import Captured
 from harness.config.schema import Config
 from harness.models.workload import TokenWorkload
 from harness.parity.alone import ending as own, optimizer
@@ -20,12 +24,12 @@ from harness.parity.tensors import Capture
 from harness.parity.tiers import bitwise, ending, trajectory
 from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.envelope import Envelope
-from harness.store.files import write_json
 from tests.support.factory import freeze, small_config, train
 from tests.support.mutants import Slip, each
+from tests.train.runs import described
 
 STEPS = 5
-SPREAD = [1, 3, STEPS]
+SPREAD = [1, STEPS]
 NAME = "head.output.weight"
 
 
@@ -154,25 +158,49 @@ def test_weights_decay_where_the_workload_says(tmp_path: Path, monkeypatch: pyte
     assert wrong == {"embedding.weight"}
 
 
-def test_a_plan_that_is_gone_is_damage(runs: tuple[Path, Path]) -> None:
-    """Which steps a run meant to capture is known from what it wrote down; captures without it prove nothing."""
-    path = runs[0] / "capture" / "captured.json"
-    told = path.read_bytes()
-    try:
-        path.unlink()
-        assert any("captured.json is missing" in problem for problem in load(runs[0]).problems)
-        write_json(path, {"gradients": [1]})
-        assert any("captured.json" in problem and "updates" in problem for problem in load(runs[0]).problems)
-        write_json(path, Captured((1, 2), (1,), True)._asdict())
-        assert any("step-000002" in problem for problem in load(runs[0]).problems)
-    finally:
-        path.write_bytes(told)
-    last = runs[0] / "capture" / "final.safetensors"
-    hidden = last.rename(last.with_suffix(".hidden"))
-    try:
-        assert any("final.safetensors is missing" in problem for problem in load(runs[0]).problems)
-    finally:
-        hidden.rename(last)
+def rewritten(source: Path, target: Path, change: Callable[[dict[str, np.ndarray], dict[str, Any]], object]) -> Path:
+    """Copy of a run in which `change` edited tensors and description of every captured step."""
+    shutil.copytree(source, target)
+    for path in sorted((target / "capture").glob("step-*.safetensors")):
+        tensors, facts = dict(load_file(path)), described(path)
+        change(tensors, facts)
+        save_file(tensors, path, {"harness": json.dumps(facts)})
+    return target
+
+
+GONE: dict[str, tuple[Callable[[dict[str, np.ndarray], dict[str, Any]], object], str]] = {
+    "plan": (lambda _, facts: facts.pop("plan"), "which steps were to be captured is not known"),
+    "a part of the plan": (lambda _, facts: facts["plan"].pop("updates"), "updates"),
+    "a step": (lambda _, facts: facts["plan"]["gradients"].append(2), r"step-000002.safetensors is missing"),
+    "last weights": (
+        lambda tensors, _: [tensors.pop(name) for name in [*tensors] if name.startswith("after/")],
+        "final.safetensors is missing",
+    ),
+    "the description": (lambda _, facts: facts.clear(), "its description is damaged"),
+    "terms": (lambda _, facts: facts.pop("terms"), "damaged description: KeyError"),
+    "terms of one": (lambda _, facts: facts["terms"].popitem(), "damaged description: KeyError"),
+    "kinds of terms": (lambda _, facts: facts.update(kept=3), "its description is damaged: .*kept"),
+}
+
+
+@pytest.mark.parametrize("what", GONE)
+def test_a_part_of_a_captured_step_that_is_gone_is_damage(runs: tuple[Path, Path], tmp_path: Path, what: str) -> None:
+    change, said = GONE[what]
+    problems = load(rewritten(runs[0], tmp_path / "run", change)).problems
+    assert any(re.search(said, problem) for problem in problems), problems
+
+
+def test_weights_that_changed_after_the_last_step_have_a_file(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """It holds what is not as the last step left it, and the verdict takes that for the end."""
+    assert not (runs[0] / "capture/final.safetensors").exists()
+    shutil.copytree(runs[0], tmp_path / "run")
+    last = load(tmp_path / "run").final
+    assert last is not None
+    save_file({NAME: 2 * last.values(NAME)}, tmp_path / "run/capture/final.safetensors")
+    changed = load(tmp_path / "run")
+    assert changed.final is not None
+    assert changed.final.tensors.keys() == last.tensors.keys()
+    assert {f.tensor for f in own.check(changed) if f.grade is not Grade.ok} == {NAME}
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------

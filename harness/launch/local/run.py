@@ -183,6 +183,8 @@ class LocalRun:
             rank.close()
         shutil.rmtree(rendezvous_folder(self._folder, self._start), ignore_errors=True)
         ended = self._judge()
+        if ended.state is State.done:
+            _remove_empty(self._folder)
         try:
             self._write(ended)
         finally:
@@ -244,6 +246,13 @@ def _end_of(asked: signal.Signals | None) -> tuple[State, str]:
     if asked is None:
         return State.cancelled, "cancelled on request"
     return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)
+
+
+def _remove_empty(attempt: Path) -> None:
+    """Remove logs and stacks with nothing in them."""
+    for path in attempt.iterdir():
+        if path.is_file() and not path.stat().st_size:
+            path.unlink()
 
 
 def _stacks(attempt: Path) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from harness.parity.captured import Testimony
 from harness.parity.outcome import Finding, Grade, Stage, grade
-from harness.parity.record import Record, Testimony
+from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain

@@ -157,8 +157,8 @@ LOOKS: Mapping[str, Look] = {
     "sum, worst piece": _tensors("piece", WITNESS),
     "scale of the sum": _tensors("scale", WITNESS),
     "witnessed tensor": _tensors("exists", WITNESS),
-    "weights of the forward": _fact("capture/witness-{step:06d}.json", "wrong_weights"),
-    "weights apart": _fact("capture/witness-{step:06d}.json", "kept", measure=SHARED),
+    "weights of the forward": _fact("capture/step-{step:06d}.safetensors", "wrong_weights"),
+    "weights apart": _fact("capture/step-{step:06d}.safetensors", "kept", measure=SHARED),
     "replicas": _fact("summary.json", "other_replicas"),
     "tensors apart": _fact("summary.json", "structure", measure='found[0]["aliases"] + found[0]["elsewhere"] != []'),
     "ties kept": _fact("summary.json", "structure", "untied"),
@@ -184,6 +184,7 @@ LOOKS: Mapping[str, Look] = {
 FOLDER = "verdict"
 
 TEMPLATES = Path(__file__).parent / "scripts"
+PARTS = {"head", "captured", "foot"}
 WIDTH = 120
 
 KEPT = ("cluster.device", "cluster.threads_per_rank")
@@ -358,8 +359,9 @@ def _default() -> Mapping[str, Any]:
 
 
 def _render(verdict: Verdict, plan: _Plan) -> str:
-    parts = [(TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in ("head", plan.look.body, "foot")]
-    body = "".join(parts).replace("@measure@", plan.look.measure)
+    texts = {name: (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in PARTS | {plan.look.body}}
+    reads = texts["captured"] if "captured(" in texts[plan.look.body] else ""
+    body = "".join([texts["head"], reads, texts[plan.look.body], texts["foot"]]).replace("@measure@", plan.look.measure)
     cut = "`launch.preempt_at` ends a run early; `train.steps` stays, because the learning rate depends on it."
     end = cut if plan.stop else "Runs go to their end: what it shows needs that."
     told, usage = body.split('"""')[1].split("\n\n")
@@ -380,7 +382,6 @@ def _imports(body: str) -> str:
     own = [name for name in ("json", "math", "shlex", "shutil", "subprocess", "sys", "tempfile") if f"{name}." in body]
     theirs = [*(["import torch"] if "torch." in body else [])]
     theirs += ["from safetensors import safe_open"] if "safe_open(" in body else []
-    theirs += ["from safetensors.torch import load_file"] if "load_file(" in body else []
     lines = [*(f"import {name}" for name in own), *(["from array import array"] if "array(" in body else [])]
     lines.append("from pathlib import Path")
     return "\n".join([*lines, *(["", *theirs] if theirs else [])])
