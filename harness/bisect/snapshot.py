@@ -150,7 +150,7 @@ class Snapshot:
 
 def _own_words(log: Path) -> str:
     told = log_tail(log)
-    if (at := told.rfind("bad request")) >= 0:
+    if (at := max(told.rfind("bad request"), told.rfind("refused:\n"))) >= 0:
         return f"Its own words:\n{told[at:]}"
     return f"It ends with: {told.splitlines()[-1] if told else 'nothing'} ({log})"
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.checkpoint import folder as folders, foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.errors import BadRequest
-from harness.config.hints import explain
 from harness.config.schema import Dtype
 from harness.config.typed import load_config
 from harness.config.words import setting
@@ -56,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"bad request:\n  {told}", file=sys.stderr)
         return 2
     except REFUSED as error:
-        print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
-        return 2
-    except OmegaConfBaseException as error:  # a setting that every run has now, and an older one has not
-        print(explain(error), file=sys.stderr)
+        print(error if isinstance(error, BadRequest) else f"refused:\n  {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -83,7 +78,7 @@ def _export(arguments: argparse.Namespace) -> str:
     run = RunDir(arguments.source)
     held = folders.steps(run.ckpt)
     if not held:
-        raise foreign.Unfit(f"{run.ckpt} holds no checkpoint")
+        raise foreign.Unfit(f"{run.ckpt} holds no checkpoint: ckpt=none keeps none; train it again with ckpt=last")
     if arguments.step is not None and arguments.step not in held:
         raise foreign.Unfit(f"{run.ckpt} has checkpoints of steps {held}, not {arguments.step}")
     source = folders.path_of(run.ckpt, held[-1] if arguments.step is None else arguments.step)

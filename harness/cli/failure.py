@@ -26,7 +26,7 @@ def explained(error: Exception) -> str:
     if isinstance(error, BadRequest):
         return str(error)
     if isinstance(error, StoreError):
-        return f"{'busy' if isinstance(error, Busy) else 'bad request'}:\n  {error}"
+        return f"{'busy' if isinstance(error, Busy) else 'refused'}:\n  {error}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # a missing option of Hydra's is both
         return f"bad request:\n  {_of_the_machine(error)}"
     return str(explain(error))

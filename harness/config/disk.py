@@ -10,8 +10,8 @@ from harness.config.captured import captured
 from harness.config.derived import state_bytes
 from harness.config.schema import CkptPolicy, Config
 
-PROBE_BYTES = 1 << 20
-"""Bytes written and synced to test a disk: about the logs of a short run."""
+LOGS_BYTES = 1 << 20
+"""About the logs of a short run."""
 
 
 class Kept(NamedTuple):
@@ -34,7 +34,7 @@ def kept(cfg: Config) -> Kept:
 def written(cfg: Config) -> int:
     """Bytes a run needs at once at least: captures, kept checkpoints and the one being written, and logs."""
     checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
-    return captured(cfg).num_bytes + checkpoints + PROBE_BYTES
+    return captured(cfg).num_bytes + checkpoints + LOGS_BYTES
 
 
 def nearest(path: Path) -> Path:

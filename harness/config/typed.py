@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_origin
 
 from harness.config.doc import settings
-from harness.config.errors import BadRequest, Violation
+from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.hints import explain_key, explain_range, explain_setting, explain_unsaid
 from harness.config.schema import Config
 
@@ -61,6 +61,9 @@ def load_config(values: Mapping[str, Any]) -> Config:
     found = read(values)
     if isinstance(found, list):
         raise BadRequest(each.violation for each in found)
+    if "family" not in values.get("model", {"family": ...}):  # of old runs: nothing may be assumed of a model
+        choices = ", ".join(settings()["model.family"].choices)
+        raise refuse("model.family", "is not said, and nothing can be assumed", choices=choices)
     return found
 
 

@@ -135,7 +135,7 @@ def test_names_that_nobody_explained_are_refused(tmp_path: Path, capsys: pytest.
     assert "net.a: say what these are, --rename" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert tool.main(["export", str(tmp_path / "nothing"), str(tmp_path / "y"), "--format", "hf"]) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert re.match(r"refused:\n  .* holds no checkpoint: .*ckpt=last", capsys.readouterr().err)
     run, _, _ = saved(tmp_path / "run")
     assert tool.main(["export", str(run), str(tmp_path / "y"), "--format", "hf", "--step", "3"]) == 2
     assert "has checkpoints of steps [4], not 3" in capsys.readouterr().err

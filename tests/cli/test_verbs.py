@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("bad request")
+    assert captured.err.startswith(("bad request", "refused:\n"))
     return captured.err
 
 
@@ -268,7 +268,7 @@ def test_another_persons_runs_are_told_as_far_as_they_are_open(root: Path) -> No
     assert "next: python -m harness retry" in shown
     assert "0 items, 0.0 MiB removed\n1 cannot be removed\n" in tidied
     assert [code.strip() for code in codes] == ["0", "2"]
-    assert done.stderr == f"bad request:\n  {root} cannot be read: Permission denied\n"
+    assert done.stderr == f"refused:\n  {root} cannot be read: Permission denied\n"
 
 
 def test_a_home_is_meant_where_a_shell_leaves_its_sign_alone() -> None:

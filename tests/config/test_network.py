@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import fixed_buffers, wants_infiniband_sharp
 from harness.config.errors import BadRequest
-from harness.config.rules import environment
 from harness.config.schema import EngineName, OuterStrategy, Strategy
 from harness.store.identity import run_name, signature
 from tests.support.composing import compose
@@ -73,29 +71,3 @@ def test_a_run_is_named_after_what_it_asks_of_nccl() -> None:
     plain = compose([]).config
     old = {key: value for key, value in plain.items() if key not in ("nccl_ub", "sharp")}
     assert run_name(old) == run_name(plain)  # runs from before these groups keep their names
-
-
-@pytest.mark.parametrize(
-    ("torch", "variable", "value", "refused"),
-    [
-        ("2.10.1", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
-        ("2.10.1", "PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: true", True),
-        ("2.10.1", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
-        ("2.11.0+cu130", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
-        ("3.0", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", False),
-    ],
-)
-def test_segments_that_grow_cannot_be_registered(
-    torch: str, variable: str, value: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def versions(names: Any = ()) -> dict[str, str]:
-        return {"torch": torch}
-
-    monkeypatch.setattr(environment, "versions", versions)
-    monkeypatch.setenv(variable, value)
-    compose([])
-    if not refused:
-        compose(["nccl_ub=auto"])
-        return
-    with pytest.raises(BadRequest, match=f"unset {variable}, or nccl_ub=none"):
-        compose(["nccl_ub=auto"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.capabilities import ENGINES
 from harness.config.derived import LARGEST_LOSS_SCALE, loss_scale
 from harness.config.errors import Violation
-from harness.config.own import capabilities_of
 from harness.config.projections import FAMILIES, projections, tp_shard
 from harness.config.rules.request import Request, rule
-from harness.config.schema import DTYPE_ROLES, Dtype, EngineName
+from harness.config.schema import DTYPE_ROLES, Dtype
 
 
 @rule()
@@ -23,19 +21,6 @@ def loss_scale_is_one(request: Request) -> Iterator[Violation]:
             "is not a loss scale: only powers of two scale gradients without rounding them",
             f"none, dynamic, or a power of two from 1 to {LARGEST_LOSS_SCALE:.0f}",
             "dtype.loss_scale=dynamic, or dtype.loss_scale=65536",
-        )
-
-
-@rule()
-def loss_scale_is_honoured(request: Request) -> Iterator[Violation]:
-    engine = request.config.engine.name
-    if request.config.dtype.loss_scale != "none" and not capabilities_of(request.config).loss_scale:
-        takers = ", or ".join(f"engine={e.name}" for e, can in ENGINES.items() if can.loss_scale)
-        yield Violation(
-            request.show("dtype.loss_scale"),
-            f"engine={engine.name} has no loss scale",
-            "none",
-            f"{takers}, or dtype.loss_scale=none",
         )
 
 
@@ -88,14 +73,6 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
     config = request.config
     if config.dtype.fp8 is None:
         return
-    if not capabilities_of(config).fp8:
-        able = [each.name for each in EngineName if ENGINES[each].fp8]
-        yield Violation(
-            request.show("dtype.fp8"),
-            f"engine={config.engine.name.name} has no layers that multiply 8-bit numbers",
-            "null; engines that do: " + ", ".join(able),
-            f"engine={able[0]}, or dtype=bf16",
-        )
     if config.model.family not in FAMILIES:
         yield Violation(
             request.show("dtype.fp8"),

@@ -25,6 +25,7 @@ from harness.config.schema import (
     Numerics,
     OptimizerName,
     OuterStrategy,
+    Registration,
     Strategy,
 )
 from harness.fsdp import Placements
@@ -33,32 +34,43 @@ from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
 
-
-@rule()
-def strategy_is_built(request: Request) -> Iterator[Violation]:
-    engine, strategy = request.config.engine.name, request.config.sharding.strategy
-    valid = capabilities_of(request.config).strategies
-    if strategy not in valid:
-        others = [e.name for e in EngineName if strategy in ENGINES[e].strategies]
-        yield Violation(
-            request.show("sharding.strategy"),
-            f"engine={engine.name} does not shard this way",
-            ", ".join(s.name for s in valid),
-            f"sharding={valid[0].name}, or engine={others[0]}",
-        )
+MAIN = ("main_params", "main_grads")
 
 
 @rule()
-def numerics_are_promised(request: Request) -> Iterator[Violation]:
-    engine, mode = request.config.engine.name, request.config.numerics.mode
-    valid = capabilities_of(request.config).numerics
-    if mode not in valid:
-        yield Violation(
-            request.show("numerics.mode"),
-            f"engine={engine.name} cannot promise this order of arithmetic",
-            ", ".join(m.name for m in valid),
-            "engine=native, or numerics=deterministic",
-        )
+def the_engine_has_these_choices(request: Request) -> Iterator[Violation]:
+    config, can = request.config, capabilities_of(request.config)
+    main = can.formats if can.main_formats is None else can.main_formats
+    buffers = (*can.user_buffers, Registration.none)
+    listed: list[tuple[str, tuple[Any, ...], str]] = [
+        ("sharding.strategy", can.strategies, "does not shard this way"),
+        ("numerics.mode", can.numerics, "cannot promise this order of arithmetic"),
+        *((f"dtype.{role}", (*can.formats, None), "does not take this dtype") for role in DTYPE_ROLES),
+        *((f"dtype.{role}", main, "does not keep main weights and gradients in this dtype") for role in MAIN),
+        ("nccl_ub.mode", buffers, f"does not register its buffers with NCCL{' in this way' * (len(buffers) > 1)}"),
+    ]
+    for path, valid, problem in listed:
+        if request.value(path) not in valid:
+            names = ", ".join(each.name for each in valid if each is not None)
+            nearest = valid[-1 if path == "numerics.mode" else 0]
+            fix = f"{_as_override(path, nearest)}, or engine=native"
+            yield Violation(request.show(path), f"engine={config.engine.name.name} {problem}", names, fix)
+
+
+@rule("mesh.tp")
+def the_engine_is_able(request: Request) -> Iterator[Violation]:
+    config, engine = request.config, request.config.engine.name
+    wanted = (
+        ("dtype.loss_scale", "none", "loss_scale", "has no loss scale"),
+        ("dtype.fp8", None, "fp8", "has no layers that multiply 8-bit numbers"),
+        ("mesh.tp", 1, "tensor_parallel", "does not support tensor parallelism"),
+    )
+    for path, off, ability, problem in wanted:
+        if request.value(path) != off and not getattr(capabilities_of(config), ability):
+            able = [each.name for each in EngineName if getattr(ENGINES[each], ability)]
+            without = f"{path}={as_typed(off)}"
+            choices, fix = f"{without}; engines that do: {', '.join(able)}", f"engine={able[0]}, or {without}"
+            yield Violation(request.show(path), f"engine={engine.name} {problem}", choices, fix)
 
 
 @rule("mesh.world_size", "mesh.tp")
@@ -117,30 +129,8 @@ def hybrid_is_built(request: Request) -> Iterator[Violation]:
 
 
 @rule()
-def formats_are_known(request: Request) -> Iterator[Violation]:
-    engine, d = request.config.engine.name, request.config.dtype
-    valid = capabilities_of(request.config).formats
-    for role in DTYPE_ROLES:
-        if getattr(d, role) is not None and getattr(d, role) not in valid:
-            yield Violation(
-                request.show(f"dtype.{role}"),
-                f"engine={engine.name} does not take this dtype",
-                ", ".join(f.name for f in valid),
-                f"dtype.{role}={valid[0].name}, or engine=native",
-            )
-
-
-@rule()
 def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
     config, can = request.config, capabilities_of(request.config)
-    for role in ("main_params", "main_grads"):
-        if can.main_formats is not None and getattr(config.dtype, role) not in can.main_formats:
-            yield Violation(
-                request.show(f"dtype.{role}"),
-                f"engine={config.engine.name.name} does not keep main weights and gradients in this dtype",
-                ", ".join(x.name for x in can.main_formats),
-                f"dtype.{role}={can.main_formats[0].name}, or engine=native",
-            )
     if config.sharding.strategy in can.uncast and config.dtype.compute is not config.dtype.main_params:
         casting = [s.name for s in can.strategies if s not in can.uncast]
         yield Violation(
@@ -292,12 +282,15 @@ def options_go_together(request: Request) -> Iterator[Violation]:
             request.show(OPTIONS[each.option].setting),
             each.why,
             each.valid.lower(),
-            ", or ".join(" ".join(_as_override(*choice) for choice in way.items()) for way in each.ways_out),
+            ", or ".join(" ".join(_as_override(_path(name), v) for name, v in way.items()) for way in each.ways_out),
         )
 
 
-def _as_override(name: str, value: Any) -> str:
-    path = OPTIONS[name].setting if name in OPTIONS else f"sharding.{name}"
+def _path(option: str) -> str:
+    return OPTIONS[option].setting if option in OPTIONS else f"sharding.{option}"
+
+
+def _as_override(path: str, value: Any) -> str:
     group, _, field = path.partition(".")
     return f"{group if field in ('mode', 'strategy') else path}={as_typed(value)}"
 

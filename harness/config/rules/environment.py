@@ -1,25 +1,20 @@
 """Rules on this machine before ranks start: devices, memory, disk, scheduler, optional packages.
 
-Nothing is written under `launch.dry_run`, and nothing is left behind.
+Nothing is written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib.util
 import os
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
-from harness.config.disk import PROBE_BYTES, free_bytes, nearest, shown, written
+from harness.config.disk import free_bytes, nearest, shown, written
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
@@ -30,8 +25,6 @@ from harness.store.provenance import versions
 from harness.store.screen import counted
 
 ALLOCATORS = ("megatron", "apex")
-
-PROBED_S = 60.0
 
 
 @rule("mesh.world_size", "cluster.ranks_per_device")
@@ -132,28 +125,6 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
 
 
 @rule()
-def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
-    """Expandable segments have no fixed extent to register, which torch handles from 2.11 on.
-
-    Checked for this machine; elsewhere ranks check it themselves.
-    """
-    mode, here = request.show("nccl_ub.mode"), request.config.cluster.backend is Backend.local
-    if request.config.nccl_ub.mode is Registration.none or not here:
-        return
-    torch = versions(("torch",)).get("torch")
-    if torch is None or _at_least(torch, (2, 11)):
-        return
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            yield Violation(
-                f"{mode} {name}={os.environ[name]}",
-                f"torch {torch} cannot register expandable segments",
-                "expandable_segments:False, or torch 2.11 and later",
-                f"unset {name}, or nccl_ub=none",
-            )
-
-
-@rule()
 def own_allocator_is_there(request: Request) -> Iterator[Violation]:
     """megatron-fsdp needs one of two packages, not its dependencies, to allocate user buffers.
 
@@ -219,53 +190,23 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
 @rule(*_SIZES)
 def disk_takes_the_run(request: Request) -> Iterator[Violation]:
     cfg = request.config
-    problem = probe(Path(cfg.launch.root), written(cfg), write=not cfg.launch.dry_run)
+    problem = room(Path(cfg.launch.root), 0 if cfg.launch.dry_run else written(cfg))
     if problem:
         yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
 
 
-def probe(root: Path, need: int, *, write: bool) -> str:
-    """Reason why `need` bytes cannot be written under `root`; empty if they can.
-
-    A file is written, synced and removed, because quotas and thin volumes report too much free space. Without `write`
-    only the folder is looked at.
-    """
+def room(root: Path, need: int) -> str:
+    """Reason why `need` bytes cannot be written under `root`; empty if they can. Nothing is written."""
     try:
         folder = nearest(root)
+        if not folder.is_dir():
+            return f"{folder} is a file, not a folder"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            return f"{folder} is not writable"
+        free = free_bytes(folder)
     except OSError as error:
         return f"cannot be a folder: {error.strerror}"
-    if not folder.is_dir():
-        return f"{folder} is a file, not a folder"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{folder} is not writable"
-    return _no_room(folder, need) if write else ""
-
-
-def _no_room(folder: Path, need: int) -> str:
-    try:
-        free = free_bytes(folder)
-        if free < need:
-            return f"{folder} has {shown(free)} free, and the run writes about {shown(need)}"
-        _write_and_remove(folder, min(need, PROBE_BYTES), int(time.monotonic() // PROBED_S))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"no room on the disk of {folder}: {error.strerror}"
-        return f"cannot write into {folder}: {error.strerror or error}"
-    return ""
-
-
-@lru_cache
-def _write_and_remove(folder: Path, size: int, now: int) -> None:
-    handle, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
-    try:
-        with open(handle, "wb", buffering=0) as file:
-            data = memoryview(bytes(size))
-            while data:
-                data = data[file.write(data) :]
-            os.fsync(file.fileno())
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+    return f"{folder} has {shown(free)} free, and the run writes about {shown(need)}" if free < need else ""
 
 
 def _memory_bytes() -> int:

@@ -13,20 +13,6 @@ ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree
 
 
 @rule()
-def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation]:
-    config = request.config
-    can = capabilities_of(config).user_buffers
-    if config.nccl_ub.mode is not Registration.none and config.nccl_ub.mode not in can:
-        how = " in this way" if can else ""
-        yield Violation(
-            request.show("nccl_ub.mode"),
-            f"engine={config.engine.name.name} does not register its buffers with NCCL{how}",
-            ", ".join(mode.name for mode in (Registration.none, *can)),
-            f"nccl_ub={(*can, Registration.none)[0].name}, or engine=native",
-        )
-
-
-@rule()
 def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
     if request.config.nccl_ub.mode is Registration.none or request.config.engine.double_buffer:
         return

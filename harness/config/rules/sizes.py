@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 
-from harness.config.capabilities import ENGINES
 from harness.config.data_source import SourceFacts, describe, inspect
 from harness.config.derived import data_ranks
 from harness.config.errors import Violation
 from harness.config.own import described
 from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, rule
-from harness.config.schema import Config, DataConfig, DataKind, EngineName, ModelFamily, TokenDtype
+from harness.config.schema import Config, DataConfig, DataKind, ModelFamily, TokenDtype
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
 
@@ -155,15 +154,7 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
     config = request.config
     if config.mesh.tp == 1:
         return
-    engine, family = config.engine.name, config.model.family
-    if not ENGINES[engine].tensor_parallel:
-        able = [each.name for each in EngineName if ENGINES[each].tensor_parallel]
-        yield Violation(
-            request.show("mesh.tp"),
-            f"engine={engine.name} does not support tensor parallelism",
-            "mesh.tp=1; engines that do: " + ", ".join(able),
-            f"mesh.tp=1, or engine={able[0]}",
-        )
+    family = config.model.family
     if family not in PLANNED:
         yield Violation(
             request.show("mesh.tp"),
