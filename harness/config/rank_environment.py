@@ -1,15 +1,15 @@
-"""Environment of a rank: pure functions from a configuration to variables.
+"""Environment of a rank, with NCCL, torch's NCCL backend and the SHARP library: pure functions of a configuration.
 
-Some are read at process start, and only the launcher can set them. The rest are read when torch is loaded, so that a
-rank under torchrun or srun can set them itself.
+Some variables are read at process start, and only the launcher can set them. The rest are read when torch is loaded, so
+that a rank under torchrun or srun can set them itself.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from harness.config.network_variables import network_environment
-from harness.config.schema import Config, Device, Numerics
+from harness.config.derived import wants_infiniband_sharp
+from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Numerics, Registration, SharpAxis
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 """Size from which glibc maps a block by itself, and returns free memory to the kernel.
@@ -35,3 +35,95 @@ def library_environment(config: Config, attempt: Path | None = None) -> dict[str
     if config.cluster.interface is not None:
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), config.cluster.interface)
     return variables | network_environment(config, attempt)
+
+
+NCCL_LOG = "nccl.%h.%p.log"
+
+CTA_POLICIES = {CtaPolicy.default: "0", CtaPolicy.efficiency: "1", CtaPolicy.zero: "2"}
+"""Values as numbers, because names are understood from NCCL 2.29 on."""
+
+
+SHARED_DEVICE_CTAS = 2
+"""Most thread blocks of a collective with several ranks on a device; nccl_ub.max_ctas overrides it."""
+
+
+def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
+    """Variables of NCCL, torch and SHARP; empty on CPU."""
+    if config.cluster.device is not Device.cuda:
+        return {}
+    parts = (_algorithms, _thread_blocks, _shared_devices, _sharp_library)
+    return {name: value for part in parts for name, value in part(config).items()} | _log(config, attempt)
+
+
+def _algorithms(config: Config) -> dict[str, str]:
+    """[Note: Left alone] `sharp=default` sets nothing, so that a run is as without this harness.
+
+    NCCL uses NVLS at will, and the user's exports stand. But a promised order of arithmetic excludes sums in switches,
+    and ranks that share a device cannot have them.
+    """
+    sharp = config.sharp
+    nvlink = sharp.group.is_asked and sharp.nvlink
+    variables = {}
+    if sharp.group is not SharpAxis.default or config.numerics.mode is not Numerics.fast:
+        variables = {
+            # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
+            "NCCL_NVLS_ENABLE": "2" if nvlink else "0",
+            # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
+            "NCCL_COLLNET_ENABLE": "0",
+        }
+    if sharp.algo is not None:
+        variables["NCCL_ALGO"] = sharp.algo
+    if nvlink and sharp.nvls_ctas is not None:
+        variables["NCCL_NVLS_NCHANNELS"] = str(sharp.nvls_ctas)
+    return variables
+
+
+def _thread_blocks(config: Config) -> dict[str, str]:
+    ub = config.nccl_ub
+    variables = {}
+    if ub.cta_policy is not CtaPolicy.default:
+        variables["NCCL_CTA_POLICY"] = CTA_POLICIES[ub.cta_policy]
+    if ub.min_ctas is not None:
+        variables["NCCL_MIN_CTAS"] = str(ub.min_ctas)
+    if ub.max_ctas is not None:
+        variables["NCCL_MAX_CTAS"] = str(ub.max_ctas)
+    if ub.mode is not Registration.none:
+        # torch would register every tensor of every collective by itself, beside the engine's pool
+        variables["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
+    return variables
+
+
+def _shared_devices(config: Config) -> dict[str, str]:
+    """Several ranks on a device, as NCCL 2.30 allows: no multicast, and few thread blocks each.
+
+    A rank whose collective fills the device leaves no room for its peer.
+    """
+    if config.cluster.ranks_per_device == 1:
+        return {}
+    most = SHARED_DEVICE_CTAS if config.nccl_ub.max_ctas is None else config.nccl_ub.max_ctas
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(most)}
+
+
+def _sharp_library(config: Config) -> dict[str, str]:
+    if not wants_infiniband_sharp(config):
+        return {}
+    variables = {"SHARP_COLL_ENABLE_SAT": str(int(config.sharp.streaming))}
+    if config.sharp.overlap_gather:
+        variables["SHARP_COLLNET_OVERLAP_AG"] = "1"
+    if config.launch.nccl_log is not NcclLog.none:
+        variables["SHARP_COLL_LOG_LEVEL"] = "3"  # information: whether the switches gave the job a tree
+    return variables
+
+
+def _log(config: Config, attempt: Path | None) -> dict[str, str]:
+    if config.launch.nccl_log is NcclLog.none or attempt is None:
+        return {}
+    kinds = ["INIT", "ENV", "NET", "GRAPH", "NVLS", "REG"]
+    if config.launch.nccl_log is NcclLog.choices:
+        kinds.append("TUNING")
+    folder = str(attempt.absolute()).replace("%", "%%")
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": ",".join(kinds),
+        "NCCL_DEBUG_FILE": f"{folder}/{NCCL_LOG}",
+    }

@@ -49,12 +49,8 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
             for name, can in ENGINES.items()
             if can.own_optimizers
         ]
-        yield Violation(
-            "optimizer=ext",
-            f"is not taken by engine={config.engine.name.name} sharding={config.sharding.strategy.name}",
-            ", ".join(takers),
-            "engine=native, or optimizer=adamw",
-        )
+        problem = f"is not taken by engine={config.engine.name.name} sharding={config.sharding.strategy.name}"
+        yield Violation("optimizer=ext", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
         return
     found = described("optimizer", config)
     if found is not None and config.engine.name is EngineName.native and not found.told["elementwise"]:

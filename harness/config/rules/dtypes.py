@@ -43,12 +43,9 @@ def scaled_gradients_are_stored_wide(request: Request) -> Iterator[Violation]:
     """Unscaling would round 16-bit gradients."""
     d = request.config.dtype
     if d.loss_scale != "none" and d.main_grads in (Dtype.bf16, Dtype.fp16):
-        yield Violation(
-            request.show("dtype.main_grads", "dtype.loss_scale"),
-            "stores scaled gradients in 16 bits, where scaling them back is not exact",
-            "fp32, fp64",
-            "dtype.main_grads=fp32, or dtype.loss_scale=none",
-        )
+        subject = request.show("dtype.main_grads", "dtype.loss_scale")
+        problem = "stores scaled gradients in 16 bits, where scaling them back is not exact"
+        yield Violation(subject, problem, "fp32, fp64", "dtype.main_grads=fp32, or dtype.loss_scale=none")
 
 
 @rule()
@@ -74,19 +71,12 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
     if config.dtype.fp8 is None:
         return
     if config.model.family not in FAMILIES:
-        yield Violation(
-            request.show("dtype.fp8"),
-            f"model.family={config.model.family.name} has no projections to multiply in 8 bits",
-            "null; families that do: " + ", ".join(each.name for each in FAMILIES),
-            "model=tiny, or dtype=bf16",
-        )
+        problem = f"model.family={config.model.family.name} has no projections to multiply in 8 bits"
+        choices = "null; families that do: " + ", ".join(each.name for each in FAMILIES)
+        yield Violation(request.show("dtype.fp8"), problem, choices, "model=tiny, or dtype=bf16")
     if config.sharp.group.is_asked:
-        yield Violation(
-            request.show("dtype.fp8", "sharp.group"),
-            "is not implemented: no switch was observed to compute the largest amax",
-            "sharp=none",
-            "sharp=none, or dtype=bf16",
-        )
+        problem = "is not implemented: no switch was observed to compute the largest amax"
+        yield Violation(request.show("dtype.fp8", "sharp.group"), problem, "sharp=none", "sharp=none, or dtype=bf16")
 
 
 @rule()
@@ -118,18 +108,11 @@ def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
         fitting = f"sizes of attention and feed-forward that {recipe.multiple} divides"
         if each.rows % recipe.multiple or each.columns % recipe.multiple:
             every = " (which every recipe takes)" if of_16 else ""
-            yield Violation(
-                request.show("dtype.fp8", *each.settings),
-                f"{shape}: {takes}",
-                fitting,
-                f"model=tiny_wide{every}, {of_16}or dtype=bf16",
-            )
+            subject = request.show("dtype.fp8", *each.settings)
+            yield Violation(subject, f"{shape}: {takes}", fitting, f"model=tiny_wide{every}, {of_16}or dtype=bf16")
             return  # the first one: the others have the same settings and the same way out
         if rows % recipe.multiple or columns % recipe.multiple:
-            yield Violation(
-                request.show("dtype.fp8", *each.settings, "mesh.tp"),
-                f"{shape}, of which a rank multiplies [{rows}, {columns}]: {takes}",
-                f"{fitting} on every rank",
-                f"mesh.tp=1, {of_16}or dtype=bf16",
-            )
+            subject = request.show("dtype.fp8", *each.settings, "mesh.tp")
+            problem = f"{shape}, of which a rank multiplies [{rows}, {columns}]: {takes}"
+            yield Violation(subject, problem, f"{fitting} on every rank", f"mesh.tp=1, {of_16}or dtype=bf16")
             return

@@ -78,12 +78,9 @@ def ranks_are_possible(request: Request) -> Iterator[Violation]:
     engine, tp = request.config.engine.name, request.config.mesh.tp
     most = capabilities_of(request.config).max_data_ranks
     if most is not None and data_ranks(request.config) > most:
-        yield Violation(
-            request.show("mesh.world_size"),
-            f"engine={engine.name} runs in {most} process" + (f" of mesh.tp={tp} ranks" if tp > 1 else ""),
-            f"1 to {most * tp}",
-            f"mesh.world_size={most * tp}, or engine=native",
-        )
+        subject = request.show("mesh.world_size")
+        problem = f"engine={engine.name} runs in {most} process" + (f" of mesh.tp={tp} ranks" if tp > 1 else "")
+        yield Violation(subject, problem, f"1 to {most * tp}", f"mesh.world_size={most * tp}, or engine=native")
 
 
 @rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
@@ -95,12 +92,9 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
             if mesh.tp == 1
             else f"the {counted(ranks, 'rank')} that mesh.tp={mesh.tp} leaves"
         )
-        yield Violation(
-            request.show("mesh.dp_outer"),
-            f"does not divide {of}",
-            ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
-            f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}",
-        )
+        choices = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        fix = f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}"
+        yield Violation(request.show("mesh.dp_outer"), f"does not divide {of}", choices, fix)
     named = request.named.get("sharding", "")
     if outer == 1 and (
         request.config.sharding.outer is not OuterStrategy.no_shard or named in [each.hybrid for each in OuterStrategy]
@@ -155,12 +149,9 @@ def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
             )
     backend_sums = not can.sums_itself and d.grad_accum not in (None, d.grad_comm)
     if backend_sums or (engine is EngineName.single and d.grad_accum not in (None, d.main_grads)):
-        yield Violation(
-            request.show("dtype.grad_accum"),
-            f"engine={engine.name} leaves sums to the backend, which sums in the dtype that is sent",
-            f"null, {d.grad_comm.name}",
-            "dtype.grad_accum=null, or engine=native",
-        )
+        subject = request.show("dtype.grad_accum")
+        problem = f"engine={engine.name} leaves sums to the backend, which sums in the dtype that is sent"
+        yield Violation(subject, problem, f"null, {d.grad_comm.name}", "dtype.grad_accum=null, or engine=native")
 
 
 def _holds(dtype: Dtype, other: Dtype) -> bool:
@@ -174,12 +165,9 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
     if d.allow_low_precision_grads:
         return
     if d.main_grads.bytes < 4:
-        yield Violation(
-            request.show("dtype.main_grads"),
-            "stores gradients in 16 bits, where sums over microbatches lose small contributions",
-            "fp32, fp64",
-            "dtype.main_grads=fp32, or dtype.allow_low_precision_grads=true to accept it",
-        )
+        problem = "stores gradients in 16 bits, where sums over microbatches lose small contributions"
+        fix = "dtype.main_grads=fp32, or dtype.allow_low_precision_grads=true to accept it"
+        yield Violation(request.show("dtype.main_grads"), problem, "fp32, fp64", fix)
     total = accumulate_dtype(request.config)
     asked = d.grad_accum is not None or capabilities_of(request.config).sums_itself
     if asked and not (total.bytes >= 4 and _holds(total, d.grad_comm)):
@@ -226,12 +214,9 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
     """Main weights narrower than the compute dtype would lose updates at once."""
     d = request.config.dtype
     if not _holds(d.main_params, d.compute):
-        yield Violation(
-            request.show("dtype.main_params"),
-            f"cannot hold the numbers of dtype.compute={d.compute.name}",
-            ", ".join(x.name for x in Dtype if _holds(x, d.compute)),
-            f"dtype.main_params={d.compute.name}",
-        )
+        problem = f"cannot hold the numbers of dtype.compute={d.compute.name}"
+        choices = ", ".join(x.name for x in Dtype if _holds(x, d.compute))
+        yield Violation(request.show("dtype.main_params"), problem, choices, f"dtype.main_params={d.compute.name}")
 
 
 @rule()
@@ -265,12 +250,8 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
     terms, bits = global_microbatches(config), config.numerics.exact_bits
     most = 61 - max(terms - 1, 0).bit_length()
     if bits > most:
-        yield Violation(
-            request.show("numerics.exact_bits"),
-            f"leaves no room for a gradient of 1 in a sum of {terms} microbatches",
-            f"0 to {most}",
-            f"numerics.exact_bits={most}",
-        )
+        problem = f"leaves no room for a gradient of 1 in a sum of {terms} microbatches"
+        yield Violation(request.show("numerics.exact_bits"), problem, f"0 to {most}", f"numerics.exact_bits={most}")
 
 
 @rule("engine.accumulate_unsharded", "engine.double_buffer", "engine.prefetch")
@@ -278,12 +259,8 @@ def options_go_together(request: Request) -> Iterator[Violation]:
     config = request.config
     reduces_each = not Placements.of(config.sharding.strategy, None).accumulates_locally
     for each in conflicts(engine_options(config), reduces_each=reduces_each):
-        yield Violation(
-            request.show(OPTIONS[each.option].setting),
-            each.why,
-            each.valid.lower(),
-            ", or ".join(" ".join(_as_override(_path(name), v) for name, v in way.items()) for way in each.ways_out),
-        )
+        fix = ", or ".join(" ".join(_as_override(_path(name), v) for name, v in way.items()) for way in each.ways_out)
+        yield Violation(request.show(OPTIONS[each.option].setting), each.why, each.valid.lower(), fix)
 
 
 def _path(option: str) -> str:

@@ -37,24 +37,17 @@ def devices_exist(request: Request) -> Iterator[Violation]:
         share = f"cluster.ranks_per_device={-(-ranks // found)}" if found else ""
         fix = f"mesh.world_size={found}, or {share} (NCCL 2.30)" if found else "cluster.device=cpu, or cluster=slurm"
         each = f", cluster.ranks_per_device={c.ranks_per_device}" if c.ranks_per_device > 1 else ""
-        yield Violation(
-            "cluster.device=cuda",
-            f"this process may use {counted(found, 'CUDA device')} for {counted(ranks, 'rank')}{each}",
-            "cpu, cuda",
-            fix,
-        )
+        problem = f"this process may use {counted(found, 'CUDA device')} for {counted(ranks, 'rank')}{each}"
+        yield Violation("cluster.device=cuda", problem, "cpu, cuda", fix)
 
 
 @rule("cluster.threads_per_rank", "mesh.world_size")
 def threads_have_processors(request: Request) -> Iterator[Violation]:
     c, have = request.config.cluster, os.cpu_count() or 1
     if c.backend is Backend.local and c.threads_per_rank > have:
-        yield Violation(
-            request.show("cluster.threads_per_rank"),
-            "is more than this machine's processors",
-            f"1 to {have}",
-            f"cluster.threads_per_rank={max(1, have // request.config.mesh.world_size)}",
-        )
+        subject = request.show("cluster.threads_per_rank")
+        fix = f"cluster.threads_per_rank={max(1, have // request.config.mesh.world_size)}"
+        yield Violation(subject, "is more than this machine's processors", f"1 to {have}", fix)
 
 
 @rule()
@@ -78,12 +71,8 @@ def torch_is_installed(request: Request) -> Iterator[Violation]:
 def project_has_a_name(request: Request) -> Iterator[Violation]:
     project = request.config.wandb.project
     if not 0 < len(project) <= 128 or set(project) & set(r"/\#?%:"):
-        yield Violation(
-            request.show("wandb.project"),
-            "is not a name that W&B takes",
-            r"1 to 128 characters without / \ # ? % :",
-            "wandb.project=sharded-training",
-        )
+        subject, problem = request.show("wandb.project"), "is not a name that W&B takes"
+        yield Violation(subject, problem, r"1 to 128 characters without / \ # ? % :", "wandb.project=sharded-training")
 
 
 @rule()
@@ -100,11 +89,8 @@ def wandb_can_start(request: Request) -> Iterator[Violation]:
         yield Violation(subject, "the package wandb is not installed", fix="wandb=disabled, or pip install wandb")
     elif mode is WandbMode.online and not (request.config.launch.dry_run or has_key(os.environ)):
         where = "neither WANDB_API_KEY nor ~/.netrc holds a key"
-        yield Violation(
-            subject,
-            f"{where} for {server(os.environ)}",
-            fix=f"wandb login, or wandb=offline and `{commands.verb('sync')}` later",
-        )
+        problem = f"{where} for {server(os.environ)}"
+        yield Violation(subject, problem, fix=f"wandb login, or wandb=offline and `{commands.verb('sync')}` later")
 
 
 @rule()
@@ -117,11 +103,8 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
     name, _, version = wanted.partition("==")
     found = versions((name,)).get(name)
     if found != version:
-        yield Violation(
-            f"engine={engine.name}",
-            f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed"),
-            fix=f"make peers, or {can.install}",
-        )
+        problem = f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed")
+        yield Violation(f"engine={engine.name}", problem, fix=f"make peers, or {can.install}")
 
 
 @rule()
@@ -180,11 +163,8 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
         return
     need, have = persistent_bytes_per_rank(cfg) * cfg.mesh.world_size, _memory_bytes()
     if have and need > have:
-        yield Violation(
-            f"model={cfg.model.name}",
-            f"needs {shown(need)} without activations, for all its ranks; this machine has {shown(have)}",
-            fix="model=tiny, or a cluster with more machines",
-        )
+        problem = f"needs {shown(need)} without activations, for all its ranks; this machine has {shown(have)}"
+        yield Violation(f"model={cfg.model.name}", problem, fix="model=tiny, or a cluster with more machines")
 
 
 @rule(*_SIZES)

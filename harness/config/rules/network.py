@@ -17,12 +17,9 @@ def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
     if request.config.nccl_ub.mode is Registration.none or request.config.engine.double_buffer:
         return
     if "engine.double_buffer" in request.named:
-        yield Violation(
-            request.show("engine.double_buffer"),
-            f"contradicts {request.show('nccl_ub.mode')}: buffers that come and go would be registered each time",
-            "true",
-            "leave it out (nccl_ub implies it), or nccl_ub=none",
-        )
+        subject = request.show("engine.double_buffer")
+        problem = f"contradicts {request.show('nccl_ub.mode')}: buffers that come and go would be registered each time"
+        yield Violation(subject, problem, "true", "leave it out (nccl_ub implies it), or nccl_ub=none")
 
 
 @rule("nccl_ub.min_ctas", "nccl_ub.max_ctas")
@@ -30,12 +27,8 @@ def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
     """NCCL would raise the one or lower the other, and only log it."""
     low, high = request.config.nccl_ub.min_ctas, request.config.nccl_ub.max_ctas
     if low is not None and high is not None and low > high:
-        yield Violation(
-            request.show("nccl_ub.min_ctas"),
-            f"is more than nccl_ub.max_ctas={high}",
-            f"1 to {high}",
-            f"nccl_ub.min_ctas={high}",
-        )
+        subject = request.show("nccl_ub.min_ctas")
+        yield Violation(subject, f"is more than nccl_ub.max_ctas={high}", f"1 to {high}", f"nccl_ub.min_ctas={high}")
 
 
 @rule()
@@ -53,26 +46,16 @@ def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violatio
     if ub.mode is Registration.none or ub.symmetric is not symmetric:
         needed = str(symmetric).lower()
         kind = "symmetric" if symmetric else "registered, but not symmetric"
-        yield Violation(
-            policy,
-            f"acts on {kind} buffers; with {request.show('nccl_ub.mode', 'nccl_ub.symmetric')} NCCL ignores it",
-            "default",
-            f"nccl_ub=auto nccl_ub.symmetric={needed}, or nccl_ub.cta_policy=default",
-        )
+        problem = f"acts on {kind} buffers; with {request.show('nccl_ub.mode', 'nccl_ub.symmetric')} NCCL ignores it"
+        fix = f"nccl_ub=auto nccl_ub.symmetric={needed}, or nccl_ub.cta_policy=default"
+        yield Violation(policy, problem, "default", fix)
     if ub.cta_policy is CtaPolicy.efficiency and algo is not None:
-        yield Violation(
-            f"{policy} {request.show('sharp.algo')}",
-            "is ignored by NCCL if an algorithm is set",
-            "sharp.algo=null",
-            "leave sharp.algo out",
-        )
+        subject = f"{policy} {request.show('sharp.algo')}"
+        yield Violation(subject, "is ignored by NCCL if an algorithm is set", "sharp.algo=null", "leave sharp.algo out")
     if ub.cta_policy is CtaPolicy.efficiency and (off := _without_nvls(request)):
-        yield Violation(
-            f"{policy} {off}",
-            "has no effect: few thread blocks are those of NVLink SHARP (NVLS), which is off then",
-            "sharp=default, sharp=dp",
-            "leave sharp out, or nccl_ub.cta_policy=default",
-        )
+        subject = f"{policy} {off}"
+        problem = "has no effect: few thread blocks are those of NVLink SHARP (NVLS), which is off then"
+        yield Violation(subject, problem, "sharp=default, sharp=dp", "leave sharp out, or nccl_ub.cta_policy=default")
 
 
 def _without_nvls(request: Request) -> str:
@@ -90,12 +73,8 @@ def _without_nvls(request: Request) -> str:
 def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
     mode = request.config.numerics.mode
     if request.config.sharp.group.is_asked and mode is not Numerics.fast:
-        yield Violation(
-            request.show("sharp.group"),
-            f"leaves the order of sums to the network, which numerics={mode.name} promises",
-            "none",
-            "sharp=none, or numerics=fast",
-        )
+        problem = f"leaves the order of sums to the network, which numerics={mode.name} promises"
+        yield Violation(request.show("sharp.group"), problem, "none", "sharp=none, or numerics=fast")
 
 
 @rule("mesh.dp_outer")
@@ -103,12 +82,8 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
     config = request.config
     group, outer = config.sharp.group, config.mesh.dp_outer
     if group is SharpAxis.dp_outer and outer == 1:
-        yield Violation(
-            "sharp.group=dp_outer",
-            "has no outer axis to act on: mesh.dp_outer=1",
-            "none, dp",
-            "sharp=dp, or mesh=two_by_two",
-        )
+        problem = "has no outer axis to act on: mesh.dp_outer=1"
+        yield Violation("sharp.group=dp_outer", problem, "none, dp", "sharp=dp, or mesh=two_by_two")
     elif group.is_asked and outer > 1 and not capabilities_of(config).orders_communicators:
         yield Violation(
             request.show("sharp.group", "mesh.dp_outer"),
@@ -129,9 +104,5 @@ def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
     known = {name.lower() for name in ALGORITHMS}
     names = (sharp.algo or "Ring").removeprefix("^").split(",")
     if any(name.lower() not in known for name in names):
-        yield Violation(
-            request.show("sharp.algo"),
-            "names an algorithm NCCL does not have",
-            ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^",
-            "sharp.algo=Ring",
-        )
+        choices = ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^"
+        yield Violation(request.show("sharp.algo"), "names an algorithm NCCL does not have", choices, "sharp.algo=Ring")

@@ -25,11 +25,8 @@ def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
     if not request.config.launch.inline:
         return
     if request.config.mesh.world_size > 1:
-        yield Violation(
-            "launch.inline=true",
-            f"runs one rank in this process, and mesh.world_size={request.config.mesh.world_size}",
-            fix="mesh=one, or debug=inline, which says both",
-        )
+        problem = f"runs one rank in this process, and mesh.world_size={request.config.mesh.world_size}"
+        yield Violation("launch.inline=true", problem, fix="mesh=one, or debug=inline, which says both")
     if request.config.cluster.backend is Backend.slurm:
         yield Violation("launch.inline=true", "runs in this process, which cluster=slurm does not", fix="cluster=local")
 
@@ -47,12 +44,9 @@ def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
 def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
     if c.backend is Backend.slurm and c.grace_s >= 60 * c.time_min:
-        yield Violation(
-            request.show("cluster.grace_s"),
-            f"is not shorter than the limit, cluster.time_min={c.time_min} ({60 * c.time_min} s)",
-            f"0 to {60 * c.time_min - 1}",
-            f"cluster.grace_s={min(120, 30 * c.time_min)}",
-        )
+        subject = request.show("cluster.grace_s")
+        problem = f"is not shorter than the limit, cluster.time_min={c.time_min} ({60 * c.time_min} s)"
+        yield Violation(subject, problem, f"0 to {60 * c.time_min - 1}", f"cluster.grace_s={min(120, 30 * c.time_min)}")
 
 
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
@@ -63,12 +57,9 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
     need, setting = devices_per_node(request.config), "gpus_per_node" if c.gres is None else "gres"
     if (c.gpus_per_node if c.gres is None else gpus_of_gres(c.gres)) < need:
         sharing = f", {c.ranks_per_device} to a device" if c.ranks_per_device > 1 else ""
-        yield Violation(
-            request.show(f"cluster.{setting}"),
-            f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes} need{sharing}",
-            f"{need} or more",
-            f"cluster.gpus_per_node={need}" if c.gres is None else f"cluster.gres=gpu:{need}",
-        )
+        problem = f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes} need{sharing}"
+        fix = f"cluster.gpus_per_node={need}" if c.gres is None else f"cluster.gres=gpu:{need}"
+        yield Violation(request.show(f"cluster.{setting}"), problem, f"{need} or more", fix)
 
 
 @rule("cluster.gpus_per_node")
@@ -76,12 +67,9 @@ def devices_are_asked_for_once(request: Request) -> Iterator[Violation]:
     """sbatch would add --gres to --gpus-per-node, or refuse both."""
     c = request.config.cluster
     if c.gres is not None and c.gpus_per_node:
-        yield Violation(
-            request.show("cluster.gres", "cluster.gpus_per_node"),
-            "ask for devices twice",
-            "one of the two",
-            f"cluster.gpus_per_node=0, or cluster.gres=null and cluster.gpus_per_node={gpus_of_gres(c.gres)}",
-        )
+        subject = request.show("cluster.gres", "cluster.gpus_per_node")
+        fix = f"cluster.gpus_per_node=0, or cluster.gres=null and cluster.gpus_per_node={gpus_of_gres(c.gres)}"
+        yield Violation(subject, "ask for devices twice", "one of the two", fix)
 
 
 @rule()
@@ -89,12 +77,9 @@ def shared_devices_have_no_switch(request: Request) -> Iterator[Violation]:
     """NVLink SHARP sums over devices; ranks that share one cannot use it."""
     config = request.config
     if config.cluster.ranks_per_device > 1 and config.sharp.group.is_asked and config.sharp.nvlink:
-        yield Violation(
-            request.show("cluster.ranks_per_device", "sharp.group"),
-            "asks for NVLink SHARP among ranks that share a device",
-            "cluster.ranks_per_device=1, sharp=default, sharp=none",
-            "leave sharp out",
-        )
+        subject = request.show("cluster.ranks_per_device", "sharp.group")
+        problem = "asks for NVLink SHARP among ranks that share a device"
+        yield Violation(subject, problem, "cluster.ranks_per_device=1, sharp=default, sharp=none", "leave sharp out")
 
 
 OF_SETTINGS = {
@@ -219,11 +204,8 @@ def checkpoint_is_there(request: Request) -> Iterator[Violation]:
         return
     problem = checkpoint_problem(Path(named))
     if problem:
-        yield Violation(
-            request.show("ckpt.load"),
-            problem,
-            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last",
-        )
+        fix = "ckpt.load=runs/STUDY/RUN, its ckpt folder, a step-* folder in it, digits of its signature, or @last"
+        yield Violation(request.show("ckpt.load"), problem, fix=fix)
     elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
         yield Violation(
             request.show("ckpt.load"),
@@ -265,18 +247,11 @@ def saves_happen(request: Request) -> Iterator[Violation]:
 def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
     at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config
     if at >= steps:
-        yield Violation(
-            request.show("launch.preempt_at"),
-            f"is not before the last step, train.steps={steps}",
-            f"0 to {steps - 1}",
-            f"launch.preempt_at={steps // 2}",
-        )
+        subject, problem = request.show("launch.preempt_at"), f"is not before the last step, train.steps={steps}"
+        yield Violation(subject, problem, f"0 to {steps - 1}", f"launch.preempt_at={steps // 2}")
     elif at and c.ckpt.policy is CkptPolicy.none and c.cluster.backend is Backend.slurm:
-        yield Violation(
-            f"{request.show('launch.preempt_at')} ckpt.policy=none",
-            "is requeued without a checkpoint, and would stop at the same step forever",
-            fix="ckpt=last",
-        )
+        problem = "is requeued without a checkpoint, and would stop at the same step forever"
+        yield Violation(f"{request.show('launch.preempt_at')} ckpt.policy=none", problem, fix="ckpt=last")
 
 
 LEAST_WARM_UP = 3
@@ -315,19 +290,13 @@ def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
     if not _is_bench(request):
         return
     if warm_up < LEAST_WARM_UP:
-        yield Violation(
-            request.show("measure.warmup_steps"),
-            "is too short: the first step makes what later ones keep, and memory is read in the last",
-            f"{LEAST_WARM_UP} or more",
-            f"measure.warmup_steps={LEAST_WARM_UP}",
-        )
+        subject = request.show("measure.warmup_steps")
+        problem = "is too short: the first step makes what later ones keep, and memory is read in the last"
+        yield Violation(subject, problem, f"{LEAST_WARM_UP} or more", f"measure.warmup_steps={LEAST_WARM_UP}")
     if steps - warm_up < 2:
-        yield Violation(
-            request.show("train.steps"),
-            f"leaves {counted(max(steps - warm_up, 0), 'step')} to time after measure.warmup_steps={warm_up}",
-            f"{warm_up + 2} or more; ten timed steps make a median",
-            f"train.steps={warm_up + 10}",
-        )
+        problem = f"leaves {counted(max(steps - warm_up, 0), 'step')} to time after measure.warmup_steps={warm_up}"
+        choices = f"{warm_up + 2} or more; ten timed steps make a median"
+        yield Violation(request.show("train.steps"), problem, choices, f"train.steps={warm_up + 10}")
 
 
 @rule("measure.rounding_draws", "measure.capture_steps")
@@ -346,11 +315,8 @@ def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
             "measure.rounding_draws=0",
         )
     elif 1 not in captured(config).gradients or config.cluster.device is not Device.cpu:
-        yield Violation(
-            request.show("measure.rounding_draws"),
-            "needs the gradients of step 1 on cluster.device=cpu",
-            fix="measure.capture_steps=[1] cluster.device=cpu",
-        )
+        subject, problem = request.show("measure.rounding_draws"), "needs the gradients of step 1 on cluster.device=cpu"
+        yield Violation(subject, problem, fix="measure.capture_steps=[1] cluster.device=cpu")
 
 
 @rule("measure.trace_ranks")
@@ -358,12 +324,8 @@ def traced_ranks_are_there(request: Request) -> Iterator[Violation]:
     last, asked = request.config.mesh.world_size - 1, request.config.measure.trace_ranks
     if asked is not None and not (asked and set(asked) <= set(range(last + 1))):
         problem = f"are not all ranks of mesh.world_size={last + 1}" if asked else "names no rank"
-        yield Violation(
-            request.show("measure.trace_ranks"),
-            problem,
-            f"numbers from 0 to {last}; null: all",
-            "measure.trace_ranks=[0]",
-        )
+        subject = request.show("measure.trace_ranks")
+        yield Violation(subject, problem, f"numbers from 0 to {last}; null: all", "measure.trace_ranks=[0]")
 
 
 @rule("measure.memory_snapshot", "cluster.device")

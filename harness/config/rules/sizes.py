@@ -22,12 +22,8 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
     m = request.config.model
     if m.family in DECODERS and m.dim % (2 * m.num_heads):
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
-        yield Violation(
-            request.show("model.dim"),
-            f"is not an even multiple of model.num_heads={m.num_heads}: rotary embeddings need even heads",
-            f"multiples of {2 * m.num_heads}",
-            f"model.dim={lower}",
-        )
+        problem = f"is not an even multiple of model.num_heads={m.num_heads}: rotary embeddings need even heads"
+        yield Violation(request.show("model.dim"), problem, f"multiples of {2 * m.num_heads}", f"model.dim={lower}")
 
 
 @rule("model.num_heads", "model.num_kv_heads")
@@ -36,36 +32,25 @@ def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
     if m.family in DECODERS and m.num_heads % m.num_kv_heads:
         valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
         best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
-        yield Violation(
-            request.show("model.num_kv_heads"),
-            f"does not divide model.num_heads={m.num_heads}",
-            ", ".join(map(str, valid)),
-            f"model.num_kv_heads={best}",
-        )
+        subject, problem = request.show("model.num_kv_heads"), f"does not divide model.num_heads={m.num_heads}"
+        yield Violation(subject, problem, ", ".join(map(str, valid)), f"model.num_kv_heads={best}")
 
 
 @rule("model.num_experts", "model.experts_per_token")
 def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Violation]:
     m = request.config.model
     if m.family is ModelFamily.moe and m.experts_per_token > m.num_experts:
-        yield Violation(
-            request.show("model.experts_per_token"),
-            f"is more than model.num_experts={m.num_experts}: a token goes to distinct experts",
-            f"1 to {m.num_experts}",
-            f"model.experts_per_token={m.num_experts}, or model.num_experts={m.experts_per_token}",
-        )
+        problem = f"is more than model.num_experts={m.num_experts}: a token goes to distinct experts"
+        fix = f"model.experts_per_token={m.num_experts}, or model.num_experts={m.experts_per_token}"
+        yield Violation(request.show("model.experts_per_token"), problem, f"1 to {m.num_experts}", fix)
 
 
 @rule("data.seq_len", "model.max_seq_len")
 def sequence_fits_the_positions(request: Request) -> Iterator[Violation]:
     seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
     if seq_len > longest:
-        yield Violation(
-            request.show("data.seq_len"),
-            f"is longer than model.max_seq_len={longest}",
-            f"1 to {longest}",
-            f"data.seq_len={longest}, or model.max_seq_len={seq_len}",
-        )
+        subject, problem = request.show("data.seq_len"), f"is longer than model.max_seq_len={longest}"
+        yield Violation(subject, problem, f"1 to {longest}", f"data.seq_len={longest}, or model.max_seq_len={seq_len}")
 
 
 @rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
@@ -98,24 +83,16 @@ def _smaller_microbatch(batch: int, ranks: int) -> str:
 def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
     ranks, nodes = request.config.mesh.world_size, request.config.cluster.nodes
     if ranks % nodes:
-        yield Violation(
-            request.show("mesh.world_size"),
-            f"is not divisible by cluster.nodes={nodes}",
-            f"multiples of {nodes}",
-            f"mesh.world_size={max(ranks // nodes, 1) * nodes}",
-        )
+        subject, problem = request.show("mesh.world_size"), f"is not divisible by cluster.nodes={nodes}"
+        yield Violation(subject, problem, f"multiples of {nodes}", f"mesh.world_size={max(ranks // nodes, 1) * nodes}")
 
 
 @rule("train.steps", "train.warmup_steps")
 def warmup_ends(request: Request) -> Iterator[Violation]:
     t = request.config.train
     if t.warmup_steps > t.steps:
-        yield Violation(
-            request.show("train.warmup_steps"),
-            f"is longer than the run, train.steps={t.steps}",
-            f"0 to {t.steps}",
-            f"train.warmup_steps={min(t.steps // 10 + 1, t.steps)}",
-        )
+        subject, problem = request.show("train.warmup_steps"), f"is longer than the run, train.steps={t.steps}"
+        yield Violation(subject, problem, f"0 to {t.steps}", f"train.warmup_steps={min(t.steps // 10 + 1, t.steps)}")
 
 
 @rule("train.steps", *STEP_LISTS)
@@ -126,12 +103,8 @@ def listed_steps_are_reached(request: Request) -> Iterator[Violation]:
         missed = [s for s in wanted if s > steps]
         if missed:
             kept = [s for s in wanted if s <= steps]
-            yield Violation(
-                request.show(path),
-                f"names steps that train.steps={steps} never reaches: {missed}",
-                f"steps from 1 to {steps}",
-                f"{path}={kept}".replace(" ", ""),
-            )
+            problem = f"names steps that train.steps={steps} never reaches: {missed}"
+            yield Violation(request.show(path), problem, f"steps from 1 to {steps}", f"{path}={kept}".replace(" ", ""))
 
 
 PLANNED = (ModelFamily.llama,)
@@ -141,12 +114,9 @@ PLANNED = (ModelFamily.llama,)
 def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
     mesh = request.config.mesh
     if mesh.world_size % mesh.tp:
-        yield Violation(
-            request.show("mesh.tp"),
-            f"does not divide mesh.world_size={mesh.world_size}",
-            ", ".join(str(n) for n in range(1, mesh.world_size + 1) if mesh.world_size % n == 0),
-            f"mesh.world_size={max(mesh.world_size // mesh.tp, 1) * mesh.tp}",
-        )
+        choices = ", ".join(str(n) for n in range(1, mesh.world_size + 1) if mesh.world_size % n == 0)
+        fix = f"mesh.world_size={max(mesh.world_size // mesh.tp, 1) * mesh.tp}"
+        yield Violation(request.show("mesh.tp"), f"does not divide mesh.world_size={mesh.world_size}", choices, fix)
 
 
 @rule("mesh.tp")
@@ -156,19 +126,12 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
         return
     family = config.model.family
     if family not in PLANNED:
-        yield Violation(
-            request.show("mesh.tp"),
-            f"model.family={family.name} has no tensor-parallel plan",
-            "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
-            "mesh.tp=1, or model=tiny",
-        )
+        problem = f"model.family={family.name} has no tensor-parallel plan"
+        choices = "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED)
+        yield Violation(request.show("mesh.tp"), problem, choices, "mesh.tp=1, or model=tiny")
     if config.sharp.group.is_asked:
-        yield Violation(
-            request.show("sharp.group"),
-            f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
-            "none",
-            "sharp=none",
-        )
+        problem = f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP"
+        yield Violation(request.show("sharp.group"), problem, "none", "sharp=none")
 
 
 @rule("mesh.tp", "model.vocab_size")
@@ -180,12 +143,9 @@ def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
     tp, vocab = request.config.mesh.tp, request.config.model.vocab_size
     if tp == 1 or request.config.model.family not in PLANNED or -(-vocab // tp) * (tp - 1) < vocab:
         return
-    yield Violation(
-        request.show("model.vocab_size"),
-        f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}",
-        f"more than {tp - 1} parts",
-        f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1",
-    )
+    problem = f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}"
+    fix = f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1"
+    yield Violation(request.show("model.vocab_size"), problem, f"more than {tp - 1} parts", fix)
 
 
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
@@ -199,12 +159,8 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
     common = _common((config.mesh.world_size, *sizes.values()), tp)
     for path, size in sizes.items():
         if size % tp:
-            yield Violation(
-                request.show(path),
-                f"is not divisible by mesh.tp={tp}",
-                f"multiples of {tp}",
-                f"{path}={max(size // tp, 1) * tp}, or mesh.tp={common}",
-            )
+            fix = f"{path}={max(size // tp, 1) * tp}, or mesh.tp={common}"
+            yield Violation(request.show(path), f"is not divisible by mesh.tp={tp}", f"multiples of {tp}", fix)
 
 
 def _common(sizes: Sequence[int], most: int) -> int:
@@ -262,9 +218,6 @@ def source_fills_a_batch(request: Request) -> Iterator[Violation]:
 def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
     facts, vocab = _facts(request.config), request.config.model.vocab_size
     if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
-        yield Violation(
-            request.show("model.vocab_size"),
-            f"{describe(request.config.data)} has token ids up to {facts.max_token} or more",
-            f"{facts.max_token + 1} or more",
-            f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes",
-        )
+        problem = f"{describe(request.config.data)} has token ids up to {facts.max_token} or more"
+        fix = f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes"
+        yield Violation(request.show("model.vocab_size"), problem, f"{facts.max_token + 1} or more", fix)
