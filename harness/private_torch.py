@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 NAMES: dict[str, Any] = {
@@ -178,7 +177,6 @@ local_tensor, put_local_tensor = _descriptor(DTensor, "_local_tensor")
 spec_of, put_spec = _descriptor(DTensor, "_spec")
 DTensorSpec: Any = _of("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 TensorMeta: Any = _of("torch.distributed.tensor._dtensor_spec", "TensorMeta")
-flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _of(DeviceMesh, "_flatten")
 foreach_types: Sequence[list[type]] = [
     _of("torch.optim.optimizer", "_foreach_supported_types", []),
     _of("torch.utils._foreach_utils", "_foreach_supported_types", []),

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.comm.mesh import Groups, kept_group
 from harness.fsdp.guards.sharded_twice import is_registered
-from harness.private_torch import flatten_mesh, parameters_of
+from harness.private_torch import parameters_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
@@ -68,7 +68,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> Groups:
         raise ValueError(f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); give one, or two: replicas, shards")
     if mesh.ndim == 1:
         return Groups(mesh.get_group())
-    return Groups(mesh.get_group(1), mesh.get_group(0), flatten_mesh(mesh).get_group())
+    return Groups(mesh.get_group(1), mesh.get_group(0), _all_ranks_of(mesh))
 
 
 def groups_of(
@@ -123,7 +123,12 @@ def _flattened(mesh: DeviceMesh, outer: str, inner: str | None) -> dist.ProcessG
             f"dp_outer_dim={outer!r} and dp_shard_dim={inner!r}: where one of them is a flattened dimension, give"
             " hybrid_fsdp_group too, the group of all ranks of both"
         )
-    return flatten_mesh(mesh[(outer, inner)]).get_group()
+    return _all_ranks_of(mesh[(outer, inner)])
+
+
+def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return kept_group(mesh.get_group(0), tuple(ranks), "fsdp_everyone")
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
