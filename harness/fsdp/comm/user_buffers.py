@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,6 @@ from harness.private_torch import backend_of
 
 SYMMETRIC_FROM_NCCL = (2, 27, 0)
 """First NCCL with symmetric registration, and with symmetric sums."""
-
-
-class CommunicationMemory(Protocol):
-    """Memory that a backend moves without a copy of its own: NCCL's user buffers, or segments of shared memory."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in it, uninitialised."""
-
-    def register(self) -> None:
-        """Have what was allocated known to all ranks that move it. *Collective.*"""
 
 
 class Member:

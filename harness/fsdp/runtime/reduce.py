@@ -20,9 +20,8 @@ wait for this one (`harness.shm.transfer`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from torch import Tensor
 
@@ -45,13 +44,6 @@ MAX_UNITS = 2
 
 A unit's storage is found when its first gradient arrives, not when its backward begins.
 """
-
-
-class BeforeWait(Protocol):
-    """Called before a rank waits for others to take its gradients."""
-
-    def __call__(self, unit: Unit, *, keeps: bool) -> None:
-        """Give the others what they need up to a unit."""
 
 
 class PendingReduction:
@@ -231,7 +223,7 @@ class ReducePipeline:
         *,
         factor: float,
         guard: GradientGuard | None = None,
-        before_wait: BeforeWait = lambda unit, *, keeps: None,
+        before_wait: Callable[..., None] = lambda unit, *, keeps: None,
     ) -> None:
         self.step = step
         self.guard = guard

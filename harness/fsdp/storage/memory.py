@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.comm.user_buffers import CommunicationMemory
+from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.private_torch import swap_memory
+from harness.shm import ShmGroup
 
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
@@ -101,7 +102,7 @@ class BucketMemory:
         device: torch.device,
         *,
         fixed: bool = False,
-        moved: CommunicationMemory | None = None,
+        moved: UserBuffers | ShmGroup | None = None,
         allocating: Callable[[], AbstractContextManager[object]] | None = None,
         registers: bool = False,
     ) -> None:
