@@ -26,7 +26,6 @@ from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import (
-    CopiedGradients,
     ReplicaCheck,
     check_agreed,
     check_copies,
@@ -37,7 +36,7 @@ from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import pipeline_of
-from harness.fsdp.runtime.gradient_sync import GradientSync, Usage
+from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks, abandon
 from harness.fsdp.runtime.materialize import leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -202,7 +201,7 @@ class Engine:
             guard=guard,
             before_wait=gather.pass_turn,
         )
-        self.hooks = hooks = Hooks(units, gather, self.reduce, step, guard)
+        self.hooks = hooks = Hooks(units, gather, self.reduce)
         if self.policy.param_dtype is not None:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             modules = [part for unit in units for part in unit.modules]
@@ -211,13 +210,11 @@ class Engine:
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
         scales = Scales.of(module, held, meshes, is_expert)
-        self.weights = weights = Weights(module, units, gather, hooks, meshes, self.user_buffers, replicas, scales)
-        usage = Usage(meshes, units)
-        copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
-        self.gradients = GradientSync(units, step, hooks, self.reduce, weights, guard, self.integers, usage, copies)
+        self.weights = weights = Weights(module, hooks, meshes, self.user_buffers, replicas, scales)
+        self.gradients = GradientSync(hooks, weights, self.integers)
         fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
-        self.trainability = Trainability(meshes, self.policy, hooks, weights, self.gradients, fixed)
-        self.named_state = StateAccess(module, buckets, weights, self.gradients, meshes.everyone)
+        self.trainability = Trainability(self.policy, hooks, weights, self.gradients, fixed)
+        self.named_state = StateAccess(module, weights, self.gradients)
 
     def _step_shape(self) -> StepShape:
         placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]

@@ -189,16 +189,13 @@ FP8 = "fp8/"
 class StateAccess:
     """weights, gradients: the model's `runtime.weights.Weights` and `runtime.gradient_sync.GradientSync`."""
 
-    def __init__(
-        self, module: nn.Module, buckets: Sequence[ParamGroup], weights: Any, gradients: Any, everyone: Everyone
-    ) -> None:
+    def __init__(self, module: nn.Module, weights: Any, gradients: Any) -> None:
         self._module = weakref.ref(module)  # which keeps this
         # the module's class before it was sharded, whose `state_dict` and `load_state_dict` are the program's
         self._own: type[nn.Module] = type(module)
-        self.buckets = buckets
-        self.weights = weights
-        self.gradients = gradients
-        self.everyone = everyone
+        self.weights, self.gradients = weights, gradients
+        self.buckets: Sequence[ParamGroup] = weights.buckets
+        self.everyone: Everyone = weights.meshes.everyone
 
     @property
     def module(self) -> nn.Module:

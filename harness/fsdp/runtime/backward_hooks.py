@@ -30,11 +30,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.comm.events import marked
-from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import ABOVE_ALL, Call, begin_backward, could_reach, due_among
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import finished_grad
@@ -56,22 +54,11 @@ class BackwardHooks:
 
     Args:
         units: in forward order, the root first.
-        guard: reports gradients that are not finite; None: nobody looks.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        gather: GatherPipeline,
-        reduce: ReducePipeline,
-        step: Step,
-        guard: GradientGuard | None = None,
-    ) -> None:
-        self.units = units
-        self.gather = gather
-        self.reduce = reduce
-        self.step = step
-        self.guard = guard
+    def __init__(self, units: Sequence[Unit], gather: GatherPipeline, reduce: ReducePipeline) -> None:
+        self.units, self.gather, self.reduce = units, gather, reduce
+        self.step, self.guard = reduce.step, reduce.guard
         self.before_backward: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] = lambda: None
         self.handles: list[RemovableHandle] = []

@@ -12,11 +12,9 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.reduction import Integers
-from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Call, Step, StepError, StepState
+from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.weak_hooks import WeakHook, watch
 from harness.fsdp.runtime.weights import Weights
@@ -33,31 +31,15 @@ class GradientSync:
     """Finishes or forgets the gradients of a step.
 
     Args:
-        guard: reports gradients that are not finite; None reports none.
         integers: format of gradients under numerics=exact, else None.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        step: Step,
-        hooks: Hooks,
-        reduce: ReducePipeline,
-        weights: Weights,
-        guard: GradientGuard | None,
-        integers: Integers | None,
-        usage: Usage,
-        copies: CopiedGradients,
-    ) -> None:
-        self.units = units
-        self.step = step
-        self.hooks = hooks
-        self.reduce = reduce
-        self.weights = weights
-        self.guard = guard
-        self.integers = integers
-        self.usage = usage
-        self.copies = copies
+    def __init__(self, hooks: Hooks, weights: Weights, integers: Integers | None) -> None:
+        self.hooks, self.weights, self.integers = hooks, weights, integers
+        self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
+        self.usage = Usage(weights.meshes, hooks.units)
+        units = hooks.units
+        self.copies = CopiedGradients(lambda: [each for unit in units for each in unit.trainable], weights.meshes)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False

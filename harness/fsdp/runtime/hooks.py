@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Call, EditedInput, PassedInputs
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
@@ -47,15 +45,8 @@ from harness.private_torch import (
 
 
 class Hooks(BackwardHooks):
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        gather: GatherPipeline,
-        reduce: ReducePipeline,
-        step: Step,
-        guard: GradientGuard | None = None,
-    ) -> None:
-        super().__init__(units, gather, reduce, step, guard)
+    def __init__(self, units: Sequence[Unit], gather: GatherPipeline, reduce: ReducePipeline) -> None:
+        super().__init__(units, gather, reduce)
         self.root = units[0]
         self.before_gradients: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None

@@ -32,9 +32,9 @@ from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import Dtypes
-from harness.fsdp.runtime.step import BackwardPlan, Step
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.gradients import Accumulation
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
@@ -52,28 +52,13 @@ class PendingReduction:
     Its operations, their axes and their order are the route of the bucket's `Placements` from unreduced to accumulated
     and, in the backward that ends a step, on to main gradients ([Note: Placement], [Note: Outer once]). A reduced
     gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
-
-    Args:
-        factor: what a step's sums are multiplied with, once.
-        plan: of the backward the gradients are from.
     """
 
-    def __init__(
-        self,
-        bucket: ParamGroup,
-        runtime: DeviceRuntime,
-        factor: float,
-        guard: GradientGuard | None,
-        plan: BackwardPlan,
-    ) -> None:
-        if bucket.gradients is None:
-            raise RuntimeError(f"bucket {bucket.name} is not trained")
-        self.bucket = bucket
-        self.gradients: Gradients = bucket.gradients
-        self.runtime = runtime
-        self.guard = guard
-        self.plan = plan
-        self.factor = factor if bucket.scales_as_it_sums else 1.0
+    def __init__(self, bucket: ParamGroup, pipeline: ReducePipeline) -> None:
+        assert bucket.gradients is not None
+        self.bucket, self.gradients = bucket, bucket.gradients
+        self.runtime, self.guard, self.plan = pipeline.runtime, pipeline.guard, pipeline.step.plan
+        self.factor = pipeline.factor if bucket.scales_as_it_sums else 1.0
         self.label = self._label(Axis.inner)  # label of the collective along the inner axis
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
@@ -225,13 +210,9 @@ class ReducePipeline:
         guard: GradientGuard | None = None,
         before_wait: Callable[..., None] = lambda unit, *, keeps: None,
     ) -> None:
-        self.step = step
-        self.guard = guard
-        self.before_wait = before_wait
+        self.step, self.guard, self.before_wait = step, guard, before_wait
         self.order = [unit for unit in reversed(units) if unit.trainable]
-        self.runtime = runtime
-        self.memory = memory
-        self.factor = factor
+        self.runtime, self.memory, self.factor = runtime, memory, factor
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[PendingReduction]]] = deque()
@@ -341,7 +322,7 @@ class ReducePipeline:
                 guard.look(bucket, gradients.bucket)
 
     def _start(self, bucket: ParamGroup) -> PendingReduction:
-        job = PendingReduction(bucket, self.runtime, self.factor, self.guard, self.step.plan)
+        job = PendingReduction(bucket, self)
         with self.runtime.stream("reduce"):
             job.begin()
             if self.runtime.has_streams:

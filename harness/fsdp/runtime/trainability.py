@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gradient_sync import GradientSync
@@ -40,14 +39,12 @@ class Trainability:
 
     def __init__(
         self,
-        meshes: Meshes,
         policy: MixedPrecisionPolicy,
         hooks: Hooks,
         weights: Weights,
         gradients: GradientSync,
         laid_out_once: str,
     ) -> None:
-        self.meshes = meshes
         self.policy = policy
         self.hooks = hooks
         self.weights = weights
@@ -89,7 +86,7 @@ class Trainability:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         check_agreed(
             told,
-            self.meshes.dense.everyone,
+            self.weights.meshes.dense.everyone,
             f"requires_grad, which the program changed ({changed[0]}{more})",
             "requires_grad differs between ranks",
             "All ranks must freeze and unfreeze the same parameters before the same forward",

@@ -25,7 +25,6 @@ from torch import nn
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, check_equal
-from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
@@ -48,8 +47,6 @@ class Weights:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[Unit],
-        gather: GatherPipeline,
         hooks: Hooks,
         meshes: Meshes,
         user_buffers: UserBuffers,
@@ -57,16 +54,10 @@ class Weights:
         scales: Sequence[Scales],
     ) -> None:
         self._module = weakref.ref(module)
-        self.units = units
-        self.buckets = list(buckets_of(units))
-        self.gather = gather
-        self.hooks = hooks
-        self.step = hooks.step
-        self.meshes = meshes
-        self.runtime = meshes.dense.everyone.runtime
-        self.user_buffers = user_buffers
-        self.replicas = replicas
-        self.scales = scales
+        self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
+        self.buckets = list(buckets_of(hooks.units))
+        self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
+        self.user_buffers, self.replicas, self.scales = user_buffers, replicas, scales
 
     @property
     def module(self) -> nn.Module:
