@@ -220,7 +220,7 @@ WITNESS: Shape = {
     "wrong_weights": Each(list, _WRONG_WEIGHT),
     "whole?": Each(list, str),
 }
-"""What was observed of a captured step beside the engine; non-finite terms are texts."""
+"""Observations of a captured step beside the engine; non-finite terms are texts."""
 
 METADATA = "harness"
 """Entry of a captured step's safetensors metadata with its JSON."""

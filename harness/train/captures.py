@@ -38,10 +38,10 @@ class Captures(Callback):
         self.plan = captured(config)
         self.steps, self.update_steps = set(self.plan.gradients), set(self.plan.updates)
         self._tensors: dict[str, Tensor] = {}
-        """Of the step under way, on the first rank, as they are stored."""
+        """Tensors of the present step, on the first rank, as they are stored."""
         self._facts: dict[str, Any] = {}
         self._after: dict[str, Tensor] = {}
-        """Weights after the last step, if captured; in `final`, those that differ from them."""
+        """Weights after the last step, if captured."""
         self._batches: Sequence[Microbatch] = ()
         self._witness: Witness | None = None
         self.structure: dict[str, Any] | None = None

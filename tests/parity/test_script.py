@@ -21,18 +21,9 @@ from harness.cli.main import main
 from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.telling import script as scripts
 from harness.parity.telling.explain import CHECKS
-from harness.parity.telling.script import (
-    LOOKS,
-    MEASURES,
-    OF_SERIES,
-    STREAMED,
-    first_shown,
-    overrides,
-    script,
-    scripted,
-    write_script,
-)
+from harness.parity.telling.script import LOOKS, first_shown, overrides, script, scripted, write_script
 from harness.store import check_stream
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
@@ -193,7 +184,7 @@ SPOILS: dict[str, Spoil] = {
     "state as saved": in_facts("summary.json", restored={"step": 1, "wrong": [TENSOR]}),
     "final weights": in_facts("summary.json", final_weights="0"),
     "logged norm": in_line(grad_norm=3.0),
-    **{check: in_stream(column, 12 if after else AT - 1) for check, column, after in STREAMED},
+    **{check: in_stream(column, 12 if after else AT - 1) for check, column, after in scripts.STREAMED},
     "update by the rule, sampled": in_stream("rule", value=2.0),
     "local gradient given the weights": TWICE["witness"],
     "gradient given the weights": TWICE["step"],
@@ -237,7 +228,13 @@ def said_of(bench: Bench, check: str) -> str:
     return text_of(replace(judged(*paths), outcome=Outcome.DIFFERENT, findings=(finding,)))
 
 
-EXACTLY = (MEASURES["bits"], MEASURES["finite"], MEASURES["exists"], OF_SERIES["bits"], OF_SERIES["finite"])
+EXACTLY = (
+    scripts.MEASURES["bits"],
+    scripts.MEASURES["finite"],
+    scripts.MEASURES["exists"],
+    scripts.OF_SERIES["bits"],
+    scripts.OF_SERIES["finite"],
+)
 
 
 @pytest.mark.parametrize("check", LOOKS)
