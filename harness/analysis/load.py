@@ -50,10 +50,13 @@ RESULTS = (
     "microbatches",
     "steps_done",
     "final_loss",
+    "held_out_loss",
     "final_grad_norm",
     "step_time_s",
     "exposed_comm_s",
     "tokens_per_s",
+    "tflops_per_rank",
+    "mfu",
     "accounted_bytes",
     "peak_bytes",
     "rss_bytes",
@@ -183,10 +186,13 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps_done": last.get("step", 0),
         "final_loss": summary.get("loss", last.get("loss")),
+        "held_out_loss": (summary.get("validation") or {}).get("loss"),
         "final_grad_norm": last.get("grad_norm"),
         "step_time_s": step_s,
         "exposed_comm_s": statistics.median(exposed) if exposed else None,
         "tokens_per_s": tokens / step_s if tokens and step_s else None,
+        "tflops_per_rank": _at_median(last, "tflops_per_rank", step_s),
+        "mfu": _at_median(last, "mfu", step_s),
         "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
         "peak_bytes": _peak(summary, newest),
         "rss_bytes": max(newest["memory/rss"], default=None),
@@ -200,6 +206,12 @@ def _peak(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> 
     if followed:
         return float(max(followed["peak"]))
     return max(newest["memory/peak_tensor_bytes"] or newest["memory/allocated"], default=None)
+
+
+def _at_median(last: Mapping[str, Any], name: str, step_s: float | None) -> float | None:
+    """A rate at the median step time: rates of single steps have the noise of their time."""
+    rate = last.get(name)
+    return rate * last["step_time_s"] / step_s if rate and step_s else None
 
 
 def _sent(line: Mapping[str, Any]) -> int | None:

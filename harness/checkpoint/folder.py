@@ -45,13 +45,14 @@ def publish(unfinished: Path) -> Path:
     return final
 
 
-def keep_newest(folder: Path, count: int, saved: int) -> None:
-    """Delete all but the newest `count` checkpoints up to `saved`, and leftovers of torn saves.
+def keep_newest(folder: Path, count: int, saved: int, best: Iterable[int] = ()) -> None:
+    """Delete all but the newest `count` checkpoints up to `saved` and those of the steps `best`, and leftovers of torn
+    saves.
 
     Later ones go too: a run that saves `saved` resumed from before them because they are damaged.
     """
     kept = [step for step in steps(folder) if step <= saved][-count:]
-    for step in set(steps(folder)) - set(kept):
+    for step in set(steps(folder)) - {*kept, *best}:
         shutil.rmtree(path_of(folder, step), ignore_errors=True)
     for suffix in (UNFINISHED, REPLACED):
         for left in folder.glob(f"{PREFIX}*{suffix}"):

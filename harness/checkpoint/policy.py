@@ -9,7 +9,7 @@ loads anything, and compares the engine with the files afterwards.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +71,10 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, engine: Engine, step: int, initial_weights: str, begins_after: int = 0) -> None:
-        """Write the state after `step` and drop checkpoints beyond `ckpt.keep`.
+    def save(
+        self, engine: Engine, step: int, initial_weights: str, begins_after: int = 0, best: Sequence[int] = ()
+    ) -> None:
+        """Write the state after `step` and drop checkpoints beyond `ckpt.keep` and those of the steps `best`.
 
         With `ckpt.background` it waits for the previous save, copies the state, and returns; `finish` waits for the
         last.
@@ -92,18 +94,20 @@ class Checkpoints:
         tensors: Mapping[str, Any] = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
         writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
         if self.background is None:
-            self._write(tensors, writer, self.control.group)
+            self._write(tensors, writer, best, self.control.group)
         else:
             copied = self.background.snapshots.take(tensors)
             group = self.background.group
-            self.background.begin(lambda: self._write(copied, writer, group))
+            self.background.begin(lambda: self._write(copied, writer, best, group))
 
     def finish(self) -> None:
         """Wait for a save in the background. Raises `RuntimeError`: it failed."""
         if self.background is not None:
             self.background.wait()
 
-    def _write(self, tensors: Mapping[str, Any], writer: Writer, group: dist.ProcessGroup | None) -> None:
+    def _write(
+        self, tensors: Mapping[str, Any], writer: Writer, best: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
         with self.control.meter.muted():
             _dcp(
                 f"write {writer.folder}",
@@ -119,7 +123,7 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 try:
                     folders.publish(writer.folder)
-                    folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"])
+                    folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"], best)
                 except OSError as error:
                     fault = error
             self._agree(f"publish {writer.folder}", fault, group)

@@ -52,6 +52,7 @@ WANDB = Only("wandb.mode", "offline", "online")
 BENCH = Only("measure.mode", "bench")
 RECORD = Only("measure.mode", "record", choose="measure=default")
 TRACE = Only("measure.trace_steps", but=[], choose="measure=trace")
+VALIDATES = Only("measure.validate_every", but=0, choose="measure.validate_every=10")
 OWN_OPTIMIZER = Only("optimizer.name", "ext")
 ADAM = Only("optimizer.name", "adam", "adamw")
 TOKENS = Only("data.kind", "tokens")
@@ -233,6 +234,8 @@ class CkptConfig(Group):
     counts for no step's time."""
     keep: Annotated[int, Range(1, COUNT, "checkpoints"), CKPT] = 1
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
+    keep_best: Annotated[int, Range(0, COUNT, "checkpoints"), CKPT, VALIDATES] = 0
+    """How many checkpoints of the lowest held-out losses are saved and kept in addition (measure.validate_every)."""
     background: Annotated[Flag, CKPT] = False
     """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
@@ -267,6 +270,13 @@ class MeasureConfig(Group):
     addition to the gradients of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
     """Your own classes that are called every step, as package.module:Class. Their results are recorded as `own`."""
+    validate_every: Annotated[int, Range(0, COUNT, "steps"), RECORD] = 0
+    """Steps between evaluations of the loss on held-out data. 0: never. Training has the same bits with and without."""
+    validation_batches: Annotated[int, Range(1, COUNT, "batches"), VALIDATES] = 1
+    """Batches of train.global_batch_size sequences in an evaluation."""
+    validation_path: Annotated[str | None, VALIDATES] = None
+    """File or folder of held-out data, of the kind of data.kind. null: the last sequences of the first epoch, which
+    train.steps must not reach."""
     trace_steps: list[Annotated[int, Range(1, COUNT)]] = field(default_factory=list)
     """Steps that torch.profiler records to `trace/`, after a step of warm-up; Perfetto (ui.perfetto.dev) opens the
     files. These steps count for no median."""

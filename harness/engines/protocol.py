@@ -7,7 +7,7 @@ returns losses and the gradient norm. It never reads data, logs or saves; it onl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -124,6 +124,16 @@ class Engine(ABC):
         Returns the unscaled mean loss (detached scalar, fp32 or wider). The caller never scales a loss: the gradient of
         a step is the mean over the M global microbatches of all ranks.
         """
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        """Mean loss of each microbatch without gradients, in `eval` mode, after a step. *Collective.*
+
+        Changes nothing that a step uses or sends.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} evaluates no held-out data: give it a method evaluate(batches), or"
+            " measure.validate_every=0"
+        )
 
     @abstractmethod
     def step(self, lr: float) -> float:

@@ -35,10 +35,14 @@ def quantity(value: float) -> str:
 def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
     left = (message["steps"] - message["step"]) * recent_s
     speed = message["tokens"] / recent_s if recent_s else 0.0
+    held_out, rate, peak = (message.get(name) for name in ("held_out", "flops", "peak_flops"))
     return (
         f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
-        f"{1e3 * recent_s:.0f} ms/step  {quantity(speed)} tokens/s  "
-        f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
+        + (f"held out {float(held_out):.4f}  " if held_out is not None else "")
+        + f"{1e3 * recent_s:.0f} ms/step  {quantity(speed)} tokens/s  "
+        + (f"{rate / recent_s / 1e12:.3g} TFLOP/s  " if rate and recent_s else "")
+        + (f"MFU {100 * rate / recent_s / peak:.1f} %  " if rate and recent_s and peak else "")
+        + f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
     )
 
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.launch.slurm.scheduler import probe
-from harness.launch.terminal import Terminal, duration
+from harness.launch.terminal import Terminal, duration, quantity
 from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.labels import named
-from harness.store.metrics import last_record
+from harness.store.metrics import last_record, newest_held_out
 from harness.store.rundir import RunDir, Store
 from harness.store.status import JobProbe, State
 from harness.store.step_time import median_step_time
 
 POLL_S = 2.0
 MOVING = frozenset({State.queued, State.running, State.preempted})
-HEADER = ("run", "state", "step", "loss", "ms/step", "left", "reason")
+HEADER = ("run", "state", "step", "loss", "held out", "ms/step", "tokens/s", "TFLOP/s", "MFU", "left", "reason")
 REASON = HEADER.index("reason")
 LEGIBLE = 24
+OPTIONAL = frozenset(map(HEADER.index, ("held out", "tokens/s", "TFLOP/s", "MFU")))
+"""Columns that are left out where no run has them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,13 @@ class Row:
     loss: float | None
     step_time_s: float | None
     reason: str
+    held_out: float | None = None
+    """Newest loss on held-out data."""
+    tokens: int | None = None
+    """Of a step."""
+    tflops: float | None = None
+    """TFLOP/s of a rank at the median step time."""
+    mfu: float | None = None
 
     @property
     def bad(self) -> bool:
@@ -54,7 +64,11 @@ class Row:
             self.state + (", stale" if self.stale else ""),
             f"{self.step}/{self.steps}",
             "" if self.loss is None else f"{self.loss:.4f}",
+            "" if self.held_out is None else f"{self.held_out:.4f}",
             "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
+            "" if not (self.step_time_s and self.tokens) else quantity(self.tokens / self.step_time_s),
+            "" if self.tflops is None else f"{self.tflops:.3g}",
+            "" if self.mfu is None else f"{100 * self.mfu:.1f} %",
             "" if self.left_s is None else duration(self.left_s),
             "" if self.reason in (f"{self.steps} steps", "1 step") else " ".join(self.reason.split()),
         )
@@ -77,8 +91,18 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         steps=steps,
         loss=last.get("loss"),
         step_time_s=step_time_s,
+        held_out=newest_held_out(run.metrics),
+        tokens=last.get("tokens"),
+        **_speed(last, step_time_s),
         reason="never started" if found is None else found.reason,
     )
+
+
+def _speed(last: Mapping[str, Any], step_time_s: float | None) -> dict[str, float]:
+    """TFLOP/s and MFU of a rank at the median step time, from the last step's."""
+    share = (last.get("step_time_s") or 0.0) / step_time_s if step_time_s else 0.0
+    told = {"tflops": last.get("tflops_per_rank"), "mfu": last.get("mfu")}
+    return {name: value * share for name, value in told.items() if value is not None}
 
 
 def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
@@ -100,20 +124,23 @@ def render(found: Sequence[Row], width: int) -> str:
 
 
 def _table(found: Sequence[Row], width: int) -> list[str]:
-    texts = [HEADER, *(one.cells() for one in found)]
-    widths = [max(len(text[place]) for text in texts) for place in range(len(HEADER))]
-    told = any(text[REASON] for text in texts[1:])
-    fixed = sum(len(screen.GAP) + each for each in widths[1:REASON])
-    reason = told * (len(screen.GAP) + min(LEGIBLE, widths[REASON]))
+    cells = [one.cells() for one in found]
+    kept = [place for place in range(len(HEADER)) if place not in OPTIONAL or any(each[place] for each in cells)]
+    texts = [tuple(each[place] for place in kept) for each in (HEADER, *cells)]
+    last = len(kept) - 1
+    widths = [max(len(text[place]) for text in texts) for place in range(last + 1)]
+    told = any(text[last] for text in texts[1:])
+    fixed = sum(len(screen.GAP) + each for each in widths[1:last])
+    reason = told * (len(screen.GAP) + min(LEGIBLE, widths[last]))
     breaks: tuple[int, ...] = ()
     names = _names(found, width - fixed - reason)
     if not _fit(names, width - fixed - reason):
-        breaks, names = (REASON,), _names(found, width - fixed)
+        breaks, names = (last,), _names(found, width - fixed)
     if not _fit(names, width - fixed):
         breaks, names = (1,), _names(found, width)
-    shown = slice(None) if told else slice(REASON)
+    shown = slice(None) if told else slice(last)
     head, *body = ((name, *text[1:])[shown] for name, text in zip([HEADER[0], *names], texts, strict=True))
-    return screen.table(head, body, width, flexible=(REASON, 0), firm=(0,), breaks=breaks, rule=False)
+    return screen.table(head, body, width, flexible=(last, 0), firm=(0,), breaks=breaks, rule=False)
 
 
 def _names(found: Sequence[Row], room: int) -> list[str]:

@@ -155,7 +155,19 @@ def named(study: Study, sentence: str) -> str:
 
 
 def _runs(study: Study) -> Table:
-    results = ("loss", "gradient norm", "ms/step", "exposed ms", "tokens/s", "kept MiB", "peak MiB", "sent MiB")
+    results = (
+        "loss",
+        "held out",
+        "gradient norm",
+        "ms/step",
+        "exposed ms",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU %",
+        "kept MiB",
+        "peak MiB",
+        "sent MiB",
+    )
     head = ("run", "state", "steps", *results, "reason")
     rows = [
         [
@@ -163,10 +175,13 @@ def _runs(study: Study) -> Table:
             text(row.state),
             Cell(_steps(row), _finite(row.steps_done)),
             number(row.final_loss, lambda value: f"{value:.6g}"),
+            number(row.held_out_loss, lambda value: f"{value:.6g}"),
             number(row.final_grad_norm, lambda value: f"{value:.4g}"),
             number(row.step_time_s, lambda value: f"{1e3 * value:.1f}"),
             number(row.exposed_comm_s, lambda value: f"{1e3 * value:.1f}"),
             number(row.tokens_per_s, lambda value: f"{value:.0f}"),
+            number(row.tflops_per_rank, lambda value: f"{value:.3g}"),
+            number(row.mfu, lambda value: f"{100 * value:.1f}"),
             number(row.accounted_bytes, _mib),
             number(row.peak_bytes, _mib),
             number(row.sent_bytes, _mib),

@@ -40,6 +40,12 @@ METRICS = (
         "",
         "Euclidean norm of the main weights after the update; null in all but every `train.param_norm_every`-th step.",
     ),
+    Metric(
+        "validation/loss",
+        "nats a token",
+        "Mean over the held-out batches, after the update; null in all but every `measure.validate_every`-th step.",
+    ),
+    Metric("validation/perplexity", "", "e to the power of `validation/loss`."),
     Metric("lr", "", "Learning rate of this step."),
     Metric("tokens", "tokens", "Tokens of the whole global batch."),
     Metric("loss_scale", "", "Factor by which the loss was multiplied; null if there is none (`dtype.loss_scale`)."),

@@ -204,6 +204,7 @@ STEP: Mapping[str, Shape] = {
     "grad_norm?": Maybe(NUMBER),
     "step_time_s?": Maybe(NUMBER),
     "tokens?": Maybe(NUMBER),
+    "validation?": Each(dict, Maybe(NUMBER)),
     "skipped?": Maybe(bool),
     "time?": Each(dict, Maybe(NUMBER)),
     "memory?": Each(dict, Maybe(NUMBER)),

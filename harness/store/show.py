@@ -98,7 +98,11 @@ def _progress(run: RunDir) -> list[str]:
         lines.append(_field("step", f"{last['step']} of {run.setting('train.steps')}, loss {loss}"))
         lines += _counters(last.get("counters", {}))
         seconds = median_step_time(run)
-        lines += [] if seconds is None else [_field("ms/step", f"{1e3 * seconds:.1f}")]
+        if seconds is not None:
+            lines += [_field("ms/step", f"{1e3 * seconds:.1f}"), *_speed(last, seconds)]
+    if held_out := (summary or {}).get("validation"):
+        told = "loss {loss:.6g}, perplexity {perplexity:.6g}; lowest loss {best_loss:.6g} at step {best_step:.0f}"
+        lines.append(_field("held out", told.format(**{name: float(value) for name, value in held_out.items()})))
     if summary is not None:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
@@ -109,6 +113,15 @@ def _progress(run: RunDir) -> list[str]:
         if traces
         else lines
     )
+
+
+def _speed(last: Mapping[str, Any], seconds: float) -> list[str]:
+    """Rates at the median step time, from the arithmetic of the last step."""
+    share = (last.get("step_time_s") or 0.0) / seconds
+    told = [f"{last['tokens'] / seconds:,.0f} tokens/s"] if last.get("tokens") else []
+    told += [f"{rate * share:.3g} TFLOP/s a rank"] if (rate := last.get("tflops_per_rank")) else []
+    told += [f"MFU {100 * mfu * share:.1f} %"] if (mfu := last.get("mfu")) else []
+    return [_field("speed", ", ".join(told))] if told else []
 
 
 def _plain(value: Any) -> str:

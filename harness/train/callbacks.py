@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib import import_module
@@ -47,6 +48,13 @@ class Callback:
         """
         return None
 
+    def evaluation(self, step: int, losses: Mapping[int, float], engine: Engine) -> bool:
+        """Called after an evaluation, with the held-out loss of every step so far, also of earlier attempts.
+
+        True, on any rank, ends the run here: it is done.
+        """
+        return False
+
     def checkpoint(self, step: int, engine: Engine) -> None:
         """Called before a checkpoint is written; files that a resumed run reads must be on disk on return."""
 
@@ -57,7 +65,23 @@ class Callback:
         """Called last, even after an error; no collectives."""
 
 
-HOOKS = ("begin", "before", "watch", "reduced", "after", "step", "checkpoint", "end", "close")
+class EarlyStop(Callback):
+    """Ends a run whose held-out loss has not fallen for `patience` evaluations in a row; a subclass may set both.
+
+    min_delta: least fall that counts, in nats a token.
+    """
+
+    patience = 3
+    min_delta = 0.0
+
+    def evaluation(self, step: int, losses: Mapping[int, float], engine: Engine) -> bool:
+        best, waited = math.inf, 0
+        for _, loss in sorted(losses.items()):
+            best, waited = (loss, 0) if loss < best - self.min_delta else (best, waited + 1)
+        return waited >= self.patience
+
+
+HOOKS = ("begin", "before", "watch", "reduced", "after", "step", "evaluation", "checkpoint", "end", "close")
 
 
 def hooks_of(kind: type[Callback]) -> list[str]:
@@ -89,6 +113,16 @@ class Callbacks:
 
     def after(self, step: int, lr: float, grad_norm: float) -> None:
         self._call("after", step, lr, grad_norm, self._engine)
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self._of["evaluation"])
+
+    def evaluation(self, step: int, losses: Mapping[int, float]) -> bool:
+        """True if any callback ends the run."""
+        with self._meters.paused():
+            asked = [each.evaluation(step, losses, self._engine) for each in self._of["evaluation"]]
+        return any(asked)
 
     def checkpoint(self, step: int) -> None:
         self._call("checkpoint", step, self._engine)

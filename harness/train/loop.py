@@ -29,6 +29,7 @@ from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
 from harness.train.callbacks import Callbacks, made
 from harness.train.captures import Captures
+from harness.train.evaluation import Evaluation
 from harness.train.feed import Feed, joined
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
@@ -74,6 +75,7 @@ class Loop:
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
         self.callbacks = Callbacks(session, ())
+        self.evaluation: Evaluation
         self.feed = Feed(self.config, session.ranks.data_rank)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
@@ -90,11 +92,12 @@ class Loop:
         began = time.perf_counter()
         start = self._begin()
         writer, wandb_sync = self._open_record(start)
+        self.evaluation = Evaluation(self.session, self.control, start)
         trace = Trace(self.session, start)
-        step, stop = start, False
+        step, stop, ended = start, False, False
         try:
             self._open_callbacks(start)
-            while step < self.config.train.steps and not stop:
+            while step < self.config.train.steps and not (stop or ended):
                 step += 1
                 record, report = self._step(step)
                 stop = report.stop
@@ -102,10 +105,11 @@ class Loop:
                     writer.write(record)
                 wandb_sync.check()
                 self.session.progress(self._progress(record))
-                self._save_if_due(step, writer, report)
+                ended = self._stops_early(step)
+                self._save_if_due(step, writer, report, ends=ended)
                 trace.after(step)
             self.checkpoints.finish()
-            status: Literal["done", "preempted"] = "done" if step == self.config.train.steps else "preempted"
+            status: Literal["done", "preempted"] = "done" if ended or step == self.config.train.steps else "preempted"
             self.callbacks.end(status)
             self._finish(status, start, time.perf_counter() - began)
         finally:
@@ -113,7 +117,7 @@ class Loop:
             if writer is not None:
                 writer.close()
             self.callbacks.close()
-            wandb_sync.close(hurry=step < self.config.train.steps)
+            wandb_sync.close(hurry=step < self.config.train.steps and not ended)
         return Outcome(status, step, self.saved_step == step)
 
     def _open_callbacks(self, start: int) -> None:
@@ -165,6 +169,7 @@ class Loop:
             losses, measured = self._update(step)
         self.last_rows = measured.rows
         self.callbacks.after(step, measured.lr, measured.grad_norm)
+        held_out = self.evaluation.after(step)
         digests = self.feed.digests(step, self.given)
         del self.given
         exchange = self.control.begin_report(
@@ -175,7 +180,7 @@ class Loop:
         report = exchange()
         followed = None if self.bench is None else self.bench.after(step)
         memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
-        record = self.records.line(step, report, measured, memory, self._param_norm(step))
+        record = self.records.line(step, report, measured, memory, self._param_norm(step), held_out)
         record["own"] = self.callbacks.step(step, record)
         return record, report
 
@@ -240,20 +245,27 @@ class Loop:
         pause_s = 60 * self.config.ckpt.minutes
         return self.is_first_rank and 0 < pause_s <= time.monotonic() - self.saved_at
 
-    def _save_if_due(self, step: int, writer: MetricsWriter | None, report: StepReport) -> None:
-        every = self.config.ckpt.every
-        due = report.stop or report.save or step == self.config.train.steps or (every and step % every == 0)
-        if not due or not self.keeps_checkpoints:
+    def _stops_early(self, step: int) -> bool:
+        """True if a callback of any rank ends the run after an evaluation. Collective over all ranks."""
+        if step not in self.evaluation.losses or not self.callbacks.evaluates:
+            return False
+        asked = self.callbacks.evaluation(step, self.evaluation.losses)
+        return any(each for (each,) in self.control.gather([int(asked)]))
+
+    def _save_if_due(self, step: int, writer: MetricsWriter | None, report: StepReport, *, ends: bool) -> None:
+        every, best = self.config.ckpt.every, self.evaluation.best(self.config.ckpt.keep_best)
+        due = report.stop or report.save or ends or step == self.config.train.steps or (every and step % every == 0)
+        if not (due or step in best) or not self.keeps_checkpoints:
             return
         self.callbacks.checkpoint(step)
         if writer is not None:
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
-            self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)
+            self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after, best)
         self.saved_step, self.saved_at = step, time.monotonic()
 
     def _progress(self, record: dict[str, Any]) -> Progress:
-        memory = record["memory"]
+        memory, losses = record["memory"], self.evaluation.losses
         return Progress(
             rank=self.session.ranks.rank,
             step=record["step"],
@@ -262,6 +274,9 @@ class Loop:
             step_time_s=record["step_time_s"],
             tokens=record["tokens"],
             memory_bytes=memory["rss"] if memory["allocated"] is None else memory["allocated"],
+            held_out=losses[max(losses)] if losses else None,
+            flops=self.records.flops_per_rank,
+            peak_flops=self.records.peak,
         )
 
     def _network(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -90,6 +91,7 @@ class StepRecords:
         measured: Measured,
         memory: Mapping[str, int | None],
         param_norm: float | None,
+        held_out: float | None = None,
     ) -> dict[str, Any]:
         rate = None if self.flops_per_rank is None else self.flops_per_rank / measured.step_time_s
         parts = _parts(measured.spans)
@@ -99,6 +101,8 @@ class StepRecords:
                 "loss": global_loss(report.losses),
                 "grad_norm": measured.grad_norm,
                 "param_norm": param_norm,
+                "validation/loss": held_out,
+                "validation/perplexity": None if held_out is None else perplexity(held_out),
                 "lr": measured.lr,
                 "tokens": self.tokens,
                 "loss_scale": None if measured.scaled is None else measured.scaled.scale,
@@ -120,6 +124,11 @@ class StepRecords:
         )
 
 
+def perplexity(loss: float) -> float:
+    """e to a loss in nats a token; infinity beyond what a float holds."""
+    return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
+
+
 def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
     forward = spans.get("forward")
     return {
@@ -128,6 +137,17 @@ def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
         "backward": None if forward is None else spans["forward_backward"] - forward,
         "optimizer": spans["optimizer"],
     }
+
+
+def _held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Last and lowest held-out loss of a record; empty without any."""
+    losses = {record["step"]: loss for record in records if (loss := (record.get("validation") or {}).get("loss"))}
+    if not losses:
+        return {}
+    best = min(losses, key=lambda step: (losses[step], step))
+    last = losses[max(losses)]
+    told = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
+    return {"validation": told}
 
 
 def write_summary(
@@ -152,6 +172,7 @@ def write_summary(
         "loss": last.get("loss"),
         "grad_norm": last.get("grad_norm"),
         "parameters": parameter_count(config),
+        **_held_out(records),
         **facts,
         "collectives": [asdict(row) for row in rows],
         "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),

@@ -29,6 +29,11 @@ class Progress:
     tokens: int
     memory_bytes: int
     """Device memory allocated, or the resident set of the process on CPU."""
+    held_out: float | None = None
+    """Newest loss on held-out data, of this attempt or before."""
+    flops: float | None = None
+    """Operations of a step on one rank; None if unknown."""
+    peak_flops: float | None = None
 
 
 @dataclass(frozen=True)

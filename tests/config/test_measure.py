@@ -60,6 +60,14 @@ def test_the_smallest_requests_that_are_fine(overrides: list[str]) -> None:
         ("measure.memory_snapshot=true", "measure=trace"),
         ("measure.trace_ranks=null", "measure=trace"),
         ("measure=bench measure.trace_steps=[7]", "measure.trace_steps=[]"),
+        ("measure=bench measure.validate_every=5", "has no effect"),
+        ("ckpt.keep_best=1", "measure.validate_every=10"),
+        ("measure.validation_batches=2", "measure.validate_every=10"),
+        (
+            "measure.validate_every=5 data=synthetic data.num_sequences=320",
+            "data=synthetic has 20 batches of train.global_batch_size=16, of which train.steps=20 uses 20, and"
+            " measure.validation_batches=1 are to be held out",
+        ),
     ],
 )
 def test_what_no_profile_has_is_refused(overrides: str, fix: str) -> None:

@@ -287,7 +287,9 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     against = {"optimizer.betas": ["optimizer=sgd"], "optimizer.eps": ["optimizer=sgd"]}
     against |= {f"ckpt.{name}": ["ckpt=none"] for name in ("every", "minutes", "keep", "background", "strict")}
     decoder = ("model.num_heads", "model.num_kv_heads", "model.rope_theta", "model.tie_embeddings")
-    against |= {"train.param_norm_every": ["measure=bench"]} | {key: ["model=odd"] for key in decoder}
+    against |= {key: ["measure=bench"] for key in ("train.param_norm_every", "measure.validate_every")} | {
+        key: ["model=odd"] for key in decoder
+    }
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
     quiet |= {f"measure.{name}": ["measure=bench"] for name in ("step_checks", "step_checks_limit_mib")}
     quiet["measure.memory_snapshot"] = ["cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=2"]

@@ -34,6 +34,7 @@ LINE = {
     "loss": float,
     "grad_norm": float,
     "param_norm": (float, type(None)),
+    "validation": {"loss": type(None), "perplexity": type(None)},
     "lr": float,
     "tokens": int,
     "loss_scale": type(None),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from harness.config.data_source import SourceFacts, describe, inspect
 from harness.config.derived import data_ranks
 from harness.config.errors import Violation
+from harness.config.held_out import held_out_batches
 from harness.config.own import described
 from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, rule
@@ -212,6 +214,23 @@ def source_fills_a_batch(request: Request) -> Iterator[Violation]:
             f"fewer than one global batch, train.global_batch_size={batch}",
             fix="more data, a shorter data.seq_len or a smaller train.global_batch_size",
         )
+
+
+@rule(*_READS, "train.global_batch_size", "train.steps", "measure.validate_every", "measure.validation_batches")
+def held_out_data_is_left(request: Request) -> Iterator[Violation]:
+    config = request.config
+    if not config.measure.validate_every:
+        return
+    if path := config.measure.validation_path:
+        config = replace(config, data=replace(config.data, path=path))
+    facts = _facts(config)
+    try:
+        if isinstance(facts, str):
+            raise ValueError(facts)
+        if isinstance(facts, SourceFacts):
+            held_out_batches(config, facts.num_sequences)
+    except ValueError as error:
+        yield Violation(request.show("measure.validate_every"), str(error), fix="measure.validate_every=0")
 
 
 @rule(*_READS, "model.vocab_size")

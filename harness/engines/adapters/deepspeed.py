@@ -23,7 +23,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Device, Strategy
 from harness.engines import norms, optim
+from harness.engines.evaluating import evaluating
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import create_state
@@ -77,6 +78,13 @@ class DeepspeedEngine(Engine):
             loss = self.workload.loss(self.engine, batch)
             self.engine.backward(loss)
         return loss.detach()
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        with _surroundings(self.ranks), evaluating(self.engine, self.ranks.device):
+            losses = [self.workload.loss(self.engine, batch).item() for batch in batches]
+        if self.stage == 3:
+            self.engine.optimizer.empty_partition_cache()  # a step gathers them as it would
+        return losses
 
     def step(self, lr: float) -> float:
         """Norm before clipping; `inf` where the step was skipped."""

@@ -30,7 +30,9 @@ Limits, on torch 2.13:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,7 @@ from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
 from harness.engines.base.eight_bits import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
-from harness.engines.protocol import Ranks, Seen, State, Workload
+from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
 
 AGREES_ON_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -152,6 +154,19 @@ class Fsdp2Engine(ShardedEngine):
         if self.keeps_weights:
             self.root.set_reshard_after_backward(last)
         return nullcontext()
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        """As the base; what torch keeps for a backward, the root's weights and the order of units, is dropped."""
+        losses = super().evaluate(batches)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                state: Any = module._get_fsdp_state()
+                for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                    if group is not None:
+                        group.comm_ctx.post_forward_order.clear()
+                        group._post_forward_indices.clear()
+        return losses
 
     def _padding_elements(self) -> tuple[int, int]:
         own = self.mesh.get_local_rank("dp_shard") if self.group is not None else 0

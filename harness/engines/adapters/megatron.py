@@ -35,6 +35,7 @@ from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, OptimizerName, OuterStrategy, Registration, Strategy
 from harness.engines import norms, optim
 from harness.engines.adapters import megatron_on_cpu
+from harness.engines.evaluating import evaluating
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 
@@ -97,6 +98,10 @@ class MegatronEngine(Engine):
             self.model.finish_grad_sync()
             self.is_reduced = True
         return loss.detach()
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        with evaluating(self.model, self.ranks.device):
+            return [self.workload.loss(self.model, batch).item() for batch in batches]
 
     def step(self, lr: float) -> float:
         """Norm before clipping. Raises `RuntimeError`: no microbatch was marked as the last one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from harness.config.derived import engine_options, global_microbatches, loss_sca
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
 from harness.engines import optim
 from harness.engines.base.sharded import data_parallel_mesh, grid_mesh
+from harness.engines.evaluating import evaluating
 from harness.engines.loss_scale import LossScale
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -26,7 +27,7 @@ LOSS_SCALE = "loss_scale/"
 class NativeEngine(Engine):
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
-        self.config = config
+        self.config, self.device = config, ranks.device
         dtype = config.dtype
         module = workload.build("meta", TORCH_DTYPES[dtype.compute])
         workload.quantize(module, ranks.device)
@@ -68,6 +69,17 @@ class NativeEngine(Engine):
             loss = self.workload.loss(self.model, batch)
             (loss if self.loss_scale is None else self.loss_scale.scale(loss)).backward()
         return loss.detach()
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        """Updated weights are installed before, and again in the next forward, so that a step sends what it does
+        without an evaluation; only maxima of delayed FP8 scaling are exchanged here."""
+        if self._scaled is None or not self._scaled.skipped:
+            self.model.install_weights()
+        with evaluating(self.model, self.device):
+            losses = [self.workload.loss(self.model, batch).item() for batch in batches]
+        for weight in self.model.local_state().values():
+            torch.autograd.graph.increment_version(weight)
+        return losses
 
     def step(self, lr: float) -> float:
         """Norm before clipping; NaN where a loss scale overflowed."""

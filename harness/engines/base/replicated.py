@@ -7,7 +7,7 @@ gradient to the main dtype before it accumulates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of, uncast
 from harness.engines.base.planned import shadow_weights, take_plan
 from harness.engines.base.sharded import grid_mesh
-from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
+from harness.engines.evaluating import evaluating
+from harness.engines.protocol import Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import create_state
 
@@ -64,6 +65,10 @@ class ReplicatedEngine(Engine):
 
     def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         return whole, whole
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        with evaluating(self.model, self.ranks.device):
+            return [self.workload.loss(self.model, batch).item() for batch in batches]
 
     def step(self, lr: float) -> float:
         gradients = dict(self._gradients())

@@ -10,7 +10,7 @@ The norm sums local squares in fp64 over the ranks that share one copy of the mo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -22,6 +22,7 @@ from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of
+from harness.engines.evaluating import evaluating
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import TpShard, create_state
@@ -105,6 +106,10 @@ class ShardedEngine(Engine):
         self._after_backward(last)
         self.reduced = last
         return loss.detach()
+
+    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
+        with evaluating(self.model, self.ranks.device):
+            return [self.workload.loss(self.model, batch).item() for batch in batches]
 
     def step(self, lr: float) -> float:
         gradients = {name: self._piece(gradient) for name, gradient in self._gradients().items()}
