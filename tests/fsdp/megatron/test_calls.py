@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import (
+    Dtypes,
     MegatronModel,
     MixedPrecisionPolicy,
     StepError,
@@ -272,6 +273,14 @@ def sets_once(self: Engine, policy: MixedPrecisionPolicy) -> None:
 
 
 _of_calls = partial(Mutant, area="megatron-fsdp's names: calls")
+_send_as = ParamGroup.send_as
+
+
+def _sends_as_at_first(self: ParamGroup, dtypes: Dtypes) -> None:
+    if not hasattr(self, "inner"):
+        _send_as(self, dtypes)
+
+
 _of_weights = partial(Mutant, area="megatron-fsdp's names: weights")
 MUTANTS = {
     "one axis is two": _of_calls(
@@ -298,7 +307,7 @@ MUTANTS = {
     ),
     "the old wire": _of_weights(
         "Buckets go on sending in the dtype from before the context",
-        patched(ParamGroup, "send_as"),
+        patched(ParamGroup, "send_as", _sends_as_at_first),
         "rewiring",
     ),
     "the old policy stays": _of_weights(
