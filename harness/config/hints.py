@@ -121,24 +121,15 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
         inside = [path for path in settings() if path.startswith(f"{group}.")]
         elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
         meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
-        return Violation(
-            key,
-            f"{group} has no such setting",
-            ", ".join(inside) or "none of its own",
-            _did_you_mean(meant),
-            _replaced(key),
-        )
+        problem = f"{group} has no such setting"
+        return Violation(key, problem, ", ".join(inside) or "none of its own", _did_you_mean(meant), _replaced(key))
     everything = [*catalog.groups, *settings()]
     meant = _synonym(key) or nearest(key, everything)
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant), about=_replaced(key))
-    return Violation(
-        key,
-        "no such group or setting",
-        "groups " + ", ".join(catalog.groups),
-        "docs/configuration.md lists every setting",
-    )
+    problem = "no such group or setting"
+    return Violation(key, problem, "groups " + ", ".join(catalog.groups), "docs/configuration.md lists every setting")
 
 
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
@@ -154,13 +145,9 @@ def explain_option(group: str, option: object, catalog: Catalog | None = None) -
 
 def explain_unsaid(path: str, values: Mapping[str, Any]) -> Violation:
     setting, (group, _, key) = settings()[path], path.partition(".")
-    return Violation(
-        path,
-        f"the option {group}={values[group].get('name', 'NAME')} does not say it, and nothing can be assumed",
-        ", ".join(setting.choices),
-        f"add the line `{key}: {setting.choices[0]}` to its file in conf/{group}/",
-        setting.sentence,
-    )
+    problem = f"the option {group}={values[group].get('name', 'NAME')} does not say it, and nothing can be assumed"
+    fix = f"add the line `{key}: {setting.choices[0]}` to its file in conf/{group}/"
+    return Violation(path, problem, ", ".join(setting.choices), fix, setting.sentence)
 
 
 def explain_range(path: str, value: Any) -> Violation:

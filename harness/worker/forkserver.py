@@ -35,6 +35,7 @@ USED_BY_ALL = (
     "torch._dynamo",  # every optimizer loads it at its first step
     "torch.distributed",
     "safetensors.torch",
+    "pydantic.type_adapter",
     "harness.worker.connect",
     "harness.worker.origin",
     "harness.data.loader",

@@ -148,11 +148,9 @@ def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
 def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
     c = request.config.cluster
     if c.backend is Backend.slurm and c.container_image is not None and c.python is None:
-        yield Violation(
-            f"cluster.container_image={c.container_image}",
-            "has its own interpreter, with torch and this package's dependencies",
-            fix="cluster.python=python3, or its path in the image",
-        )
+        subject = f"cluster.container_image={c.container_image}"
+        problem = "has its own interpreter, with torch and this package's dependencies"
+        yield Violation(subject, problem, fix="cluster.python=python3, or its path in the image")
 
 
 @rule("launch.root")
@@ -174,11 +172,9 @@ def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
     for path, setting in settings().items():
         value = request.value(path)
         if setting.type in (str, list[str], dict[str, str]) and value and redacted(str(value)) != str(value):
-            yield Violation(
-                f"{path}={redacted(str(value))}",
-                "holds a secret, and would be written into the run's directory",
-                fix="leave it in the environment, which ranks inherit, or in a file that cluster.setup sources",
-            )
+            subject = f"{path}={redacted(str(value))}"
+            fix = "leave it in the environment, which ranks inherit, or in a file that cluster.setup sources"
+            yield Violation(subject, "holds a secret, and would be written into the run's directory", fix=fix)
 
 
 @rule()
@@ -276,12 +272,8 @@ def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
 
 
 def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation:
-    return Violation(
-        request.show(path),
-        "runs during the steps that measure=bench times",
-        valid,
-        f"{fix or f'{path}={valid}'}, or measure=default",
-    )
+    problem = "runs during the steps that measure=bench times"
+    return Violation(request.show(path), problem, valid, f"{fix or f'{path}={valid}'}, or measure=default")
 
 
 @rule("train.steps", "measure.warmup_steps")
