@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -101,6 +101,28 @@ def grade(observed: float, allowed: float, refuted: float) -> Grade:
     if observed <= allowed:
         return Grade.ok
     return Grade.doubt if observed <= refuted else Grade.bad
+
+
+REFUTED = 2.0
+"""Multiple of what is allowed beyond which rounding is refuted; between the two is doubt."""
+
+
+def measured(
+    check: str,
+    stage: Stage,
+    observed: float,
+    allowed: float,
+    refuted: float | None = None,
+    *,
+    step: int | None = None,
+    tensor: str | None = None,
+    note: str | Callable[[], str] = "",
+    since: Stage | None = None,
+) -> Finding:
+    """Finding of T2 by its grade. Args: refuted: `REFUTED` times `allowed` by default. note: told of failures alone."""
+    verdict = grade(observed, allowed, REFUTED * allowed if refuted is None else refuted)
+    said = "" if verdict is Grade.ok else note if isinstance(note, str) else note()
+    return Finding("T2", check, stage, verdict, observed, allowed, step, tensor, note=said, since=since)
 
 
 def percent(value: float | None) -> str:

@@ -7,9 +7,8 @@ Anything beyond happened after the last step, where no loss shows it; a run with
 from __future__ import annotations
 
 from harness.config.roundoff import UNIT
-from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.gradients import length
 
 FOLLOWS = "weights at the end follow"
@@ -31,9 +30,8 @@ def check(run: Record) -> list[Finding]:
             expected, moved = expected + update, moved + length(update)
         norm = length(expected) or 1.0
         off, allowed = length(run.final.values(name) - expected) / norm, unit * moved / norm
-        said = grade(off, allowed, REFUTED * allowed)
-        note = "" if said is Grade.ok else f"in {run.name}, changed after the last update"
-        found.append(Finding("T2", FOLLOWS, Stage.weights, said, off, allowed, step=run.length, tensor=name, note=note))
+        note = f"in {run.name}, changed after the last update"
+        found.append(measured(FOLLOWS, Stage.weights, off, allowed, step=run.length, tensor=name, note=note))
     return found
 
 

@@ -60,9 +60,9 @@ from typing import TYPE_CHECKING
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
 from harness.parity.alone import fed
-from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.outcome import REFUTED, Finding, Grade, Stage
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
+from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.graded import Series
 from harness.store.check_stream import ONCE
 

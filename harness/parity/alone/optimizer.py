@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
-from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS
+from harness.parity.tiers.arithmetic import SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
 
 if TYPE_CHECKING:
@@ -188,6 +188,5 @@ def _frozen(run: Record, step: int, name: str, update: Float64) -> list[Finding]
 
 
 def _finding(run: Record, kind: str, observed: float, allowed: float, step: int, name: str, note: str) -> Finding:
-    verdict = grade(observed, allowed, REFUTED * allowed)
-    said = "" if verdict is Grade.ok else f"in {run.name}{f', {note}' if note else ''}"
-    return Finding("T2", kind, Stage.optimizer, verdict, observed, allowed, step=step, tensor=name, note=said)
+    said = f"in {run.name}{f', {note}' if note else ''}"
+    return measured(kind, Stage.optimizer, observed, allowed, step=step, tensor=name, note=said)

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from harness.parity.captured import Testimony
-from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.outcome import Finding, Grade, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
+from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain
 from harness.store.screen import counted
@@ -91,16 +91,14 @@ def _allowed(pair: TensorPair, testimony: Testimony, arithmetic: Arithmetic) -> 
 
 
 def _distance(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
-    verdict = grade(pair.distance, allowed, REFUTED * allowed)
-    return _finding(run, "sum of local gradients", verdict, pair.distance, allowed, step, pair.name)
+    return _finding(run, "sum of local gradients", pair.distance, allowed, step, pair.name)
 
 
 def _piece(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
     block = pair.block
     room = math.sqrt(2) * allowed * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
-    verdict = grade(block.distance, room, REFUTED * room)
     where = f"elements {block.start} to {block.stop} of {pair.numel}"
-    return _finding(run, "sum, worst piece", verdict, block.distance, room, step, pair.name, where)
+    return _finding(run, "sum, worst piece", block.distance, room, step, pair.name, where)
 
 
 def scale_error(pair: TensorPair, rounding: float) -> float:
@@ -133,30 +131,15 @@ def _scales(
         for pair in pairs
         if pair.numel >= HANDFUL and pair.norm > 0
     ]
-    return [
-        _finding(
-            run,
-            "scale of the sum",
-            grade(abs(b), allowed, REFUTED * allowed),
-            abs(b),
-            allowed,
-            step,
-            name,
-            explain(b, allowed, factors).replace("the control's", "what its ranks computed"),
-        )
-        for b, allowed, name in found
-    ]
+    made = []
+    for b, allowed, name in found:
+        why = explain(b, allowed, factors).replace("the control's", "what its ranks computed")
+        made.append(_finding(run, "scale of the sum", abs(b), allowed, step, name, why))
+    return made
 
 
 def _finding(
-    run: Record,
-    check: str,
-    verdict: Grade,
-    observed: float,
-    allowed: float,
-    step: int,
-    name: str | None,
-    note: str = "",
+    run: Record, check: str, observed: float, allowed: float, step: int, name: str | None, note: str = ""
 ) -> Finding:
-    said = "" if verdict is Grade.ok else f"in {run.name}{f', {note}' if note else ''}"
-    return Finding("T2", check, Stage.reduction, verdict, observed, allowed, step=step, tensor=name, note=said)
+    said = f"in {run.name}{f', {note}' if note else ''}"
+    return measured(check, Stage.reduction, observed, allowed, step=step, tensor=name, note=said)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity.outcome import Grade, grade, percent
+from harness.parity.outcome import REFUTED, Grade, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
 from harness.store import checksums, commands

@@ -153,9 +153,6 @@ Tensors whose sums cancel (attention's queries and keys) and those that few valu
 than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md).
 """
 
-REFUTED = 2.0
-"""Refuted over allowed."""
-
 SIGMAS = 4.0
 """Standard errors that a signed bias may have."""
 

@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import KNOWN
-from harness.parity.outcome import Finding, Stage, grade
+from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW
-from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import compare_tensor, names
 from harness.parity.tiers.trajectory import path_lengths
@@ -72,10 +71,8 @@ def _graded(
     for name, numel, distance, norm in told:
         own = farthest * (math.sqrt(numel / envelope.control.parameters) if is_shared else 1.0)
         allowed = draw * (rounding + (own / norm if norm else math.inf))
-        off = grade(distance, allowed, REFUTED * allowed)
-        made.append(
-            Finding("T2", kind, Stage.optimizer, off, distance, allowed, step=step, tensor=name, since=Stage.weights)
-        )
+        found = measured(kind, Stage.optimizer, distance, allowed, step=step, tensor=name, since=Stage.weights)
+        made.append(found)
     return made
 
 

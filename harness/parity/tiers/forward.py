@@ -27,9 +27,9 @@ from __future__ import annotations
 import math
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
-from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.outcome import REFUTED, Finding, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS
+from harness.parity.tiers.arithmetic import SAFETY, SIGMAS
 from harness.parity.tiers.envelope import Envelope
 from harness.store.forward import Forward
 
@@ -84,15 +84,13 @@ def _loss(arm: Record, control: Record, refuted: float) -> list[Finding]:
     if a is None or c is None or not c or not math.isfinite(a + c):
         return []
     off = abs(a - c) / abs(c)
-    said = grade(off, LOSS, LOSS if refuted <= SAME else math.inf)
-    note = "" if said is Grade.ok else "the logits are the same, and the loss is another one"
-    return [Finding("T2", LOGITS, Stage.forward, said, off, LOSS, step=1, note=note)]
+    note = "the logits are the same, and the loss is another one"
+    return [measured(LOGITS, Stage.forward, off, LOSS, LOSS if refuted <= SAME else math.inf, step=1, note=note)]
 
 
 def _finding(name: str, off: float, allowed: float, refuted: float) -> Finding:
-    said = grade(off, allowed, refuted)
-    note = "" if said is Grade.ok else f"module {name or 'the model itself'}; all that was called before it agrees"
-    return Finding("T2", OUTPUT, Stage.forward, said, off, allowed, step=1, tensor=name or None, note=note)
+    note = f"module {name or 'the model itself'}; all that was called before it agrees"
+    return measured(OUTPUT, Stage.forward, off, allowed, refuted, step=1, tensor=name or None, note=note)
 
 
 def _distances(left: Forward, right: Forward) -> dict[str, float]:

@@ -12,10 +12,10 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from harness.parity.outcome import Finding, Grade, Stage, grade, percent
+from harness.parity.outcome import REFUTED, Finding, Grade, Stage, measured, percent
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
@@ -140,10 +140,7 @@ def _mismatch(odd: Mismatch) -> Finding:
 
 
 def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
-    verdict = grade(pair.distance, allowed, refuted)
-    return Finding(
-        "T2", "gradient distance", Stage.gradient, verdict, pair.distance, allowed, step=step, tensor=pair.name
-    )
+    return measured("gradient distance", Stage.gradient, pair.distance, allowed, refuted, step=step, tensor=pair.name)
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
@@ -158,12 +155,10 @@ def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     block = pair.block
     allowed = envelope.piece(envelope.tensor(pair.name, pair.numel), block.stop - block.start)
-    verdict = grade(
-        block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
-    )
-    note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
-    check = "gradient, worst piece"
-    return Finding("T2", check, Stage.gradient, verdict, block.distance, allowed, step=1, tensor=pair.name, note=note)
+    refuted = REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
+    note = f"elements {block.start} to {block.stop} of {pair.numel}"
+    check, off = "gradient, worst piece", block.distance
+    return measured(check, Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=note)
 
 
 def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
@@ -179,11 +174,9 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
     for pair in pairs:
         usual = typical * envelope.share(pair)
         allowed = envelope.few(pair.numel) * max(OUTLIER * usual, envelope.floor(pair.name))
-        verdict = grade(pair.block.distance, allowed, math.inf)
-        note = "" if verdict is Grade.ok else f"{percent(usual)} is typical of this pair's tensors"
-        check = "gradient among its fellows"
-        off = pair.block.distance
-        found.append(Finding("T2", check, Stage.gradient, verdict, off, allowed, step=1, tensor=pair.name, note=note))
+        note = f"{percent(usual)} is typical of this pair's tensors"
+        check, off = "gradient among its fellows", pair.block.distance
+        found.append(measured(check, Stage.gradient, off, allowed, math.inf, step=1, tensor=pair.name, note=note))
     return found
 
 
@@ -191,18 +184,16 @@ def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, 
     allowed = envelope.scale(pair.standard_error, pair.residual, pair.name)
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
-    verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + _room(pair, envelope.rerouted_scale)))
-    note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
-    return Finding(
-        "T2", "gradient scale", Stage.gradient, verdict, abs(pair.b), allowed, step=1, tensor=pair.name, note=note
-    )
+    refuted = REFUTED * (allowed + _room(pair, envelope.rerouted_scale))
+    off, why = abs(pair.b), partial(explain, pair.b, allowed, factors)
+    return measured("gradient scale", Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=why)
 
 
 def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
     allowed = envelope.global_scale(pooled.standard_error, pooled.residual)
-    verdict = grade(abs(pooled.b), allowed, REFUTED * (allowed + envelope.rerouted_scale))
-    note = "" if verdict is Grade.ok else explain(pooled.b, allowed, factors)
-    return Finding("T2", "scale of all gradients", Stage.gradient, verdict, abs(pooled.b), allowed, step=1, note=note)
+    refuted = REFUTED * (allowed + envelope.rerouted_scale)
+    off, why = abs(pooled.b), partial(explain, pooled.b, allowed, factors)
+    return measured("scale of all gradients", Stage.gradient, off, allowed, refuted, step=1, note=why)
 
 
 def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
@@ -213,6 +204,5 @@ def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) 
     gathered = math.sqrt(math.fsum(norm * norm for norm in norms))
     logged = run.series("grad_norm")[step - 1] or 0.0
     off = abs(logged - gathered) / gathered if gathered else abs(logged)
-    verdict = grade(off, allowed, REFUTED * allowed)
-    note = "" if verdict is Grade.ok else f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
-    return Finding("T2", "logged norm", Stage.clipping, verdict, off, allowed, step=step, note=note)
+    note = f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
+    return measured("logged norm", Stage.clipping, off, allowed, step=step, note=note)

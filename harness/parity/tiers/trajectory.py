@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.outcome import Finding, Stage, grade
+from harness.parity.outcome import REFUTED, Finding, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, Arithmetic
+from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import Series
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, grown, growths

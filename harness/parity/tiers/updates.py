@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
-from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.outcome import REFUTED, Finding, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import TensorPair
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
@@ -59,10 +59,9 @@ def _bounds(
 
 def _size(step: int, pair: TensorPair, allowed: float, refuted: float, control: Record) -> Finding:
     ratio = pair.arm_norm / pair.norm if pair.norm else math.inf if pair.arm_norm else 1.0
-    verdict = grade(abs(ratio - 1.0), allowed, refuted)
-    note = "" if verdict is Grade.ok else _explain(ratio, step, allowed, control)
-    off = abs(ratio - 1.0)
-    return Finding("T2", "update size", Stage.optimizer, verdict, off, allowed, step=step, tensor=pair.name, note=note)
+    off, stage = abs(ratio - 1.0), Stage.optimizer
+    why = partial(_explain, ratio, step, allowed, control)
+    return measured("update size", stage, off, allowed, refuted, step=step, tensor=pair.name, note=why)
 
 
 def _explain(ratio: float, step: int, allowed: float, control: Record) -> str:
