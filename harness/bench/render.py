@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from harness.bench.record import Process
 from harness.bench.report import Regime, Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
 from harness.store import screen
 
-HEAD = (
-    "engine",
-    "strategy",
-    "blocks",
-    "ms/step",
-    "IQR steps",
-    "IQR blocks",
-    "forward",
-    "backward",
-    "optimizer",
-    "other",
-    "exposed",
-    "tokens/s",
-    "peak MiB",
-    "kept MiB",
-    "sent MiB",
-    "vs reference",
-)
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "engine": lambda row: " ".join(part for part in (row.engine, row.detail) if part),
+    "strategy": lambda row: row.strategy,
+    "blocks": lambda row: str(len(row.blocks)),
+    "ms/step": lambda row: ms(row.step_s),
+    "IQR steps": lambda row: ms(row.iqr_steps_s),
+    "IQR blocks": lambda row: ms(row.iqr_blocks_s),
+    "forward": lambda row: ms(row.parts["forward_s"]),
+    "backward": lambda row: ms(row.parts["backward_s"]),
+    "optimizer": lambda row: ms(row.parts["optimizer_s"]),
+    "other": lambda row: ms(row.parts["other_s"]),
+    "exposed": lambda row: ms(row.parts["exposed_comm_s"]),
+    "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
+    "peak MiB": lambda row: mib(row.peak_bytes),
+    "kept MiB": lambda row: mib(row.persistent_bytes),
+    "sent MiB": lambda row: mib(row.sent_bytes),
+    "vs reference": lambda row: "reference" if row.is_reference else interval_text(row.ratio),
+}
 TARGET_HEAD = ("strategy", "native", "best of the others", "native / best", "finding")
 LEGEND = (
     "ms/step: median over blocks of each process's median timed step; IQR steps: spread within a process, IQR blocks: "
@@ -49,7 +49,7 @@ def text(report: Report) -> str:
         *filter(None, [report.question]), *(f"NOT COMPARABLE: the runs differ in {why}" for why in report.mixed)
     )
     for regime in report.regimes:
-        table = screen.table(HEAD, [_cells(row) for row in regime.rows], room)
+        table = screen.table([*COLUMNS], [_cells(row) for row in regime.rows], room)
         lines += ["", *prose(regime.title), "", *table]
         if regime.targets:
             targets = [_target_cells(target) for target in regime.targets]
@@ -66,32 +66,19 @@ def markdown(report: Report, command: str) -> str:
         "\n".join(f"- {line}" for line in (*LEGEND, *_about_intervals(report))),
     ]
     for regime in report.regimes:
-        parts += [f"## {regime.title}", _sizes(regime), markdown_table(HEAD, [_cells(row) for row in regime.rows])]
+        parts += [
+            f"## {regime.title}",
+            _sizes(regime),
+            markdown_table([*COLUMNS], [_cells(row) for row in regime.rows]),
+        ]
         if regime.targets:
             parts.append(markdown_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets]))
     parts += ["## What speaks against these numbers", "\n".join(f"- {line}" for line in _against(report))]
     return "\n\n".join(parts) + "\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        " ".join(part for part in (row.engine, row.detail) if part),
-        row.strategy,
-        str(len(row.blocks)),
-        ms(row.step_s),
-        ms(row.iqr_steps_s),
-        ms(row.iqr_blocks_s),
-        ms(row.parts["forward_s"]),
-        ms(row.parts["backward_s"]),
-        ms(row.parts["optimizer_s"]),
-        ms(row.parts["other_s"]),
-        ms(row.parts["exposed_comm_s"]),
-        f"{row.tokens_per_s:.0f}",
-        mib(row.peak_bytes),
-        mib(row.persistent_bytes),
-        mib(row.sent_bytes),
-        "reference" if row.is_reference else interval_text(row.ratio),
-    )
+def _cells(row: Row) -> list[str]:
+    return [shown(row) for shown in COLUMNS.values()]
 
 
 def _target_cells(target: Target) -> tuple[str, ...]:
