@@ -19,6 +19,7 @@ Without an outer axis O = 1, and nothing goes outside.
 from __future__ import annotations
 
 import itertools
+from contextlib import closing
 from dataclasses import dataclass
 
 import pytest
@@ -53,6 +54,8 @@ CASES = Cover(
 B_W = {"fp32": 4, "bf16_comm": 2}
 B_G = {"fp32": 4, "bf16_comm": 2}
 B_MAIN_GRAD = 4
+UNITS = ("embedding", "blocks.0", "blocks.1", "head")
+WIDTHS = {"fp32": "float32", "bf16_comm": "bfloat16"}
 
 
 @dataclass
@@ -65,32 +68,37 @@ class Traffic:
     memory: dict[str, int]
     transient: int
     largest: int
+    rests: set[int]
+    """Bytes of buckets alive before and after each step."""
 
 
 def measure(rank: int, cases: list[Case]) -> list[Traffic]:
-    return [_measure(rank, case) for case in cases]
+    return [measure_case(rank, case) for case in cases]
 
 
-def _measure(rank: int, case: Case) -> Traffic:
+def measure_case(rank: int, case: Case) -> Traffic:
     config = case.config()
     ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
     engine = engine_class(config.engine.name)(LlamaWorkload(config), config, ranks)
-    meter = CollectiveMeter()
-    for step in range(case.steps):
-        meter.take()
-        todo = batches(case, rank, step)
-        for index, batch in enumerate(todo):
-            engine.forward_backward(batch, last=index == len(todo) - 1)
-        engine.step(1e-3)
-    rows = meter.take()
-    meter.close()
     model = engine.model  # type: ignore[attr-defined]
+    rests = set()
+    with closing(CollectiveMeter()) as meter:
+        for step in range(case.steps):
+            meter.take()
+            todo = batches(case, rank, step)
+            for index, batch in enumerate(todo):
+                engine.forward_backward(batch, last=index == len(todo) - 1)
+            rests.add(model._parts.memory.live_bytes)
+            engine.step(1e-3)
+            rests.add(model._parts.memory.live_bytes)
+        rows = meter.take()
     buckets = {
         b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.layout_rank), inside(b))
         for b, x in ((each, each.layout) for each in model.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.buckets)
-    traffic = Traffic(rows, buckets, engine.accounted_bytes(), model.counters()["transient_peak_bytes"], largest)
+    peak = model.counters()["transient_peak_bytes"]
+    traffic = Traffic(rows, buckets, engine.accounted_bytes(), peak, largest, rests)
     engine.close()
     return traffic
 
@@ -142,42 +150,38 @@ def expected(case: Case, bucket: str, moved: int, whole: int, last: str) -> dict
     return {key: value for key, value in found.items() if value[1]}
 
 
-@pytest.mark.parametrize("case", CASES.params(name_of))
-def test_counts_and_bytes_equal_the_formulas(case: Case) -> None:
-    ranks = traffic(CASES.batch(case))[case]
+def check_counts_and_bytes(case: Case, ranks: list[Traffic]) -> None:
+    assert list(ranks[0].buckets) == [f"{unit}/{WIDTHS[case.dtype]}" for unit in UNITS], "buckets of other units"
     last = list(ranks[0].buckets)[-1]
     wanted = {}
     for name, (moved, whole, *_) in ranks[0].buckets.items():
         wanted |= expected(case, name, moved, whole, last)
+    splits = case.strategy != "no_shard" or (case.outer > 1 and case.outer_strategy == "optim")
+    besides = {("used parameters", "all_reduce")} | ({("norm", "all_reduce")} if splits else set())
+    for rank in ranks:
+        assert set(table(rank.rows)) == wanted.keys() | besides, "what travels is not what the formulas have"
+        assert table(rank.rows)["used parameters", "all_reduce"].count == 1
     for (name, kind), (count, sent) in wanted.items():
         rows = [table(rank.rows)[name, kind] for rank in ranks]
         print(f"{name_of(case)} {name}: {count} {kind}, {sent} bytes over all ranks")
-        assert {row.count for row in rows} == {count}
-        assert sum(row.bytes for row in rows) == sent
+        assert {row.count for row in rows} == {count}, f"collectives of {name}"
+        assert sum(row.bytes for row in rows) == sent, f"bytes of {name}"
         if kind != "all_reduce" and case.strategy != "no_shard":
             assert len({row.bytes for row in rows}) == 1, "every rank sends the same"
-    splits = case.strategy != "no_shard" or (case.outer > 1 and case.outer_strategy == "optim")
-    wanted |= {("norm", "all_reduce"): (1, 0)} if splits else {}
-    wanted |= {("used parameters", "all_reduce"): (1, 0)}
-    for rank in ranks:
-        assert set(table(rank.rows)) == set(wanted), "nothing else travels but the norm and counts"
-        assert table(rank.rows)["used parameters", "all_reduce"].count == 1
 
 
-@pytest.mark.parametrize("case", CASES.params(name_of))
-def test_persistent_memory_equals_the_formula(case: Case) -> None:
+def check_persistent_memory(case: Case, ranks: list[Traffic]) -> None:
     """P(w + m + g + o), each term divided by what splits it: o and m by all axes that split, g and w by the inner one.
 
     m = 0 where the compute weights that are kept have its dtype.
     """
-    ranks = traffic(CASES.batch(case))[case]
     parameters = sum(bucket[2] for bucket in ranks[0].buckets.values())
     stage = STRATEGIES.index(case.strategy)
     splits_outside = case.outer > 1 and case.outer_strategy == "optim"
     keeps_shards = stage == 3 and splits_outside
     copies = (1 if stage else case.world_size // case.outer) * (1 if splits_outside else case.outer)
     held = sum(sum(bucket[3] for bucket in rank.buckets.values()) for rank in ranks)
-    assert held == parameters * copies, "every element on so many ranks"
+    assert held == parameters * copies, "elements are not on so many ranks"
     for rank in ranks:
         here = sum(bucket[3] for bucket in rank.buckets.values())
         shard = sum(bucket[4] for bucket in rank.buckets.values())
@@ -185,18 +189,30 @@ def test_persistent_memory_equals_the_formula(case: Case) -> None:
         apart = case.dtype != "fp32" or (stage == 3 and not keeps_shards)
         assert rank.memory["compute_weights"] == kept * B_W[case.dtype]
         assert rank.memory["main_weights"] == (here * 4 if apart else 0)
-        assert rank.memory["main_grads"] == (parameters if stage <= 1 else shard) * 4
+        assert rank.memory["main_grads"] == (parameters if stage <= 1 else shard) * 4, "bytes of main gradients"
         assert rank.memory["optimizer"] == here * 8
 
 
-@pytest.mark.parametrize("case", CASES.params(name_of))
-def test_transient_memory_is_at_most_two_units_of_weights_and_two_of_gradients(case: Case) -> None:
+def check_transient_memory(case: Case, ranks: list[Traffic]) -> None:
+    """At most two units of weights and two of gradients, and nothing between steps."""
     stage = STRATEGIES.index(case.strategy)
-    for rank in traffic(CASES.batch(case))[case]:
+    for rank in ranks:
+        assert rank.rests == {0}, "buckets are alive at rest"
         weights = 2 * rank.largest * B_W[case.dtype] if stage == 3 else 0
         copied = case.dtype != "fp32"  # what is sent is a copy of the sums
         gradients = 2 * rank.largest * B_G[case.dtype] if stage >= 2 or copied else 0
         gradients += 2 * rank.largest * B_G[case.dtype] if case.outer > 1 and copied else 0
-        assert rank.transient <= weights + gradients
+        assert rank.transient <= weights + gradients, "at most two units' weights and gradients"
         if stage >= 2 or copied:
             assert rank.transient > 0
+
+
+def check(case: Case, ranks: list[Traffic]) -> None:
+    check_counts_and_bytes(case, ranks)
+    check_persistent_memory(case, ranks)
+    check_transient_memory(case, ranks)
+
+
+@pytest.mark.parametrize("case", CASES.params(name_of))
+def test_traffic_and_memory_equal_the_formulas(case: Case) -> None:
+    check(case, traffic(CASES.batch(case))[case])

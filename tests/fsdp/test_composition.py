@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
+from harness.fsdp.runtime.gather import GatherPipeline
 from tests.fsdp.pairs import (
     COVERED,
     PAIRS,
@@ -27,6 +29,7 @@ from tests.fsdp.pairs import (
     shard,
 )
 from tests.support.covering import Cover, once
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD = 4
@@ -60,6 +63,7 @@ def train(rank: int, pair: Pair, module: nn.Module, world: int = WORLD, **argume
     found: dict[str, Tensor] = {}
     for step in range(2):
         step_gradients(rank, model, step)
+        found[f"{step} left"] = torch.tensor(model._parts.memory.live_bytes)
         found |= {f"{step} gradient {name}": gradient for name, gradient in model.full_gradients()}
         optimizer.step()
         optimizer.zero_grad()
@@ -111,11 +115,12 @@ RECOMPUTING = Cover(
 
 
 def recomputing(rank: int, trials: list[tuple[Pair, str, type[Model]]]) -> list[list[str]]:
-    """By trial, which bits recomputation changes."""
+    """By trial, which bits recomputation changes, and whether it leaves weights gathered."""
     found = []
     for pair, name, kind in trials:
-        plain = train(rank, pair, Model(), **OPTIONS[name])
-        found.append(same(plain, train(rank, pair, kind(), **OPTIONS[name])))
+        plain, again = (train(rank, pair, module, **OPTIONS[name]) for module in (Model(), kind()))
+        left = name != "double buffer" and bool(again["0 left"])
+        found.append(same(plain, again) + (["weights are left"] if left else []))
     return found
 
 
@@ -157,6 +162,30 @@ def test_compiled_units_train_the_same_model(pair: Pair) -> None:
 @pytest.mark.parametrize("trial", RECOMPUTING.params(lambda trial: f"{trial[0]}-{trial[1]}-{trial[2].__name__}"))
 def test_recomputed_activations_change_no_bit(trial: tuple[Pair, str, type[Model]]) -> None:
     assert recomputed(RECOMPUTING.batch(trial))[trial] == ([],) * WORLD
+
+
+def _keeps_at_end(self: GatherPipeline) -> None:
+    self._take_turns(len(self._sweep))
+
+
+def mistaken(rank: int, name: str) -> list[str]:
+    pair = Pair("optim_grads_params", "")
+    if name == "weights stay":
+        with mock.patch.object(GatherPipeline, "post_backward", _keeps_at_end):
+            return recomputing(rank, [(pair, "as it is", Recomputed)])[0]
+    with mock.patch.object(nn.Linear, "reset_parameters"):
+        return beginning_on_meta(rank, pair)
+
+
+MISTAKES = {
+    "weights stay": "What is gathered at the end of the backward stays",
+    "never filled": "What was materialised is never filled",
+}
+
+
+@pytest.mark.parametrize("name", each("The engine, by its oracle", MISTAKES.items()))
+def test_a_mutant_is_found(name: str) -> None:
+    assert all(run_ranks(mistaken, WORLD, name))
 
 
 @pytest.mark.parametrize("pair", COVERED.params())

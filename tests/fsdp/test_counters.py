@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp import fully_shard
+from harness.fsdp.runtime.gather import GatherPipeline
 from harness.probe.collectives import CollectiveMeter
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 UNIT_BYTES = 64 * 64 * 4
@@ -20,6 +24,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).relu()
+
+
+def fetch_all(self: GatherPipeline) -> None:
+    while self._next < len(self._sweep):
+        self._next += 1
+        self._start_unshard(self._sweep[self._next - 1])
+
+
+def mistaken(rank: int) -> list[tuple[dict[str, int], int]]:
+    with mock.patch.object(GatherPipeline, "_prefetch", fetch_all):
+        return two_steps(rank, "backend", 1)
 
 
 def two_steps(rank: int, transport: str, prefetch: int) -> list[tuple[dict[str, int], int]]:
@@ -67,3 +82,12 @@ def test_peaks_are_of_one_step(prefetch: int, units_alive: int) -> None:
         for counters, _ in steps:
             assert counters["gathered_units_peak"] == 1 + prefetch
             assert counters["transient_peak_bytes"] == units_alive * UNIT_BYTES
+
+
+SAYS = "Everything is fetched as soon as the forward begins"
+
+
+@pytest.mark.parametrize("name", each("The engine, by its oracle", [("no limit ahead", SAYS)]))
+def test_a_mutant_is_found(name: str) -> None:
+    for steps in run_ranks(mistaken, 2):
+        assert all(counters["gathered_units_peak"] > 2 for counters, _ in steps)

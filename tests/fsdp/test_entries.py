@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import ShardedModel
+from harness.fsdp import ShardedModel, megatron
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.state import access, named
 from tests.fsdp.pairs import (
     COVERED,
     PAIRS,
@@ -25,6 +28,7 @@ from tests.fsdp.pairs import (
     same,
     shard,
 )
+from tests.support import mutants
 from tests.support.spawn import run_ranks
 
 WORLD, K = 4, 3
@@ -301,6 +305,70 @@ def resumes(rank: int, pair: Pair) -> list[str]:
     other.close()
     dist.barrier()
     return found
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+_shard, _load = megatron.shard, named.load_local_state
+
+
+def _divided(*args: Any, **given: Any) -> Any:
+    return _shard(*args, **given | {"grad_divisor": None})
+
+
+def _loads_main_alone(self: ShardedModel, values: Any) -> None:
+    _load(self.buckets, self._parts.stepped(), values)
+    for bucket in self.buckets:
+        bucket.installed_version = bucket.main_version
+    self.zero_grad()
+
+
+def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
+    held = named.local_state(buckets, stepped)
+    _load(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
+
+
+def _forgets_earlier(self: GradientSync) -> None:
+    self._kept = []
+    _install(self)
+
+
+_install = GradientSync._install
+MUTANTS: dict[str, tuple[str, Any, str, Any, Callable[..., Any]]] = {
+    "tokens": ("calculate_per_token_loss is accepted and ignored", megatron, "shard", _divided, every_way),
+    "not refreshed": (
+        "Main weights are loaded, compute weights are not refreshed",
+        ShardedModel,
+        "load_local_state",
+        _loads_main_alone,
+        resumes,
+    ),
+    "forgiving": (
+        "Keys that are missing are left, unexpected ones are dropped", access, "load_local_state", _forgiving, resumes
+    ),
+    "forgets earlier": (
+        "A second synchronised backward takes the place of the first",
+        GradientSync,
+        "_install",
+        _forgets_earlier,
+        auto_sync,
+    ),
+}  # fmt: skip
+
+
+def mistaken(rank: int, name: str) -> bool:
+    _, owner, attribute, wrong, check = MUTANTS[name]
+    with mock.patch.object(owner, attribute, wrong):
+        try:
+            found = check(rank, Pair("optim", ""))
+        except AssertionError:
+            return True
+    return any(found.values()) if isinstance(found, dict) else any(found)
+
+
+@pytest.mark.parametrize("name", mutants.each("The engine, by what loops do", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    assert any(run_ranks(mistaken, WORLD, name))
 
 
 @every_pair

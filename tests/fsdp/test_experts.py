@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp.comm.reduction import Reduction
+from harness.fsdp.runtime import units
 from tests.support.covering import once
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, WIDTH, STEPS = 4, 6, 3
@@ -64,11 +68,11 @@ def served_by(rank: int, ep: int, step: int, microbatch: int) -> dict[str, Tenso
     return {str(expert): torch.cat(rows)}
 
 
-def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
+def train(rank: int, cases: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], dict[str, Any]]:
     found = {}
     flat = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     meshes = {ep: init_device_mesh("cpu", (WORLD // ep, ep), mesh_dim_names=("dp", "ep")) for ep in SPLITS}
-    for strategy, ep, k, numerics in CASES:
+    for strategy, ep, k, numerics in cases:
         module = Layer([rank % ep]).double()
         values(module)
         module.float()
@@ -78,6 +82,7 @@ def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
             zero_dp_strategy=strategy, fsdp_unit_modules=[Layer], numerics=numerics, grad_divisor=float(WORLD * k),
             mixed_precision_policy=MixedPrecisionPolicy(),
         )  # fmt: skip
+        apart = all(len({".experts." in f".{n}" for n, _ in b.params}) == 1 for b in model.buckets)
         norms = []
         for step in range(STEPS):
             for microbatch in range(k):
@@ -88,7 +93,7 @@ def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
             norms.append(float(model.clip_grad_norm_(1.0)))
             optimizer.step()
             optimizer.zero_grad()
-        found[strategy, ep, k, numerics] = {"norms": norms, "weights": dict(model.full_weights())}
+        found[strategy, ep, k, numerics] = {"norms": norms, "weights": dict(model.full_weights()), "apart": apart}
         model.close()
     dist.barrier()
     return found
@@ -96,7 +101,7 @@ def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 @once
 def trained() -> list[dict[tuple[Any, ...], dict[str, Any]]]:
-    return run_ranks(train, WORLD)
+    return run_ranks(train, WORLD, CASES)
 
 
 @cache
@@ -115,15 +120,46 @@ def reference(ep: int, k: int) -> dict[str, Any]:
     return {"norms": norms, "weights": dict(module.named_parameters())}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"zero{c[0]}-ep{c[1]}-k{c[2]}-{c[3]}")
-def test_experts_train_as_on_one_process(case: tuple[Any, ...]) -> None:
-    _, ep, k, _ = case
-    right = reference(ep, k)
-    for rank, found in enumerate(trained()):
+def check(case: tuple[Any, ...], ranks: list[dict[tuple[Any, ...], dict[str, Any]]]) -> None:
+    right = reference(*case[1:3])
+    for rank, found in enumerate(ranks):
+        assert found[case]["apart"], "a bucket holds experts and others"
         assert found[case]["norms"] == pytest.approx(right["norms"], rel=1e-6), f"rank {rank}"
         assert len(found[case]["weights"]) == 4
         for name, weight in found[case]["weights"].items():
             torch.testing.assert_close(weight.double(), right["weights"][name].detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"zero{c[0]}-ep{c[1]}-k{c[2]}-{c[3]}")
+def test_experts_train_as_on_one_process(case: tuple[Any, ...]) -> None:
+    check(case, trained())
+
+
+_fold = Reduction.fold
+
+
+def _doubled(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add)
+    for target in into if self.comm.size < WORLD else []:
+        target.mul_(2.0)
+
+
+MUTANTS = {
+    "unmarked": ("The mark of an expert is not looked at", units, "is_expert", lambda _: False),
+    "divided by their own": ("Experts are divided by the size of their own group", Reduction, "fold", _doubled),
+}
+
+
+def mistaken(rank: int, name: str, case: tuple[Any, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    with mock.patch.object(*MUTANTS[name][1:]):
+        return train(rank, [case])
+
+
+@pytest.mark.parametrize("name", each("The engine, by its experts", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    case = (3, 2, 1, "fast")
+    with pytest.raises(AssertionError):
+        check(case, run_ranks(mistaken, WORLD, name, case))
 
 
 def test_exact_experts_have_one_set_of_bits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from harness.fsdp import (
     fully_shard,
     fully_shard_model,
 )
+from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
 from tests.fsdp.trial import Case, batches
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -156,6 +158,12 @@ def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
         assert f"{kind} among 36 elements" in message
         assert "blocks.0" not in message
         assert all(found[index][1:] == (True, True) for found in per_rank), "no weight moved, and the next step is well"
+
+
+@pytest.mark.parametrize("name", each("The engine, by its oracle", [("nobody looks", "Nobody looks at gradients")]))
+def test_a_guard_that_does_not_look_is_found(name: str) -> None:
+    with mock.patch.object(GradientGuard, "look"):
+        assert on_ranks(poisoned_steps, 1, [replace(POISONINGS[0], rank=0)])[0][0][0] == ""
 
 
 @pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "Inf among 36")])

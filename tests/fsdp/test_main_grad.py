@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy
-from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Pair, data, same, shard
+from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp.update.flat_step import DECOUPLED, FlatStep
+from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Block, Model, Pair, data, same, shard
 from tests.support.covering import Cover, once
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, STEPS = 4, 2
@@ -36,6 +40,18 @@ class FusedLinear(torch.autograd.Function):
         return gradients[0] @ ctx.weight, None
 
 
+class StandIn(FusedLinear):
+    """As TransformerEngine does it: adds, says so, and returns zeros that only tell that the gradient came."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        weight.get_main_grad().add_(gradients[0].T @ x)
+        weight.grad_added_to_main_grad = True
+        return gradients[0] @ weight, torch.zeros((), dtype=x.dtype).expand(weight.shape)
+
+
 class PlainLinear(torch.autograd.Function):
     """The same arithmetic, the gradient returned."""
 
@@ -50,10 +66,13 @@ class PlainLinear(torch.autograd.Function):
         return gradients[0] @ weight, gradients[0].T @ x
 
 
+Kinds = tuple[Any, Any]
+
+
 class Mixed(nn.Module):
     """A unit whose matrices may be fused, and whose bias never is."""
 
-    def __init__(self, hidden: int, fused: tuple[bool, bool], dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, fused: Kinds, dtype: torch.dtype) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(hidden, WIDTH).to(dtype))
         self.down = nn.Parameter((torch.randn(WIDTH, hidden) / hidden).to(dtype))
@@ -61,7 +80,7 @@ class Mixed(nn.Module):
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        up, down = (FusedLinear if each else PlainLinear for each in self.fused)
+        up, down = self.fused
         h = torch.tanh(up.apply(x, self.up) + self.bias)  # type: ignore[no-untyped-call]
         y: Tensor = x + down.apply(h, self.down)  # type: ignore[no-untyped-call]
         return y
@@ -70,7 +89,7 @@ class Mixed(nn.Module):
 class Chain(nn.Module):
     """Three units, `path` of them run; a fused matrix of the root before them, which sees no input with a gradient."""
 
-    def __init__(self, fused: tuple[bool, bool], path: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, fused: Kinds, path: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.entry = nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype))
@@ -78,15 +97,20 @@ class Chain(nn.Module):
         self.fused, self.path = fused, path
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = FusedLinear if self.fused[0] else PlainLinear
-        x = kind.apply(x, self.entry)  # type: ignore[no-untyped-call]
+        x = self.fused[0].apply(x, self.entry)  # type: ignore[no-untyped-call]
         for place in self.path:
             x = self.units[place](x)
         return x
 
 
 ONCE, TWICE = (0, 1, 2), (0, 1, 1, 2, 0)
-KINDS = {"none": (False, False), "all": (True, True), "up": (True, False), "down": (False, True)}
+KINDS: dict[str, Kinds] = {
+    "none": (PlainLinear, PlainLinear),
+    "all": (FusedLinear, FusedLinear),
+    "up": (FusedLinear, PlainLinear),
+    "down": (PlainLinear, FusedLinear),
+    "stand-in": (StandIn, StandIn),
+}
 
 
 def train(
@@ -116,7 +140,7 @@ def train(
 Trial = tuple[Pair, int, str, str]
 """Strategies, microbatches, numerics, and which matrices are fused."""
 TRIALS = Cover(
-    itertools.product(PAIRS, (1, 2), ("ordered", "exact"), ("all", "up", "down")),
+    itertools.product(PAIRS, (1, 2), ("ordered", "exact"), ("all", "up", "down", "stand-in")),
     values=lambda trial: (trial[0].inner, trial[0].outer, *trial[1:]),
 )
 
@@ -199,3 +223,50 @@ def refuses_concat(rank: int) -> str:
 
 def test_concat_has_no_place_for_it() -> None:
     assert "grad_buffer=flat" in run_ranks(refuses_concat, 1)[0]
+
+
+# -- optimizers that read `decoupled_grad` -----------------------------------------------------------------------------
+
+
+class DecoupledSGD(torch.optim.SGD):
+    """Reads `decoupled_grad`, as precision-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        self.seen = [getattr(p, "decoupled_grad", None) for p in self.param_groups[0]["params"] if _held(p)]
+
+
+def _held(param: Tensor) -> int:
+    return int(getattr(param, "_local_tensor", param).numel())
+
+
+_decouple = FlatStep._decouple
+
+
+def _leaves_last_out(self: FlatStep, gradient_of: Any) -> None:
+    _decouple(self, gradient_of)
+    setattr(self.optimizer.param_groups[-1]["params"][-1], DECOUPLED, None)
+
+
+def decoupled(rank: int, mistaken: bool) -> list[Any]:
+    """The dtype of each gradient that the step of a rank has seen, or None."""
+    module = Model().bfloat16()
+    optimizer: Any = DecoupledSGD(module.parameters(), lr=0.1)
+    policy = MixedPrecisionPolicy(None, torch.float32)
+    with mock.patch.object(FlatStep, "_decouple", _leaves_last_out) if mistaken else nullcontext():
+        model, optimizer = fully_shard(
+            module, optimizer, fsdp_unit_modules=[Block], use_decoupled_grad=True, mixed_precision_policy=policy
+        )
+        model(data(0, rank).bfloat16()).float().sum().backward()
+        optimizer.step()
+        model.close()
+    return [getattr(gradient, "dtype", None) for gradient in optimizer.seen]
+
+
+def test_bf16_weights_are_stepped_by_gradients_in_fp32() -> None:
+    for seen in run_ranks(decoupled, 2, False):
+        assert set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", each("The engine, by its oracle", [("one is left out", "The last has no gradient")]))
+def test_a_mutant_is_found(name: str) -> None:
+    assert any(None in seen for seen in run_ranks(decoupled, 2, True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.state import named
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
 
 WORLD = 4
 
@@ -32,6 +38,10 @@ def handed_out(rank: int, pair: Pair) -> list[str]:
     told += same({name: whole(value) for name, value in held.items()}, right)
     told += [name for name, value in held.items() if value.shape != right[name].shape]
     state = model.sharded_state().tensors
+    keys: list[Any] = [None] * WORLD
+    dist.all_gather_object(keys, sorted(state))
+    if any(each != keys[0] for each in keys):
+        return ["ranks have other keys"]
     moments = {key: whole(value) for key, value in state.items() if key.endswith("/exp_avg")}
     everyone: list[Any] = [None] * WORLD
     dist.all_gather_object(everyone, {key: value.double().sum().item() for key, value in moments.items()})
@@ -77,6 +87,48 @@ def taken_back(rank: int, pair: Pair) -> list[str]:
     model.close()
     other.close()
     return told
+
+
+def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
+    """What `Shard(0)` promises: even chunks in rank order."""
+    group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
+    size, place = dist.get_world_size(group), dist.get_rank(group)
+    even = torch.zeros(self.shape, dtype=self.dtype).chunk(size)
+    found = [torch.zeros_like(each) for each in even] + [even[0][:0]] * (size - len(even))
+    mine, rows = found[place], min(len(found[place]), len(self._local_tensor)) if self.shape else 0
+    mine[:rows] = self._local_tensor[:rows]
+    whole = torch.cat(found)
+    dist.all_reduce(whole, group=group)
+    return whole.reshape(self.shape)
+
+
+_held_by = named.held_by
+
+
+def _only_what_lies_here(*args: Any) -> Iterator[Any]:
+    for bucket, slot, *rest in _held_by(*args):
+        if bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel:
+            yield bucket, slot, *rest
+
+
+MUTANTS = {
+    "as torch cuts": (
+        "A whole tensor is put together as torch's placement says", RaggedTensor, "full_tensor", _as_torch_cuts
+    ),
+    "what lies here alone": (
+        "Parameters of which a rank holds no row have no key there", named, "held_by", _only_what_lies_here
+    ),
+}  # fmt: skip
+
+
+def mistaken(rank: int, name: str) -> list[str]:
+    with mock.patch.object(*MUTANTS[name][1:]):
+        return handed_out(rank, Pair("optim_grads_params", "optim"))
+
+
+@pytest.mark.parametrize("name", each("The engine, by saved state", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    assert all(run_ranks(mistaken, WORLD, name))
 
 
 def shard_of(model: Any) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
 from harness.fsdp.runtime.gradient_sync import Usage
+from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip, each
@@ -167,15 +170,37 @@ UNCOUNTED = Slip(
 )
 
 
-def uncounted(rank: int) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        UNCOUNTED.put(patch)
+_mark_ready = ReducePipeline.mark_ready
+
+
+def _first_come(self: ReducePipeline, unit: Any) -> None:
+    self.order.remove(unit)
+    self.order.insert(self._issued, unit)
+    _mark_ready(self, unit)
+
+
+MUTANTS = {
+    "steps uncounted": (UNCOUNTED.breaks, Usage, "_count", UNCOUNTED.made, "one more backward", "no_shard"),
+    "first come": (
+        "A unit is reduced when its gradients are ready, not when its turn comes",
+        ReducePipeline,
+        "mark_ready",
+        lambda: _first_come,
+        "another order",
+        "optim_grads",
+    ),
+}
+
+
+def mistaken(rank: int, name: str) -> str:
+    _, owner, attribute, made, habit, strategy = MUTANTS[name]
+    with mock.patch.object(owner, attribute, made()):
         try:
-            return train(rank, "one more backward", "no_shard")
+            return train(rank, habit, strategy)
         except AssertionError as error:
             return f"other weights: {error}"
 
 
-@pytest.mark.parametrize("name", each("Deadlocks", [("steps uncounted", UNCOUNTED.breaks)]))
-def test_gradients_that_do_not_tell_their_step_are_found(name: str) -> None:
-    assert all(told and not told.startswith("StepError") for told in run_ranks(uncounted, 2))
+@pytest.mark.parametrize("name", each("Deadlocks", ((name, mutant[0]) for name, mutant in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    assert all(told and not told.startswith("StepError") for told in run_ranks(mistaken, 2, name))

@@ -16,7 +16,6 @@ SLOWEST = (
     "tests/cli/test_damaged_runs.py",  # of `make test-all`, where one worker has it for a quarter of an hour
     "tests/parity",
     "tests/slurm",
-    "tests/fsdp/behaviours",
     "tests/engines",
     "tests/study",
     "tests/launch",
