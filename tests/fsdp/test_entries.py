@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp import ShardedModel, megatron
+from harness.fsdp import state as states
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.state import access, named
 from tests.fsdp.pairs import (
     COVERED,
     PAIRS,
@@ -309,7 +309,7 @@ def resumes(rank: int, pair: Pair) -> list[str]:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_shard, _load = megatron.shard, named.load_local_state
+_shard, _load = megatron.shard, states.load_local_state
 
 
 def _divided(*args: Any, **given: Any) -> Any:
@@ -324,7 +324,7 @@ def _loads_main_alone(self: ShardedModel, values: Any) -> None:
 
 
 def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
-    held = named.local_state(buckets, stepped)
+    held = states.local_state(buckets, stepped)
     _load(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
 
 
@@ -344,7 +344,7 @@ MUTANTS: dict[str, tuple[str, Any, str, Any, Callable[..., Any]]] = {
         resumes,
     ),
     "forgiving": (
-        "Keys that are missing are left, unexpected ones are dropped", access, "load_local_state", _forgiving, resumes
+        "Keys that are missing are left, unexpected ones are dropped", states, "load_local_state", _forgiving, resumes
     ),
     "forgets earlier": (
         "A second synchronised backward takes the place of the first",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp import state as states
 from harness.fsdp.ragged import RaggedTensor
-from harness.fsdp.state import named
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -102,7 +102,7 @@ def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     return whole.reshape(self.shape)
 
 
-_held_by = named.held_by
+_held_by = states.held_by
 
 
 def _only_what_lies_here(*args: Any) -> Iterator[Any]:
@@ -116,7 +116,7 @@ MUTANTS = {
         "A whole tensor is put together as torch's placement says", RaggedTensor, "full_tensor", _as_torch_cuts
     ),
     "what lies here alone": (
-        "Parameters of which a rank holds no row have no key there", named, "held_by", _only_what_lies_here
+        "Parameters of which a rank holds no row have no key there", states, "held_by", _only_what_lies_here
     ),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from harness.fsdp import ShardedModel, ShardedState
-from harness.fsdp.state import access, named
+from harness.fsdp import state as states
 from harness.fsdp.storage import dtensors
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
@@ -33,10 +33,10 @@ TARGET = Layout("native", "optim", 3)
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "counters kept": (ShardedState, "adopt", lambda self: None),
     "weights not installed": (ShardedModel, "adopt_state", lambda self, state: state.adopt()),
-    "first moments alone": (access, "add_optimizers", lambda found, *args: _first_moments(found, *args)),
+    "first moments alone": (states, "add_optimizers", lambda found, *args: _first_moments(found, *args)),
     "rows of the neighbour": (dtensors, "_rows", lambda slot, local: _swapped(slot, local)),
 }
-_ROWS, _add_optimizers = dtensors._rows, named.add_optimizers
+_ROWS, _add_optimizers = dtensors._rows, states.add_optimizers
 
 
 def _first_moments(found: ShardedState, *args: Any) -> None:
