@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import ShardedModel, megatron
-from harness.fsdp import state as states
+from harness.fsdp import ShardedModel, megatron, state as states
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from tests.fsdp.pairs import (
     COVERED,

@@ -9,8 +9,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from harness.fsdp import ShardedModel, ShardedState
-from harness.fsdp import state as states
+from harness.fsdp import ShardedModel, ShardedState, state as states
 from harness.fsdp.storage import dtensors
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
