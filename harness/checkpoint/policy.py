@@ -170,8 +170,7 @@ class Checkpoints:
             step = self.control.gather([steps.pop() if steps else -1])[0][0]
             if step < 0:
                 if passed:
-                    told = "; ".join(passed)
-                    raise StoreError(f"no checkpoint in {folder} is intact: {told}. Remove it to begin at step 0")
+                    raise StoreError(_none_intact(folder, passed, only))
                 return None
             path = folders.path_of(folder, step)
             manifest, wrong = self._verified(path)
@@ -394,3 +393,13 @@ def _casts(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[str, ...]
     }
     names = ((str(a).removeprefix("torch."), str(b).removeprefix("torch.")) for a, b in pairs if a is not b)
     return tuple(sorted(f"{a} to {b}" for a, b in names))
+
+
+def _none_intact(folder: Path, passed: Sequence[str], only: Path | None) -> str:
+    told = "; ".join(passed)
+    if only is None:
+        return f"no checkpoint in {folder} is intact: {told}. Remove it to begin at step 0"
+    others = [folders.path_of(folder, step).name for step in folders.steps(folder)]
+    beside = [name for name in others if name != only.name]
+    instead = f"name another one beside it ({', '.join(beside[-3:])})" if beside else "ckpt.load=null begins at step 0"
+    return f"ckpt.load={only} is damaged: {told}. Nothing else was tried; {instead}"

@@ -106,7 +106,8 @@ class Engine:
         declare(module, partial(self._meshes_for, context))
         check_plan(module, context.groups, self.tensor_group)
         mark_weights(module)
-        leave_meta(module, context.device, has_values=context.makes_values)
+        resets = context.init_on_meta and context.initial_value is None
+        leave_meta(module, context.device, has_values=context.makes_values, resets=resets)
         self._make_ranks_and_memory(context)
         self.units = self._units(module, context)
         self.context = replace(context, initial_value=None, init_on_meta=False)

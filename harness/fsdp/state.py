@@ -25,7 +25,7 @@ from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.param_group import ParamGroup
-from harness.fsdp.storage.parameter_access import check_names
+from harness.fsdp.storage.parameter_access import HOME, check_names
 from harness.private_torch import loads_in_own_way
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
@@ -47,7 +47,24 @@ def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str
     problems += [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise StateMismatch(f"state does not fit the model, nothing was loaded: {'; '.join(problems[:8])}{more}")
+        text = "; ".join(problems[:8])
+        raise StateMismatch(
+            f"state does not fit the model, nothing was loaded: {_renaming(missing, unexpected)}{text}{more}"
+        )
+
+
+def _renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """The prefix that one side's names have and the other's lack, as wrappers make it."""
+    for lacks, has, fix in (
+        (missing, unexpected, "{{name.removeprefix({0!r}): value for name, value in state.items()}}"),
+        (unexpected, missing, "{{{0!r} + name: value for name, value in state.items()}}"),
+    ):
+        for name in has if lacks else ():
+            prefix = name.removesuffix(lacks[0])
+            if prefix != name and {prefix + each for each in lacks} == {*has}:
+                where = "the state's" if has is unexpected else "the model's"
+                return f"{where} names begin with {prefix!r}: load {fix.format(prefix)} instead; "
+    return ""
 
 
 @dataclass
@@ -239,7 +256,8 @@ class StateAccess:
         self, buckets: Sequence[ParamGroup], shards_of: Callable[[ParamGroup], list[Tensor]], what: str
     ) -> Iterator[tuple[str, Tensor]]:
         present = {name for bucket in buckets for name, _ in bucket.params}
-        order = [name for name, _ in self.module.named_parameters() if name in present]
+        homes = (getattr(param, HOME)[0] for _, param in self.module.named_parameters())
+        order = [name for name in homes if name in present]
         early: dict[str, Tensor] = {}
         place = 0
         for bucket in buckets:

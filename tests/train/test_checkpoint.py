@@ -344,3 +344,14 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(tmp_path: Path) -> No
     checkpoints(tmp_path / "ckpt").save(build(small_config()), 60, "digest")
     with pytest.raises(ValueError, match=r"of step 60, and train\.steps=3 counts from the beginning"):
         checkpoints(tmp_path / "other", ckpt__load=str(tmp_path / "ckpt")).load_newest(build(small_config()))
+
+
+def test_a_damaged_step_that_was_named_is_told_with_those_beside_it(tmp_path: Path) -> None:
+    """The same load of what it names instead works."""
+    folder = tmp_path / "ckpt"
+    keep_both(folder)
+    DAMAGE["cut short"](folder / "step-000002")
+    own = checkpoints(tmp_path / "own", ckpt__load=str(folder / "step-000002"))
+    with pytest.raises(StoreError, match=r"step-000002 is damaged: .*another one beside it \(step-000001\)"):
+        own.load_newest(build(small_config()))
+    assert checkpoints(tmp_path / "own", ckpt__load=str(folder / "step-000001")).load_newest(build(small_config()))

@@ -188,7 +188,7 @@ class ReplicaCheck:
 
 
 class CopiesPart(RuntimeError):
-    """Gradients of a copied parameter differ between tensor-parallel ranks."""
+    """Data, or gradients of a copied parameter, differ between tensor-parallel ranks."""
 
 
 class CopiedGradients:
@@ -251,14 +251,18 @@ def _of_rows(bucket: ParamGroup, place: int) -> tuple[int, Tensor]:
     slot = bucket.layout.slots[place]
     local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
     shard = bucket.grad_shards[slot.segment].detach()
-    sums = torch.zeros(len(WAVES) + 1, dtype=torch.float64, device=shard.device)
-    for begin in range(0, local.numel, WIDENED):
-        size = min(WIDENED, local.numel - begin)
-        part = shard[local.offset + begin : local.offset + begin + size].double()
-        first = local.start + begin
-        ramp = torch.arange(first, first + size, dtype=torch.float64, device=shard.device)
+    return local.numel, sums_with_waves(shard[local.offset : local.offset + local.numel], local.start)
+
+
+def sums_with_waves(flat: Tensor, start: int) -> Tensor:
+    """Products with waves, and the sum of squares, of elements `start` and on of a tensor: fp64 [waves + 1]."""
+    sums = torch.zeros(len(WAVES) + 1, dtype=torch.float64, device=flat.device)
+    for begin in range(0, flat.numel(), WIDENED):
+        part = flat[begin : begin + WIDENED].double()
+        first = start + begin
+        ramp = torch.arange(first, first + part.numel(), dtype=torch.float64, device=flat.device)
         sums += torch.stack([*((ramp * wave).cos().dot(part) for wave in WAVES), part.dot(part)])
-    return local.numel, sums
+    return sums
 
 
 def _describe_copies(names: list[str], norms: list[float]) -> str:

@@ -14,8 +14,9 @@ from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
+from harness.fsdp.runtime.same_data import SameData
 from harness.fsdp.runtime.step import Call, StepError, StepState
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.weak_hooks import WeakHook, watch
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.at_rest import ShardedParameters
@@ -39,7 +40,8 @@ class GradientSync:
         self.units, self.step, self.reduce, self.guard = hooks.units, hooks.step, hooks.reduce, hooks.guard
         self.usage = Usage(weights.meshes, hooks.units)
         units = hooks.units
-        self.copies = CopiedGradients(lambda: [each for unit in units for each in unit.trainable], weights.meshes)
+        copies = CopiedGradients(lambda: [each for unit in units for each in unit.trainable], weights.meshes)
+        self.checks = copies, SameData(hooks.root.modules[0], list(buckets_of(units)), weights.meshes)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False
@@ -168,7 +170,8 @@ class GradientSync:
         self._agree()
         self.reduce.finish()
         self.step.finished()
-        self.copies.check()
+        for each in self.checks:
+            each.check()
         self._install()
 
     @by_engine

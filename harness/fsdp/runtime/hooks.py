@@ -187,9 +187,8 @@ class Hooks(BackwardHooks):
         self.gather.unshard(unit, FORWARD)
         with_gradients = torch.is_grad_enabled()
         if self.step.in_backward:
-            if with_gradients:
-                unit.readiness.note_recomputation()
-            return None
+            recorded = with_gradients and unit.readiness.note_recomputation()
+            return self._watch_recomputed(unit, args, kwargs) if recorded else None
         self.step.running.add(unit.name)
         if self.lost_edits.looks:
             self.lost_edits.note(unit.buckets)
@@ -214,6 +213,18 @@ class Hooks(BackwardHooks):
         following = iter(passed)
         args, values = _map_tensors(given, lambda _: next(following))
         return args, dict(zip(kwargs, values, strict=True))
+
+    def _watch_recomputed(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        """Frozen weights are needed until a backward inside the backward has passed the call, which no outer node
+        tells."""
+        if all(all(bucket.views.flags()) for bucket in unit.buckets):
+            return None
+        call = Call(self.step.forward_number)
+        watched = self._watch_inputs(unit, call, args, kwargs)
+        call.inputs = []
+        if watched is not None:
+            unit.readiness.due.add(call)
+        return watched
 
     def _post_forward(self, unit: Unit, is_last: bool, module: nn.Module, args: Any, output: Any) -> Any:
         if self.step.in_backward:

@@ -43,17 +43,26 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
     return initial
 
 
-def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> None:
-    """Swap meta parameters for storage-free ones on the device, same objects.
+def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, resets: bool) -> None:
+    """Swap meta parameters for storage-free ones on the device, same objects. resets: `reset_parameters()` gives
+    values, those of buffers too.
 
     Raises:
-        ValueError: nothing says what their values are to be.
+        ValueError: nothing says what their values are to be, or those of buffers.
     """
     hollow = [(name, param) for name, param in module.named_parameters() if param.is_meta]
     if hollow and (device.type == "meta" or not has_values):
         raise ValueError(
             f"parameter {hollow[0][0]} is on the meta device: give `device`, and `initial_value` or"
             " init_model_with_meta_device=True"
+        )
+    buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if buffers and not resets:
+        raise ValueError(
+            f"buffer {buffers[0]} is on the meta device, and nothing gives it values (initial_value is asked for"
+            " parameters alone): make buffers where they are to stay, register_buffer(name, torch.ones(n,"
+            " device='cpu')); or give their module reset_parameters() and use init_model_with_meta_device=True"
+            " (init_on_meta=True) without initial_value"
         )
     with _without_weak_references(module) if hollow else nullcontext():
         for _, param in hollow:
@@ -125,7 +134,7 @@ def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
     if found is None:
         raise ValueError(
             f"{name} ({type(part).__name__}) has parameters or buffers of its own and neither reset_parameters() nor"
-            " _reset_parameters(); write one, or give `initial_value`"
+            " _reset_parameters(); write one, or give `initial_value` and make its buffers on a real device"
         )
     return found
 

@@ -120,10 +120,13 @@ class Readiness:
         call.identity = weakref.ref(node)
         self._calls.add(call)
 
-    def note_recomputation(self) -> None:
-        if self.hidden_calls:
-            self.hidden_calls -= 1
-            self._arrived.clear()
+    def note_recomputation(self) -> bool:
+        """True if a backward inside the backward is to follow."""
+        if not self.hidden_calls:
+            return False
+        self.hidden_calls -= 1
+        self._arrived.clear()
+        return True
 
     def note_unseen(self) -> None:
         self._unseen.add(self.running[-1])

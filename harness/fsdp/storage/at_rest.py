@@ -32,6 +32,7 @@ from harness.fsdp.storage.parameter_access import (
     grad_of,
     is_metadata,
     put_grad,
+    refuse_tied,
     refuse_unknown,
 )
 from harness.fsdp.tensor_parallel import put_data
@@ -282,8 +283,14 @@ class ShardedParameters:
         for slots, param, sharded in self._slots:
             for slot in slots:
                 held = slot.param
-                if held is not sharded and held is not param and held is not None and not hasattr(held, HOME):
-                    refuse_unknown(getattr(param, HOME)[0], "replaced")
+                if held is sharded or held is param or held is None:
+                    continue
+                name, other = getattr(param, HOME)[0], getattr(held, HOME, None)
+                if other is None:
+                    refuse_unknown(name, "replaced")
+                place = location_of(held)
+                if sharded_of(held) is not held or (place is not None and place[0].unsharded[place[1]] is not held):
+                    refuse_tied(name, other[0])
         for param, local, (name, _) in zip(self.params, self._locals, self.bucket.params, strict=True):
             if local is not None and local_of(param) is not local:
                 raise RuntimeError(

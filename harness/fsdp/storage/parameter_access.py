@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 HOME = "_fsdp_home"  # attribute of a parameter, sharded or not: its first name and its unit's, for messages
 WATCH = "_fsdp_watch"  # attribute of a trained unsharded parameter: registers a hook of the program on it
-
+CHECKPOINTED = "_checkpoint_wrapped_module."  # which torch's checkpoint_wrapper puts into names of parameters
 _GRAD: Any = Tensor.grad  # torch's own descriptor: its functions run for every parameter, and often
 grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 put_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
@@ -124,12 +124,19 @@ def check_names(module: nn.Module, path: str = "") -> None:
         home: tuple[str, str] | None = getattr(param, HOME, None)
         if home is None:
             refuse_unknown(name, "added")
-        if home[0] != name:
+        if home[0].replace(CHECKPOINTED, "") != name.replace(CHECKPOINTED, ""):
             raise RuntimeError(
                 f"parameter {home[0]} is called {name} since it was sharded, and its state goes by the first name:"
                 " prune, parametrize or rearrange modules before they are sharded; or undo it (prune.remove,"
                 " remove_parametrizations) before state is saved or loaded"
             )
+
+
+def refuse_tied(name: str, other: str) -> NoReturn:
+    raise RuntimeError(
+        f"parameter {name} has become {other} since it was sharded, and {other} is gathered for the modules that had it"
+        " then: tie weights (b.weight = a.weight, tie_weights()) before the model is sharded"
+    )
 
 
 def refuse_unknown(name: str, how: str) -> NoReturn:

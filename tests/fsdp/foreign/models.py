@@ -104,6 +104,17 @@ def _lora() -> nn.Module:
     return get_peft_model(_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
+def _checkpointed_lora() -> nn.Module:
+    """Adapters that are not zero, in blocks that reentrant checkpointing recomputes."""
+    model = _lora()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.1)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model
+
+
 def _timm_vit() -> nn.Module:
     import timm
 
@@ -137,6 +148,7 @@ MODELS = {
     ),
     "mixtral": Foreign("transformers", _mixtral, _path("mixtral", "MixtralDecoderLayer"), _causal),
     "vit": Foreign("transformers", _vit, _path("vit", "ViTLayer"), _images),
+    "llama with LoRA, reentrant": Foreign("peft", _checkpointed_lora, _path("llama", "LlamaDecoderLayer"), _causal),
     "llama with LoRA": Foreign("peft", _lora, _path("llama", "LlamaDecoderLayer"), _causal),
     "timm's vit": Foreign("timm", _timm_vit, ("timm.models.vision_transformer.Block",), _images),
     "timm's convnext": Foreign("timm", _timm_convnext, ("timm.models.convnext.ConvNeXtBlock",), _images),

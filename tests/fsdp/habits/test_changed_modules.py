@@ -1,0 +1,233 @@
+"""What programs change about a module after it was sharded: right, or said at the next forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils.checkpoint import checkpoint
+
+from harness.fsdp import fully_shard
+from harness.fsdp.runtime.hooks import Hooks
+from harness.fsdp.storage import at_rest, parameter_access
+from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.habits.world import Block, Habits, Net, Run, differing, run_of
+from tests.fsdp.pairs import STRATEGIES
+
+CHECKS = Habits()
+FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Adapted(Block):
+    """A frozen layer, and a trained one beside it, as LoRA has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.adapter, self.out = nn.Linear(6, 6), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(torch.tanh(x)) + self.adapter(x)
+        return out
+
+
+def reentrant(net: Any, x: Tensor) -> Tensor:
+    for unit in (net.before, net.first, net.second):
+        x = checkpoint(unit, x, use_reentrant=True)
+    return x
+
+
+def adapted() -> Net:
+    return Net((Adapted, Block), reentrant, before=lambda: nn.Linear(6, 6), first=Adapted, second=Adapted)
+
+
+def trained(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in module.parameters() if param.requires_grad], lr=0.2)
+
+
+@CHECKS.right(adapted, optimize=trained)
+def adapting_in_reentrant_checkpoints(run: Run) -> None:
+    """A unit's trained gradients have all come while its frozen weights are needed for its inputs' gradient."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = model(x.requires_grad_()).square().mean()
+        return out
+
+    run.train(3, loss)
+
+
+def blocks(model: nn.Module) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
+
+
+def layers(model: nn.Module) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda part: type(part) is nn.Linear)
+
+
+def one_block(model: Any) -> None:
+    model.first = checkpoint_wrapper(model.first)
+
+
+@CHECKS.check
+def checkpointing_after_sharding(rank: int, strategy: str) -> list[str]:
+    """As under FSDP2: training and state are those of a model that was not wrapped."""
+    found = []
+    for wrap in (blocks, layers, one_block):
+        plain, run = Net(), run_of(Net, rank, strategy)
+        alone = Run(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9), (0, 1))
+        wrap(run.model)
+        for each in (alone, run):
+            each.train(2)
+        told = differing(run.model, plain)
+        saved = run.model.state_dict()
+        told += [f"state_dict has {[*saved]}"] if saved.keys() != plain.state_dict().keys() else []
+        kept = {name: value.clone() for name, value in plain.state_dict().items()}
+        alone.train(1)
+        run.model.load_state_dict(plain.state_dict())
+        told += [f"{each} after load_state_dict" for each in differing(run.model, plain)]
+        set_model_state_dict(run.model, {**kept} if rank == 0 else {}, options=FULL)
+        now = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
+        told += [
+            f"{name} differs after set_model_state_dict" for name in kept if not torch.allclose(now[name], kept[name])
+        ]
+        found += [f"{wrap.__name__}: {each}" for each in told]
+    return found
+
+
+def tie(model: Any) -> None:
+    model.second.out.weight = model.first.linear.weight
+
+
+def share(model: Any) -> None:
+    model.second.out = model.first.linear
+
+
+def swap(model: Any) -> None:
+    model.first, model.second = model.second, model.first
+
+
+def replace(model: Any) -> None:
+    model.first = Block()
+
+
+def nest(model: Any) -> None:
+    model.first = nn.Sequential(model.first)
+
+
+@CHECKS.check
+def rearranging(rank: int, strategy: str) -> list[str]:
+    """Said at the next forward, not by the first `state_dict()` hours later."""
+    found = []
+    for change, *parts in (
+        (share, "first.linear.weight is called second.out.weight"),
+        (swap, "second.linear.weight is called first.linear.weight"),
+        (replace, "first.linear.weight was added after sharding"),
+        (nest, "first.linear.weight is called first.0.linear.weight"),
+    ):
+        run = run_of(Net, rank, strategy)
+        run.train(1)
+        change(run.model)
+        found += [f"{change.__name__}: {each}" for each in said(partial(run.model, run.data(0)), RuntimeError, *parts)]
+    return found
+
+
+@CHECKS.check
+def tying_after_sharding(rank: int, strategy: str) -> list[str]:
+    """Right where every rank has all weights, and refused elsewhere."""
+    if strategy == STRATEGIES[0]:
+
+        def program(run: Run) -> None:
+            tie(run.model)
+            run.train(2)
+
+        plain, run = Net(), run_of(Net, rank, strategy)
+        tie(plain)
+        alone = Run(plain, plain, torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9), (0, 1))
+        program(alone)
+        program(run)
+        copied = copy.deepcopy(plain)
+        copied.load_state_dict(get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True)))
+        pairs = zip(copied.parameters(), plain.parameters(), strict=True)
+        return [] if all(torch.allclose(a, b, atol=1e-5) for a, b in pairs) else ["weights differ"]
+    run = run_of(Net, rank, strategy)
+    tie(run.model)
+    told = "second.out.weight has become first.linear.weight since it was sharded.*before the model is sharded"
+    return said(partial(run.model, run.data(0)), RuntimeError, told)
+
+
+@CHECKS.check
+def loading_names_with_prefixes(rank: int, strategy: str) -> list[str]:
+    """As DistributedDataParallel and torch.compile leave them; the fix that is named loads."""
+    run, state = run_of(Net, rank, strategy), Net().state_dict()
+    found = []
+    for prefix in ("module.", "_orig_mod."):
+        wrapped = {prefix + name: value for name, value in state.items()}
+        told = rf"names begin with '{prefix}': load {{name.removeprefix\('{prefix}'\): value for"
+        found += said(partial(run.model.load_state_dict, wrapped), Exception, told)
+        run.model.load_state_dict({name.removeprefix(prefix): value for name, value in wrapped.items()})
+    return found
+
+
+@CHECKS.check
+def buffers_on_meta(rank: int, strategy: str) -> list[str]:
+    """`initial_value` gives parameters, and buffers would stay on meta until a forward fails in torch."""
+    with torch.device("meta"):
+        module = Net(mask=lambda: nn.Buffer(torch.ones(6)))
+
+    def initial(name: str, shape: torch.Size) -> Tensor:
+        return torch.zeros(shape)
+
+    cpu = torch.device("cpu")
+    shard = partial(fully_shard, module, strategy=strategy, device=cpu, initial_value=initial)
+    found = said(shard, ValueError, "buffer mask is on the meta device.*register_buffer")
+    module.mask = torch.ones(6)
+    model = shard()
+    model(torch.ones(2, 6))
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_right_or_said_at_once(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+_of_programs = partial(Mutant, area="The engine, by habits of programs")
+MUTANTS = {
+    "frozen weights of a recomputation": _of_programs(
+        "Frozen weights go when trained gradients of a recomputed unit have come",
+        patched(Hooks, "_watch_recomputed", lambda *_: None),
+        "adapting_in_reentrant_checkpoints",
+    ),
+    "wrapped later": _of_programs(
+        "Names that checkpoint_wrapper changes are names of other parameters",
+        patched(parameter_access, "CHECKPOINTED", "?"),
+        "checkpointing_after_sharding",
+    ),
+    "tied later": _of_programs(
+        "A weight tied after sharding is used as it lies",
+        patched(at_rest, "refuse_tied"),
+        "tying_after_sharding",
+        "optim",
+    ),
+    "swapped later": _of_programs(
+        "Blocks that were swapped train until their state is saved",
+        patched(parameter_access.Whereabouts, "check"),
+        "rearranging",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", areas_of(MUTANTS))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
