@@ -134,7 +134,10 @@ class FSDPModule(nn.Module):
         """
         for name, held in (*self.named_parameters(), *self.named_buffers()):
             like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
-            if fn(like) is not like:
+            made = fn(like)
+            same_place = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
+            same = made.dtype is like.dtype and made.stride() == like.stride()
+            if made is not like and not (same_place and same):
                 raise NotImplementedError(
                     f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
                     " module its dtype before sharding, and its device then or by `device` (with accelerate: prepare"
