@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
     "From and to elsewhere": (
         Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", "convert.EXPORT"),
         Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", "convert.IMPORT"),
-        Verb("sync", "stored runs into wandb, one for each; wandb=online does it live", "wandb_sync.SYNC"),
+        Verb("sync", "stored runs into wandb (wandb=online does it live), TensorBoard or CSV", "wandb_sync.SYNC"),
         Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),
         Verb("completion", "a function for bash or zsh, so that TAB offers what can be typed", "completion.COMPLETION"),
     ),

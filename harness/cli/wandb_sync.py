@@ -1,4 +1,4 @@
-"""Weights & Biases: `sync STUDY|RUN` and `wandb push STUDY`."""
+"""Weights & Biases, TensorBoard and CSV: `sync STUDY|RUN`; `wandb push STUDY`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
 def _sync_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
     offline_argument(parser)
+    told = "wandb (default), or files in the run's directory: tensorboard, csv"
+    parser.add_argument("--to", choices=("wandb", "tensorboard", "csv"), default="wandb", help=told)
 
 
 @contextmanager
@@ -61,6 +63,8 @@ def asking(verb: str, mode: WandbMode) -> Iterator[None]:
 def _sync(arguments: Namespace) -> int:
     from harness.wandb_sync.sync import sync
 
+    if arguments.to != "wandb":
+        return _write(arguments)
     verb = f"sync {arguments.ref}"
     mode = mode_of(arguments, verb, "wandb")
     store = Store(arguments.root)
@@ -72,6 +76,24 @@ def _sync(arguments: Namespace) -> int:
         print(f"next: wandb sync {where}/wandb/offline-run-*")
     else:
         say_next(arguments, "watch")
+    return 0
+
+
+def _write(arguments: Namespace) -> int:
+    from harness.wandb_sync.files import write
+
+    verb = f"sync {arguments.ref} --to {arguments.to}"
+    if arguments.offline:
+        raise refuse(verb, "--offline is of wandb: these are files", fix=verb)
+    if arguments.to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        raise refuse(verb, "the package tensorboard is not installed", fix=install("tensorboard"))
+    runs = runs_of(Store(arguments.root), arguments.ref)
+    for run in runs:
+        print(f"{run.path.name}: {shown(write(run, arguments.to))}")
+    folder = shown(runs[0].path if len(runs) == 1 else runs[0].path.parent)
+    print(
+        f"next: tensorboard --logdir {folder}" if arguments.to == "tensorboard" else f"next: head {folder}/metrics.csv"
+    )
     return 0
 
 

@@ -42,7 +42,7 @@ class Row:
     held_out: float | None = None
     """Newest loss on held-out data."""
     tokens: int | None = None
-    """Of a step."""
+    """Tokens of a step."""
     tflops: float | None = None
     """TFLOP/s of a rank at the median step time."""
     mfu: float | None = None
