@@ -26,8 +26,8 @@ MIB = 2**20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Forty MiB: room for one run of the tiny model, which keeps 25, not for two."""
-    with small_disk(tmp_path, 40) as found:
+    """Twenty MiB: room for one run of the tiny model, which keeps 12, not for two."""
+    with small_disk(tmp_path, 20) as found:
         yield found
 
 
@@ -37,12 +37,12 @@ def test_a_set_that_will_not_fit_is_refused_before_anything_is_written(disk: Pat
     assert refused.returncode == 2
     told = refused.stderr
     assert (
-        f"launch.root={disk}/runs: has 40 MiB free, and what would start (2 of 2 cells) keeps at least 49.8 MiB" in told
+        f"launch.root={disk}/runs: has 20 MiB free, and what would start (2 of 2 cells) keeps at least 23.2 MiB" in told
     )
-    assert "checkpoints 4.98 MiB, captures 44.8 MiB" in told
+    assert "checkpoints 4.98 MiB, captures 18.3 MiB" in told
     assert "fix:   launch.root=A_FOLDER_WITH_ROOM, ckpt=none" in told
     assert list(disk.iterdir()) == []
-    assert "2 runs keep at least 49.8 MiB" in run_program([*words, "launch.dry_run=true"], cwd=ROOT).stdout
+    assert "2 runs keep at least 23.2 MiB" in run_program([*words, "launch.dry_run=true"], cwd=ROOT).stdout
 
 
 def test_what_is_done_or_there_already_needs_no_room(disk: Path) -> None:
@@ -50,7 +50,7 @@ def test_what_is_done_or_there_already_needs_no_room(disk: Path) -> None:
     wide = "model.dim=96"
     cells = [make_cell(disk, wide, f"train.seed={seed}") for seed in range(4)]
     each = kept_by(cells[:1]).total
-    assert 40 * MIB < 3 * each < 60 * MIB
+    assert 20 * MIB < 3 * each < 30 * MIB
     store, (first, second, third, fourth) = Store(disk), cells
     with pytest.raises(BadRequest, match="3 of 3 cells"):
         check_room(cells[:3])
@@ -62,9 +62,9 @@ def test_what_is_done_or_there_already_needs_no_room(disk: Path) -> None:
     (begun.path / "ckpt").mkdir()
     (begun.path / "ckpt" / "weights").write_bytes(bytes(each // 2))
     assert abs(held(begun.path) - each // 2) < 20_000
-    (disk / "others").write_bytes(bytes(40 * MIB - each // 2 - 3 * each // 4))
+    (disk / "others").write_bytes(bytes(20 * MIB - each // 2 - 3 * each // 4))
     check_room(cells[:3])
-    with pytest.raises(BadRequest, match=r"2 of 4 cells.* of which 7\.59 MiB are there"):
+    with pytest.raises(BadRequest, match=r"2 of 4 cells.* of which 3\.54 MiB are there"):
         check_room([*cells[:3], fourth])
     (disk / "more").write_bytes(bytes(each // 2))
     with pytest.raises(BadRequest, match="1 of 1 cells"):

@@ -303,7 +303,7 @@ def test_one_setting_among_harmless_ones_is_found(tmp_path: Path, monkeypatch: p
 
 def test_trials_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated(monkeypatch, {"fault.name": "DIFFERENT"})
-    with small_disk(tmp_path, 40) as disk:
+    with small_disk(tmp_path, 20) as disk:
         ends = two_cells(disk, "fault=F01_duplicated_gradient", *HARMLESS)
         with pytest.raises(NoRoom, match=f"--root {disk}: has .* \\(2 of 2 cells, and about 2 more\\)"):
             KeySearch(Request(root=str(disk)), *ends, [].append).find()
