@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -26,6 +27,16 @@ def installed(wheel: Path) -> set[str]:
     """What a wheel puts at the top of site-packages, beside its metadata."""
     with zipfile.ZipFile(wheel) as held:
         return {name.partition("/")[0] for name in held.namelist() if ".dist-info/" not in name}
+
+
+def test_pages_that_messages_name_are_shipped() -> None:
+    sources = [*(ROOT / "harness").rglob("*.py"), ROOT / "run.py"]
+    named = {name for each in sources for name in re.findall(r"\bpage\(['\"]([a-z_]+\.md)", each.read_text())}
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = told["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert {f"docs/{name}": f"harness/shipped/docs/{name}" for name in named}.items() <= shipped.items()
+    assert len(named) == 6
+    assert all((ROOT / "docs" / name).is_file() for name in named)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from harness.cli.verb import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
 from harness.store import commands, screen
+from harness.store.commands import page
 from harness.store.provenance import versions
 
 WIDTH = 80
@@ -42,7 +43,9 @@ def request_help() -> str:
         "",
         *_commands(typed, room),
         "",
-        *textwrap.wrap("docs/quickstart.md takes five minutes; docs/configuration.md has every setting.", room),
+        *textwrap.wrap(
+            f"{page('quickstart.md')} takes five minutes; {page('configuration.md')} has every setting.", room
+        ),
         "",
         "Groups and their options:",
         "",

@@ -7,6 +7,7 @@ from typing import Self
 
 from harness.fsdp.options import EngineOptions, declared_in
 from harness.fsdp.vocabulary import Choice, Dtype, Numerics, OuterStrategy, Registration, Strategy
+from harness.store.commands import page
 
 RERUNS = (Numerics.fast, Numerics.deterministic)
 EQUAL_GRADIENTS = (("main_grads", "main_params"), ("grad_comm", "main_grads"))
@@ -186,7 +187,7 @@ class EngineName(Choice):
     )
     ext = (
         "ext",
-        "An engine of your own: engine.adapter=package.module:Class (docs/adapter.md).",
+        f"An engine of your own: engine.adapter=package.module:Class ({page('adapter.md')}).",
         Capabilities(
             strategies=tuple(Strategy),
             equal_dtypes=(),

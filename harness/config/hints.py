@@ -12,6 +12,7 @@ from yaml import YAMLError
 from harness.config.catalog import Catalog, load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
+from harness.store.commands import page
 
 
 def _synonyms(table: str) -> dict[str, str]:
@@ -128,8 +129,8 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant), about=_replaced(key))
-    problem = "no such group or setting"
-    return Violation(key, problem, "groups " + ", ".join(catalog.groups), "docs/configuration.md lists every setting")
+    problem, guide = "no such group or setting", page("configuration.md")
+    return Violation(key, problem, "groups " + ", ".join(catalog.groups), f"{guide} lists every setting")
 
 
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:

@@ -19,6 +19,7 @@ from harness.config.capabilities import ENGINES, Capabilities
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.schema import Config, DataKind, EngineName, ModelFamily, OptimizerName
+from harness.store.commands import page
 from harness.store.provenance import PACKAGE, files_digest
 
 SHAPING = ("model", "data", "optimizer")
@@ -183,7 +184,7 @@ def _misnamed(target: Target) -> Violation | None:
 
 def _answer(target: Target, told: Mapping[str, Any]) -> Own | Violation:
     if "problem" in told:
-        guide = "docs/adapter.md" if target.kind == "engine" else "docs/own.md"
+        guide = page("adapter.md") if target.kind == "engine" else page("own.md")
         return Violation(subject(target), told["problem"], told["choices"], told["fix"], f"{guide} shows a whole one")
     return Own(target.kind, target.name, told["told"], told["root"], tuple(told["files"]))
 

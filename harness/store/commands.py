@@ -59,6 +59,11 @@ def _harness(start: str | None = None) -> str:
     return typed or f"{python(start)} -m harness"
 
 
+def page(name: str) -> str:
+    """Path of a page of the documentation: `docs/own.md`, or where a wheel has it."""
+    return str(ROOT / "docs" / name) if ROOT.name == SHIPPED else f"docs/{name}"
+
+
 def install(extra: str) -> str:
     package = DISTRIBUTION if ROOT.name == SHIPPED else _nearest(ROOT)
     return f"{python()} -m pip install {shlex.quote(f'{package}[{extra}]')}"

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 from torch.distributed import distributed_c10d
 
+from harness.store.commands import page
+
 KEY_BYTES = 32
 _HEAD, _SALT_BYTES, _PROOF_BYTES = struct.Struct("<I"), 8, 32
 _PICKLE = "pickle of torch.distributed"
@@ -44,7 +46,7 @@ class Signer:
         if not hmac.compare_digest(proof, self._proof(name, head, value)):
             raise NotOfThisStart(
                 f"{name!r} was not written by a rank of this run: another user of this network answers in the place of"
-                " a rank, and nothing of it was used. See docs/security.md"
+                f" a rank, and nothing of it was used. See {page('security.md')}"
             )
         return value
 

@@ -11,13 +11,14 @@ from harness.config.hints import nearest
 from harness.config.own import asked, capabilities_of, describe, described, targets
 from harness.config.rules.request import Request, rule
 from harness.config.schema import NO_FAULT, EngineName, MeasureMode, OptimizerName
+from harness.store.commands import page
 
 
 @rule()
 def own_things_are_named(request: Request) -> Iterator[Violation]:
     for kind, setting, name in asked(request.config):
         if name is None:
-            guide = "docs/adapter.md" if kind == "engine" else "docs/own.md"
+            guide = page("adapter.md") if kind == "engine" else page("own.md")
             yield Violation(f"{kind}=ext", "needs a class of yours", f"{setting}=package.module:Class", f"see {guide}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.parity.outcome import Finding, Outcome
+from harness.store.commands import page
 
 OUTCOMES = {
     Outcome.EQUAL: "Every recorded bit agrees: by this, it is the same training.",
@@ -75,7 +76,7 @@ CHECKS = {
     "gradients captured": "without captured gradients of step 1, Adam can hide a wrong scale",
 }
 
-PAGE = "docs/verdicts.md derives every bound"
+PAGE = f"{page('verdicts.md')} derives every bound"
 
 
 def lines(evidence: Sequence[Finding]) -> list[str]:
