@@ -196,6 +196,14 @@ def buffers_on_meta(rank: int, strategy: str) -> list[str]:
     return found
 
 
+@CHECKS.check
+def moving_to_where_it_is(rank: int, strategy: str) -> list[str]:
+    """`cpu:0` is `cpu`; what would cast is refused."""
+    model = run_of(Net, rank, strategy).model
+    found = [] if model.to("cpu:0").to(torch.device("cpu", 0)).cpu() is model else ["another model"]
+    return found + said(partial(model.to, "cpu:0", torch.float64), NotImplementedError, "cannot be cast or moved")
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_is_right_or_said_at_once(strategy: str, check: str) -> None:
