@@ -1,4 +1,5 @@
-"""The engine against one process in fp64: every strategy, rank count, microbatch count, optimizer, clipping on and off.
+"""The engine against one process in fp64: every strategy, mesh, microbatch count, optimizer, clipping on and off; and
+strategies and pairs of them against each other, to the bit.
 
 Tolerances come from the dtype, not from the engine: `single` in the engine's dtype makes every rounding a correct
 engine makes but the order of its sums, so a correct engine is about as far from fp64 as `single` is. A tensor may be
@@ -34,6 +35,21 @@ TRAININGS = Cover(
     values=lambda case: (case.world_size, case.strategy, case.k, case.optimizer, case.clip),
     key=lambda case: case.world_size,
 )
+OUTER = ("no_shard", "optim")
+MESHES = ((4, 2), (4, 4), (6, 3))
+"""Ranks, and how many of them the outer axis has: 2x2, 1x4, 2x3."""
+ON_TWO_AXES = Cover(
+    (
+        Case("native", inner, world, k, 0, *way, dtype, "fast", 3, outer=outer, outer_strategy=split)
+        for (world, outer), inner, split, k, dtype, way in itertools.product(
+            MESHES, STRATEGIES, OUTER, (1, 2), ("fp32", "bf16_comm"), (("sgd", None), ("adamw", CLIP))
+        )
+    ),
+    values=lambda case: (
+        (case.world_size, case.outer), case.strategy, case.outer_strategy, case.k, case.dtype, case.optimizer
+    ),
+    key=lambda case: case.world_size,
+)  # fmt: skip
 IN_16_BITS = Cover(
     (
         Case("native", strategy, world_size, 2, 0, "adamw", CLIP, dtype, steps=3)
@@ -55,9 +71,10 @@ def reference(case: Case, dtype: str) -> Record:
 
 
 @once
-def records(cases: tuple[Case, ...]) -> dict[Case, Record]:
-    """Cases of one world size, in one process group."""
-    return dict(zip(cases, run_ranks(run_cases, cases[0].world_size, list(cases))[0], strict=True))
+def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
+    """Case -> its record on each rank, of cases of one world size; tensors are on rank 0."""
+    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
+    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -92,26 +109,30 @@ def check(record: Record) -> None:
 
 def name_of(case: Case) -> str:
     clip = "unclipped" if case.clip is None else "clipped"
-    return f"{case.world_size}ranks-{case.strategy}-k{case.k}-{case.optimizer}-{clip}-{case.dtype}"
+    mesh = f"{case.world_size // case.outer}x{case.outer}-{case.outer_strategy}" if case.outer > 1 else case.world_size
+    return f"{mesh}-{case.strategy}-k{case.k}-{case.optimizer}-{clip}-{case.dtype}"
 
 
-@pytest.mark.parametrize("case", TRAININGS.params(name_of))
-def test_training_equals_one_process_in_fp64(case: Case) -> None:
-    record = records(TRAININGS.batch(case))[case]
-    check(record)
-    if case.clip is not None:
-        assert min(record.norms) > CLIP, "clipping must act, or the case tests nothing"
-
-
-@pytest.mark.parametrize("case", IN_16_BITS.params(name_of))
-def test_bf16_policies_stay_within_bf16(case: Case) -> None:
-    check(records(IN_16_BITS.batch(case))[case])
+@pytest.mark.parametrize(
+    ("cover", "case"),
+    [
+        pytest.param(cover, *each.values, marks=each.marks, id=each.id)
+        for cover in (TRAININGS, ON_TWO_AXES, IN_16_BITS)
+        for each in cover.params(name_of)
+    ],
+)
+def test_training_equals_one_process_in_fp64(cover: Cover[Case], case: Case) -> None:
+    ran = records(cover.batch(case))[case]
+    check(ran[0])
+    assert len({tuple(each.norms) for each in ran}) == 1, "every rank knows the same norm"
+    if cover is TRAININGS and case.clip is not None:
+        assert min(ran[0].norms) > CLIP, "clipping must act, or the case tests nothing"
 
 
 @pytest.mark.parametrize("fault", [2.0, 0.5, 1.01, 1 + 2.0**-15])
 def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
     case = Case("native", "optim_grads", 2, 2, 0, "sgd", None, steps=3)
-    record = records((case,))[case]
+    (record, _) = records((case,))[case]
     wrong = Record(
         record.case, {n: g * fault for n, g in record.gradients.items()}, record.weights, record.losses, record.norms
     )
@@ -119,22 +140,40 @@ def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
         check(wrong)
 
 
-Group = tuple[int, int, str, str]
+Group = tuple[int, int, int, str, str]
+"""World size, its outer axis, microbatches, optimizer, dtype: strategies, or pairs of them, are compared under each."""
 ORDERED: Cover[Group] = Cover(
     (
-        (world_size, k, optimizer, dtype)
+        (world_size, 1, k, optimizer, dtype)
         for world_size, k, (optimizer, dtype) in itertools.product(
             (1, 2, 3, 4), (1, 2), (("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm"))
         )
     ),
     key=lambda group: group[0],
 )
-"""World size, microbatches, optimizer and dtype that the strategies are compared under."""
+ORDERED_PAIRS: Cover[Group] = Cover(
+    (
+        (world_size, outer, k, "adamw", dtype)
+        for (world_size, outer), dtype, k in itertools.product(MESHES, ("fp32", "bf16_comm"), (1, 2))
+    ),
+    key=lambda group: group[:2],
+    strength=1,
+)
+"""Each group is run by every pair, so that a few are many trainings."""
 
 
-def ordered(group: Group, strategy: str) -> Case:
-    world_size, k, optimizer, dtype = group
-    return Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)
+def ordered(group: Group, strategy: str) -> list[Case]:
+    """The trainings that promise the same bits."""
+    world_size, outer, k, optimizer, dtype = group
+    splits = OUTER if outer > 1 else OUTER[:1]
+    steps = 3 if outer > 1 else 2
+    return [
+        Case(
+            "native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", steps, outer=outer,
+            outer_strategy=split,
+        )
+        for split in splits
+    ]  # fmt: skip
 
 
 def same_bits(a: Record, b: Record) -> bool:
@@ -145,18 +184,31 @@ def same_bits(a: Record, b: Record) -> bool:
     return tensors and a.losses == b.losses and a.norms == b.norms
 
 
-@pytest.mark.parametrize("group", ORDERED.params())
-def test_ordered_is_bitwise_where_it_claims_to_be(group: Group) -> None:
+@pytest.mark.parametrize(
+    ("cover", "group"),
+    [
+        pytest.param(cover, *each.values, marks=each.marks, id=each.id)
+        for cover in (ORDERED, ORDERED_PAIRS)
+        for each in cover.params()
+    ],
+)
+def test_ordered_is_bitwise_where_it_claims_to_be(cover: Cover[Group], group: Group) -> None:
     """With one microbatch all strategies sum alike; with two, those that sum microbatches at the same place."""
-    found = records(tuple(ordered(each, strategy) for each in ORDERED.batch(group) for strategy in STRATEGIES))
-    for alike in [STRATEGIES] if group[1] == 1 else [STRATEGIES[:2], STRATEGIES[2:]]:
-        first = found[ordered(group, alike[0])]
-        for strategy in alike[1:]:
-            assert same_bits(first, found[ordered(group, strategy)]), f"{alike[0]} and {strategy}"
+    found = records(tuple(case for each in cover.batch(group) for s in STRATEGIES for case in ordered(each, s)))
+    for alike in [STRATEGIES] if group[2] == 1 else [STRATEGIES[:2], STRATEGIES[2:]]:
+        first, *others = (found[case] for strategy in alike for case in ordered(group, strategy))
+        if cover is ORDERED_PAIRS:
+            check(first[0])
+        for other in others:
+            case = other[0].case
+            told = f"{alike[0]} and {case.strategy}, {case.outer_strategy} outside"
+            assert all(same_bits(mine, its) for mine, its in zip(first, other, strict=True)), told
+            assert len({tuple(each.norms) for each in other}) == 1, "every rank knows the same norm"
 
 
 def test_the_two_groups_of_ordered_do_differ() -> None:
     """If they agreed, the test above could not tell one order of sums from the other."""
-    group = (3, 2, "adamw", "fp32")
-    found = records(tuple(ordered(group, strategy) for strategy in ("no_shard", "optim_grads")))
-    assert not same_bits(*found.values())
+    group = (3, 1, 2, "adamw", "fp32")
+    cases = [ordered(group, strategy)[0] for strategy in ("no_shard", "optim_grads")]
+    one, other = (ran[0] for ran in records(tuple(cases)).values())
+    assert not same_bits(one, other)
