@@ -17,7 +17,7 @@ from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.emulation import dtypes_of, emulate, summed_per_microbatch, summed_per_step, summing_of
-from tests.fsdp.trial import Case, Record, run_cases
+from tests.fsdp.trial import Case, Record, differences, records, run_cases
 from tests.support.covering import covering, once
 from tests.support.spawn import run_ranks
 
@@ -67,21 +67,8 @@ def case_of(point: Point) -> Case:
 PAIRS, TRIPLES = ([case_of(point) for point in covering_points(triples)] for triples in (False, True))
 
 
-@once
-def records(world_size: int, triples: bool) -> dict[Case, Record]:
-    cases = [case for case in (TRIPLES if triples else PAIRS) if case.world_size == world_size]
-    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
-
-
-def differences(a: Record, b: Record) -> list[str]:
-    """Everything recorded that does not have the same bits (or is not finite), by name."""
-    found = [f"gradient {n}" for n in b.gradients if not torch.equal(a.gradients[n], b.gradients[n])]
-    found += [
-        f"weight {n} {s}" for s in b.weights for n, w in b.weights[s].items() if not torch.equal(a.weights[s][n], w)
-    ]
-    found += [f"norm {i}" for i, (x, y) in enumerate(zip(a.norms, b.norms, strict=True)) if x != y]
-    found += [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if x != y]
-    return found
+def record(case: Case, among: list[Case]) -> Record:
+    return records(tuple(each for each in among if each.world_size == case.world_size))[case][0]
 
 
 def name_of(case: Case) -> str:
@@ -90,13 +77,13 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_every_policy_makes_exactly_its_own_roundings(case: Case) -> None:
-    check(case, records(case.world_size, triples=False)[case])
+    check(case, record(case, PAIRS))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", TRIPLES, ids=name_of)
 def test_every_triple_of_a_reduction_makes_exactly_its_own_roundings(case: Case) -> None:
-    check(case, records(case.world_size, triples=True)[case])
+    check(case, record(case, TRIPLES))
 
 
 def check(case: Case, found: Record) -> None:

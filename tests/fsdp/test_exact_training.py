@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fsdp.trial import Case, Record, run_cases
-from tests.support.covering import Cover, once
-from tests.support.spawn import run_ranks
+from tests.fsdp.trial import Case, Record, alone, records
+from tests.support.covering import Cover
 
 M = 12
 STEPS = 3
@@ -47,21 +46,9 @@ CASES = Cover(
 )  # fmt: skip
 
 
-@once
-def alone(model: str, optimizer: str, clip: float | None) -> Record:
-    case = Case("single", "no_shard", 1, M, M, optimizer, clip, numerics="exact", steps=STEPS, model=model)
-    return run_ranks(run_cases, 1, [case])[0][0]
-
-
 def reference(case: Case) -> Record:
-    return alone(case.model, case.optimizer, case.clip)
-
-
-@once
-def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
-    """Case -> its record on each rank, of cases of one number of ranks."""
-    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
-    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
+    same = {"numerics": "exact", "steps": STEPS, "model": case.model}
+    return alone(Case("single", "no_shard", 1, M, M, case.optimizer, case.clip, **same))  # type: ignore[arg-type]
 
 
 def difference(ours: list[Record], reference: Record) -> str:

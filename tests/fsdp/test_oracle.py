@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fsdp.trial import KEPT, Case, Record, run_cases
-from tests.support.covering import Cover, once
-from tests.support.spawn import run_ranks
+from tests.fsdp.trial import KEPT, Case, Record, alone, differences, records
+from tests.support.covering import Cover
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SLACK = 4.0
@@ -60,21 +59,9 @@ IN_16_BITS = Cover(
 )
 
 
-@once
-def alone(case: Case) -> Record:
-    return run_ranks(run_cases, 1, [case])[0][0]
-
-
 def reference(case: Case, dtype: str) -> Record:
     """One process, which knows nothing of strategies and ranks."""
     return alone(case.reference(dtype))
-
-
-@once
-def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
-    """Case -> its record on each rank, of cases of one world size; tensors are on rank 0."""
-    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
-    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -176,14 +163,6 @@ def ordered(group: Group, strategy: str) -> list[Case]:
     ]  # fmt: skip
 
 
-def same_bits(a: Record, b: Record) -> bool:
-    """Everything recorded is equal bit for bit."""
-    tensors = all(torch.equal(a.gradients[n], b.gradients[n]) for n in a.gradients) and all(
-        torch.equal(a.weights[s][n], b.weights[s][n]) for s in a.weights for n in a.weights[s]
-    )
-    return tensors and a.losses == b.losses and a.norms == b.norms
-
-
 @pytest.mark.parametrize(
     ("cover", "group"),
     [
@@ -202,7 +181,7 @@ def test_ordered_is_bitwise_where_it_claims_to_be(cover: Cover[Group], group: Gr
         for other in others:
             case = other[0].case
             told = f"{alike[0]} and {case.strategy}, {case.outer_strategy} outside"
-            assert all(same_bits(mine, its) for mine, its in zip(first, other, strict=True)), told
+            assert not any(differences(mine, its) for mine, its in zip(first, other, strict=True)), told
             assert len({tuple(each.norms) for each in other}) == 1, "every rank knows the same norm"
 
 
@@ -211,4 +190,4 @@ def test_the_two_groups_of_ordered_do_differ() -> None:
     group = (3, 1, 2, "adamw", "fp32")
     cases = [ordered(group, strategy)[0] for strategy in ("no_shard", "optim_grads")]
     one, other = (ran[0] for ran in records(tuple(cases)).values())
-    assert not same_bits(one, other)
+    assert differences(one, other)

@@ -23,6 +23,8 @@ from harness.config.schema import (
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
+from tests.support.covering import once
+from tests.support.spawn import run_ranks
 
 DTYPES = {
     # compute, main weights, main gradients, wire, sum
@@ -170,3 +172,27 @@ def run_cases(rank: int, cases: list[Case]) -> list[Record]:
 
 def _keep(rank: int, named: Any) -> dict[str, Tensor]:
     return {name: value for name, value in named if rank == 0}
+
+
+@once
+def alone(case: Case) -> Record:
+    """The record of a case on one process."""
+    return run_ranks(run_cases, 1, [case])[0][0]
+
+
+@once
+def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
+    """Case -> its record on each rank, of cases of one world size; tensors are on rank 0."""
+    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
+    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
+
+
+def differences(a: Record, b: Record) -> list[str]:
+    """Everything recorded that does not have the same bits (or is not finite), by name."""
+    found = [f"gradient {n}" for n in b.gradients if not torch.equal(a.gradients[n], b.gradients[n])]
+    found += [
+        f"weight {n} {s}" for s in b.weights for n, w in b.weights[s].items() if not torch.equal(a.weights[s][n], w)
+    ]
+    found += [f"norm {i}" for i, (x, y) in enumerate(zip(a.norms, b.norms, strict=True)) if x != y]
+    found += [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if x != y]
+    return found
