@@ -30,6 +30,12 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         raise
 
 
+def _attempts(numbers: Sequence[int]) -> str:
+    """How many there are, and their folders."""
+    last = f" to attempts/{numbers[-1]}" if len(numbers) > 1 else ""
+    return f"{len(numbers)} (attempts/{numbers[0]}{last})" if numbers else "none"
+
+
 def _shown(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
     lines = [
@@ -37,7 +43,7 @@ def _shown(run: RunDir, jobs: JobProbe | None) -> str:
         _field("signature", run.signature()),
         _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
         *_job(run, found),
-        _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
+        _field("attempts", _attempts(run.attempts())),
         *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
         *([_field("record", told)] if (told := checksums.told(run.path)) else []),
         *(_field("asked", override) for override in run.overrides()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.store import show
-from harness.store.show import _cost, _short
+from harness.store.show import _attempts, _cost, _short
 from tests.support.mutants import Slip, kills
 
 
@@ -22,6 +22,15 @@ def test_memory_by_role_and_traffic_by_bucket() -> None:
     assert traffic.endswith("369,672 bytes sent in the last step:")
     assert first.split() == ["blocks.0/float32", "4", "all_gather", "369,664", "bytes"]
     assert second.split() == ["(no", "bucket)", "1", "all_reduce", "8", "bytes"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [([], "none"), ([0], "1 (attempts/0)"), ([0, 1, 2], "3 (attempts/0 to attempts/2)")],
+)
+def test_attempts_are_counted(numbers: list[int], said: str) -> None:
+    """A run that was preempted in its first had "attempts 0"."""
+    assert _attempts(numbers) == said
 
 
 @pytest.mark.parametrize("columns", [80, 60])
