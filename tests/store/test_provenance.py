@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import subprocess
 
@@ -158,3 +159,11 @@ def test_rank_0_completes_what_the_desk_began(tmp_path):
         "versions": {"python": "3", "torch": "2"},
         "threads_per_rank": 1,
     }
+
+
+def test_facts_of_a_machine_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's did: `uname -p`, for a name that is not recorded."""
+    named = platform.platform()
+    provenance.cpu_model.cache_clear()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    assert provenance.machine_facts({})["platform"] == named
