@@ -28,7 +28,7 @@ from tests.fsdp.pairs import (
     same,
     shard,
 )
-from tests.support import mutants
+from tests.support.mutants import each as each_mutant
 from tests.support.spawn import run_ranks
 
 WORLD, K = 4, 3
@@ -370,7 +370,7 @@ def mistaken(rank: int, name: str) -> bool:
     return any(found.values()) if isinstance(found, dict) else any(found)
 
 
-@pytest.mark.parametrize("name", mutants.each("The engine, by what loops do", ((n, m[0]) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each_mutant("The engine, by what loops do", ((n, m[0]) for n, m in MUTANTS.items())))
 def test_a_mutant_is_found(name: str) -> None:
     assert any(run_ranks(mistaken, WORLD, name))
 
