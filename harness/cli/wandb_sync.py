@@ -90,10 +90,8 @@ def _write(arguments: Namespace) -> int:
     runs = runs_of(Store(arguments.root), arguments.ref)
     for run in runs:
         print(f"{run.path.name}: {shown(write(run, arguments.to))}")
-    folder = shown(runs[0].path if len(runs) == 1 else runs[0].path.parent)
-    print(
-        f"next: tensorboard --logdir {folder}" if arguments.to == "tensorboard" else f"next: head {folder}/metrics.csv"
-    )
+    if arguments.to == "tensorboard":
+        print(f"next: tensorboard --logdir {shown(runs[0].path if len(runs) == 1 else runs[0].path.parent)}")
     return 0
 
 

@@ -61,17 +61,22 @@ def load_config(values: Mapping[str, Any]) -> Config:
     found = read(values)
     if isinstance(found, list):
         raise BadRequest(each.violation for each in found)
-    if "family" not in values.get("model", {"family": ...}):  # of old runs: nothing may be assumed of a model
+    return _with_family(found, values)
+
+
+def _with_family(config: Config, values: Mapping[str, Any]) -> Config:
+    """Raises `BadRequest`: an old run does not say its model's family, and nothing may be assumed of a model."""
+    if "family" not in values.get("model", {"family": ...}):
         choices = ", ".join(settings()["model.family"].choices)
         raise refuse("model.family", "is not said, and nothing can be assumed", choices=choices)
-    return found
+    return config
 
 
 def load_within(values: Mapping[str, Any]) -> tuple[Config, dict[str, Violation]]:
     """As `load_config`; settings out of range do not raise, and have their defaults, so that rules can be applied."""
     found = read(values)
     if not isinstance(found, list):
-        return found, {}
+        return _with_family(found, values), {}
     if not all(each.beyond for each in found):
         raise BadRequest(each.violation for each in found)
     kept = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}

@@ -135,7 +135,7 @@ class FSDPModule(nn.Module):
         for name, held in (*self.named_parameters(), *self.named_buffers()):
             like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
             made = fn(like)
-            same_place = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
+            same_place = like.device.type == "cpu" and made.device == torch.device("cpu", 0)  # `cpu:0` is `cpu`
             same = made.dtype is like.dtype and made.stride() == like.stride()
             if made is not like and not (same_place and same):
                 raise NotImplementedError(

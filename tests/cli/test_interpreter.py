@@ -76,7 +76,7 @@ def test_the_environment_of_the_checkout_is_named(python: Path, checkout: Path) 
     run = checkout / "run.py"
     for words, cwd in (((str(run),), elsewhere), (("-m", "harness", "watch"), checkout)):
         what, command = told(python, *words, cwd=cwd)
-        assert what == f"{shlex.quote(str(python))} lacks hydra and 8 more packages"
+        assert what == f"{shlex.quote(str(python))} lacks hydra and 9 more packages"
         done = subprocess.run(
             ["sh", "-c", f"{command} && command -v python && python {shlex.quote(str(run))} --cfg job -p train"],
             cwd=elsewhere,
@@ -106,7 +106,7 @@ def test_an_interpreter_that_has_torch_keeps_it(checkout: Path, tmp_path: Path) 
     python = bare(tmp_path / "an image's own")
     (packages(python, "") / "torch.py").touch()
     what, command = told(python, str(checkout / "run.py"), cwd=tmp_path)
-    assert what.endswith("lacks hydra and 8 more packages")
+    assert what.endswith("lacks hydra and 9 more packages")
     assert shlex.split(command) == [str(python), "-m", "pip", "install", "-e", str(checkout)]
 
 

@@ -27,7 +27,7 @@ from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
-MOST = {"no_shard": 314, "optim": 334, "optim_grads": 368, "optim_grads_params": 560}
+MOST = {"no_shard": 307, "optim": 321, "optim_grads": 351, "optim_grads_params": 500}
 """Calls of the engine's functions, for each further unit of two parameters, on one of two ranks. Only under `no_shard`
 are they the same each time: elsewhere sums are made early where others have come already."""
 

@@ -279,7 +279,13 @@ MUTANTS = {
     "Adam's path in one element": Slip(
         trajectory, "path_lengths", "np.cumsum(rates) * math.sqrt(parameters)", "np.cumsum(rates)", "One weight walks"
     ),
-    "no doubt": Slip(ending, "_graded", "REFUTED * allowed", "1e9 * allowed", "What no run can walk is never refuted"),
+    "no doubt": Slip(
+        ending,
+        "_graded",
+        "since=Stage.weights)",
+        "since=Stage.weights, refuted=1e9 * allowed)",
+        "What no run can walk is never refuted",
+    ),
     "sketches are exact": Slip(ending, "DRAW", "", lambda _: 1.0, "The error of four sketches is left out"),
     "sketches of the first step": Slip(
         ending,

@@ -231,7 +231,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "nobody asks": (
         wrong_verdicts,
-        Slip(judgement, "_alone", "*fed.check(run),", "", "The verdict does not ask what a run was fed"),
+        Slip(judgement, "_judged_alone", "*fed.check(run),", "", "The verdict does not ask what a run was fed"),
     ),
     "fed wrongly and checked": (
         wrong_verdicts,
@@ -258,6 +258,5 @@ def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
 @pytest.mark.parametrize("name", each("What a run is fed", ((n, slip.breaks) for n, (_, slip) in MUTANTS.items())))
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim, slip = MUTANTS[name]
-    judgement._alone.cache_clear()
     slip.put(monkeypatch)
     assert any(claim(tmp_path)), f"{name} survives"

@@ -77,7 +77,7 @@ def test_the_way_is_open_to_nobody_else_whatever_the_umask(attempt):
 def test_the_port_listens_on_the_address_that_leads_to_rank_0_only(attempt):
     meetings = met(attempt, launcher="torchrun")
     assert isinstance(meetings[0].store, SignedStore)
-    port = rendezvous.read_own_json(attempt / "meeting-now" / ADDRESS)["port"]
+    port = rendezvous.read_own_json(attempt / "rendezvous-now" / ADDRESS)["port"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", port))  # refused if the store listened on every address
 
@@ -109,9 +109,9 @@ def unsafe(attempt: Path) -> list[str]:
     os.chown(attempt, 65534, 65534)
     wrong += [] if _is_refused(attempt, "yours alone") else ["another's folder"]
     os.chown(attempt, 0, 0)
-    (attempt / "meeting-now").mkdir(exist_ok=True)
-    (attempt / "meeting-now" / ADDRESS).write_text('{"key": "00", "host": "127.0.0.1", "port": 0}')
-    os.chown(attempt / "meeting-now" / ADDRESS, 65534, 65534)
+    (attempt / "rendezvous-now").mkdir(exist_ok=True)
+    (attempt / "rendezvous-now" / ADDRESS).write_text('{"key": "00", "host": "127.0.0.1", "port": 0}')
+    os.chown(attempt / "rendezvous-now" / ADDRESS, 65534, 65534)
     return wrong + ([] if _is_refused(attempt, "written by user 65534") else ["another's address"])
 
 

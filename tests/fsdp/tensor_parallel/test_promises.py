@@ -29,6 +29,7 @@ from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime import materialize
+from harness.fsdp.runtime.same_data import SameData
 from harness.fsdp.storage import gradients, parameter_access
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.private_torch import version_of
@@ -333,8 +334,9 @@ def terms_for_sums() -> Iterator[None]:
 @contextmanager
 def on_one_axis() -> Iterator[None]:
     alone_on_it = property(lambda self: self.dense.everyone)
-    with mock.patch.object(Meshes, "everyone", alone_on_it), mock.patch.object(CopiedGradients, "check"):
-        yield  # the others would wait there for those who have heard
+    later = (mock.patch.object(each_one, "check") for each_one in (CopiedGradients, SameData))
+    with mock.patch.object(Meshes, "everyone", alone_on_it), next(later), next(later):
+        yield  # the others would wait in later checks for those who have heard
 
 
 def backwards(tp_shard: TpShard, value: Tensor, group: Any) -> Tensor:
