@@ -82,8 +82,25 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 
 __all__ = sorted(_MODULE_OF)
 
+_FORMER = {
+    "FlatPieceError": "raised no more: states are DTensors",
+    "GradientAccessError": "raised no more: gradients between passes are DTensors",
+    "LossScale": "torch.amp.GradScaler",
+    "Portion": "harness.fsdp.TpShard",
+    "ReleasedWeightError": "raised no more: parameters between passes are DTensors",
+    "RowShard": "harness.fsdp.RaggedTensor",
+    "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",
+    "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",
+    "convert_linears": "harness.fsdp.Fp8Linear.convert",
+    "update_scales": "harness.fsdp.Fp8Linear.update_scales",
+    "watched": "harness.watchdog.Watchdog",
+}
+"""Names of the versions before, and their present ones (docs/renamed.md)."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        raise AttributeError(f"{__name__}.{name} is now {_FORMER[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     module = _MODULE_OF[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -149,6 +150,18 @@ def test_exports_agree() -> None:
     assert set(harness.fsdp.__all__) <= set(dir(harness.fsdp))
     with pytest.raises(AttributeError, match=r"no attribute 'fully_sharded'; it has .*fully_shard"):
         _ = harness.fsdp.fully_sharded
+
+
+def test_a_former_name_is_answered_with_the_present_one() -> None:
+    page = (ROOT / "docs/renamed.md").read_text().split("## Names of `harness.fsdp`")[1].split("##")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", page, re.M)
+    former = [name for names, _ in rows for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(former) == sorted(harness.fsdp._FORMER)
+    for name in former:
+        with pytest.raises(AttributeError, match=f"{name} is now"):
+            getattr(harness.fsdp, name)
+    for present in re.findall(r"harness\.\w+\.[\w.]+", " ".join(harness.fsdp._FORMER.values())):
+        assert pydoc.locate(present), present
 
 
 def test_every_exception_of_the_engine_is_of_the_face() -> None:
