@@ -70,6 +70,7 @@ class FSDPModule(nn.Module):
 
     _elsewhere: ClassVar[Mapping[str, str]] = NAMES_OF_OTHERS
     _own_class: ClassVar[type[nn.Module]]
+    _is_accelerate_prepared = FromEngine(lambda engine: not engine.is_closed)  # so accelerate adds no DDP
     _parts = FromEngine(lambda engine: engine)
     buckets = FromEngine(lambda engine: engine.buckets)
     options = FromEngine(lambda engine: engine.options)
@@ -140,8 +141,7 @@ class FSDPModule(nn.Module):
             if made is not like and not (same_place and same):
                 raise NotImplementedError(
                     f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
-                    " module its dtype before sharding, and its device then or by `device` (with accelerate: prepare"
-                    " the data loader alone)"
+                    " module its dtype before sharding, and its device then or by `device`"
                 )
         return self
 

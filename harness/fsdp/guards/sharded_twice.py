@@ -39,7 +39,7 @@ def refuse_ddp_around(module: nn.Module) -> None:
 def refuse_ddp() -> NoReturn:
     raise ValueError(
         "DistributedDataParallel around a model, or a part of one, that is sharded already: both would reduce its"
-        " gradients, and training would be wrong. Leave DistributedDataParallel out and use the sharded model as it is"
-        " (with accelerate: prepare the data loader, not model and optimizer); where it is a part of a larger model,"
-        " shard the outermost module instead, and name what is gathered together in fsdp_unit_modules"
+        " gradients, and training would be wrong. Leave DistributedDataParallel out and use the sharded model as it is;"
+        " where it is a part of a larger model, shard the outermost module instead, and name what is gathered together"
+        " in fsdp_unit_modules"
     )
