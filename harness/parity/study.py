@@ -6,10 +6,9 @@ import multiprocessing
 import os
 import shlex
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
 from harness.parity.record import load
-from harness.parity.tiers.seeds import over_seeds
+from harness.parity.tiers.seeds import Pair, over_seeds, reduced
 from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
@@ -28,6 +27,8 @@ from harness.store.study import asked_for, comparable, read_study
 REPETITION = "train.replicate"
 MOST_NAMED = 6
 MANY = 64
+CONTROLS = 64
+"""Controls whose records are kept in memory at once."""
 
 
 def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> StudyVerdict:
@@ -86,27 +87,36 @@ def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyV
     paths = {cell["signature"]: folder / cell["directory"] for cell in cells}
     pairs = [(paths[cell["signature"]], paths[cell["control"]]) for cell in cells if cell["control"]]
     pairs += _repetitions([paths[cell["signature"]] for cell in cells if not cell["control"]])
-    verdicts = _verdicts(pairs, digest)
-    margins, window = record.get("margins") or {}, int(record.get("window") or 0)
-    told = zip(pairs, verdicts, strict=True) if margins else ()
-    comparable = [pair for pair, each in told if each.outcome is not Outcome.NOT_COMPARABLE]
-    runs = {path: load(path, digest) for path in dict.fromkeys(chain(*comparable))}
-    paired = [(runs[arm], runs[control]) for arm, control in comparable]
-    return StudyVerdict(folder.name, record["question"], verdicts, tuple(over_seeds(paired, margins, window)))
+    margins = record.get("margins") or {}
+    judged = _judge(pairs, digest, margins, int(record.get("window") or 0))
+    together = over_seeds([pair for _, pair in judged if pair is not None], margins)
+    return StudyVerdict(folder.name, record["question"], tuple(each for each, _ in judged), tuple(together))
 
 
-def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[Verdict, ...]:
+def _judge(
+    pairs: Sequence[tuple[Path, Path]], digest: str | None, margins: Mapping[str, float], window: int
+) -> list[tuple[Verdict, Pair | None]]:
+    """Verdict on each pair, and what `over_seeds` needs of a comparable one where there are margins."""
+    judge_chunk = partial(_judge_chunk, digest, margins, window)
     if len(pairs) < MANY:
-        return tuple(_chunk(digest, pairs))
+        return judge_chunk(pairs)
     size = max(MANY // 4, -(-len(pairs) // (4 * (os.cpu_count() or 1))))  # few: each reads its controls again
     chunks = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
     with judging_processes() as pool:
-        return tuple(each for chunk in pool.map(partial(_chunk, digest), chunks) for each in chunk)
+        return [each for chunk in pool.map(judge_chunk, chunks) for each in chunk]
 
 
-def _chunk(digest: str | None, pairs: Sequence[tuple[Path, Path]]) -> list[Verdict]:
-    controls = {path: load(path, digest) for path in dict.fromkeys(control for _, control in pairs)}
-    return [judge(load(arm, digest), controls[control]) for arm, control in pairs]
+def _judge_chunk(
+    digest: str | None, margins: Mapping[str, float], window: int, pairs: Sequence[tuple[Path, Path]]
+) -> list[tuple[Verdict, Pair | None]]:
+    control_of = lru_cache(CONTROLS)(lambda path: load(path, digest))
+    found: list[tuple[Verdict, Pair | None]] = []
+    for path, control_path in pairs:
+        arm, control = load(path, digest), control_of(control_path)
+        judged = judge(arm, control)
+        kept = margins and judged.outcome is not Outcome.NOT_COMPARABLE
+        found.append((judged, reduced(arm, control, margins, window) if kept else None))
+    return found
 
 
 def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKOUT) -> StudyVerdict:
@@ -118,7 +128,8 @@ def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKO
     if not chosen:
         raise refuse(f"verdict --control {control}", "has no run to hold against it", fix="name runs before --control")
     digest = sources_digest() if sources == CHECKOUT else sources
-    return StudyVerdict("", "", _verdicts([(path, Path(control)) for path in chosen], digest))
+    judged = _judge([(path, Path(control)) for path in chosen], digest, {}, 0)
+    return StudyVerdict("", "", tuple(each for each, _ in judged))
 
 
 def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:

@@ -39,48 +39,57 @@ _NAMES = {
 
 def fault(value: Any, shape: Shape, at: str = "") -> str:
     """Why `value` does not have this shape, in a sentence; empty if it does."""
-    if isinstance(shape, Maybe):
-        return "" if value is None else fault(value, shape.of, at)
-    if isinstance(shape, Each):
-        return _each_fault(value, shape, at)
-    if isinstance(shape, Mapping):
-        return _kind_fault(value, dict, at) or _first(_key_fault(value, key, of, at) for key, of in shape.items())
-    return _kind_fault(value, shape, at)
-
-
-def _each_fault(value: Any, shape: Each, at: str) -> str:
-    if wrong := _kind_fault(value, shape.container, at):
-        return wrong
-    if shape.count not in (None, len(value)):
-        return f"{at or 'it'} has {len(value)} values, not {shape.count}"
-    return _first(fault(item, shape.of, _inner(at, key)) for key, item in _items(value))
-
-
-def _items(value: Any) -> Any:
-    return value.items() if isinstance(value, dict) else enumerate(value)
-
-
-def _first(faults: Any) -> str:
-    return next((each for each in faults if each), "")
-
-
-def _inner(at: str, key: object) -> str:
-    return f"{at}.{key}" if at else str(key)
-
-
-def _key_fault(table: Mapping[str, Any], key: str, shape: Shape, at: str) -> str:
-    name = key.removesuffix("?")
-    if name in table:
-        return fault(table[name], shape, _inner(at, name))
-    return "" if name != key else f"{_inner(at, name)} is missing"
-
-
-def _kind_fault(value: Any, kinds: type | tuple[type, ...], at: str) -> str:
-    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
-    if isinstance(value, wanted) and not (isinstance(value, bool) and bool not in wanted):
+    wrong = _fault(value, shape)
+    if wrong is None:
         return ""
+    *keys, said = wrong
+    return f"{'.'.join([at] * bool(at) + keys) or 'it'} {said}"
+
+
+def _fault(value: Any, shape: Shape) -> tuple[str, ...] | None:
+    """Keys that lead to a value of another shape, and what is wrong with it; None if there is none."""
+    if isinstance(shape, type | tuple):
+        return _kind_fault(value, shape)
+    if isinstance(shape, Maybe):
+        return None if value is None else _fault(value, shape.of)
+    if isinstance(shape, Each):
+        return _kind_fault(value, shape.container) or _each_fault(value, shape)
+    return _kind_fault(value, dict) or _table_fault(value, shape)
+
+
+def _each_fault(value: Any, shape: Each) -> tuple[str, ...] | None:
+    if shape.count not in (None, len(value)):
+        return (f"has {len(value)} values, not {shape.count}",)
+    items = value if isinstance(value, dict) else dict(enumerate(value))
+    if isinstance(shape.of, type | tuple) and {*map(type, items.values())} <= {*_kinds(shape.of)}:
+        return None
+    for key, item in items.items():
+        if wrong := _fault(item, shape.of):
+            return (str(key), *wrong)
+    return None
+
+
+def _table_fault(table: Mapping[str, Any], shape: Mapping[str, Any]) -> tuple[str, ...] | None:
+    for key, of in shape.items():
+        name = key.removesuffix("?")
+        if name in table:
+            if wrong := _fault(table[name], of):
+                return (name, *wrong)
+        elif name == key:
+            return (name, "is missing")
+    return None
+
+
+def _kinds(kinds: type | tuple[type, ...]) -> tuple[type, ...]:
+    return kinds if isinstance(kinds, tuple) else (kinds,)
+
+
+def _kind_fault(value: Any, kinds: type | tuple[type, ...]) -> tuple[str] | None:
+    wanted = _kinds(kinds)
+    if isinstance(value, wanted) and not (isinstance(value, bool) and bool not in wanted):
+        return None
     found = "null" if value is None else _NAMES.get(type(value), type(value).__name__)
-    return f"{at or 'it'} is {found}, not {_NAMES[wanted[-1]]}"
+    return (f"is {found}, not {_NAMES[wanted[-1]]}",)
 
 
 STATUS: Shape = {

@@ -9,9 +9,12 @@ run gives one number and no more.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.parity.outcome import Outcome, SeedVerdict, percent
@@ -20,27 +23,45 @@ from harness.parity.tiers.equivalence import Decision, PairedTest, decide
 from harness.store.identity import EXCLUDED
 
 SEED = "train.seed"
-Pair = tuple[Record, Record]
 
 
-def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float], window: int) -> list[SeedVerdict]:
+@dataclass(frozen=True)
+class Pair:
+    """An arm and its control, reduced to what T3 needs of them: a study's records do not fit into memory at once."""
+
+    kind: str
+    """Digest of both configurations but for their seeds."""
+    seed: int
+    arm: Path
+    names: str
+    differences: Mapping[str, float]
+
+
+def reduced(arm: Record, control: Record, margins: Mapping[str, float], window: int) -> Pair:
+    """Args: margins, window: as of `over_seeds`."""
+    kind = hashlib.sha256((_kind(arm) + _kind(control)).encode()).hexdigest()
+    differences = {measure: _difference(measure, arm, control, window) for measure in margins}
+    return Pair(kind, int(arm.config[SEED]), arm.path, f"{arm.name} against {control.name}", differences)
+
+
+def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float]) -> list[SeedVerdict]:
     """T3 of every arm with more than one seed.
 
     Args: pairs: comparable arms and controls, each of one seed. margins: by measure, loss or grad_norm: largest
-    irrelevant mean difference. window: number of last steps; 0 for the later half.
+    irrelevant mean difference.
     """
     groups: dict[str, list[Pair]] = {}
-    for arm, control in pairs:
-        groups.setdefault(_kind(arm) + _kind(control), []).append((arm, control))
-    several = {key: group for key, group in groups.items() if len({_seed(arm) for arm, _ in group}) > 1}
+    for pair in pairs:
+        groups.setdefault(pair.kind, []).append(pair)
+    several = {kind: group for kind, group in groups.items() if len({pair.seed for pair in group}) > 1}
     if not several or not margins:
         return []
     differences = {
-        key: {measure: [_difference(measure, *pair, window) for pair in group] for measure in margins}
-        for key, group in several.items()
+        kind: {measure: [pair.differences[measure] for pair in group] for measure in margins}
+        for kind, group in several.items()
     }
     decisions = decide(differences, margins)
-    return [_verdict(several[key], decisions[key]) for key in several]
+    return [_verdict(several[kind], decisions[kind]) for kind in several]
 
 
 def _kind(run: Record) -> str:
@@ -48,16 +69,14 @@ def _kind(run: Record) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _seed(run: Record) -> int:
-    return int(run.config[SEED])
-
-
 def _difference(measure: str, arm: Record, control: Record, window: int) -> float:
+    """Difference of the window's means; the window is the last `window` steps, or the later half for 0."""
     left, right = (_last(run.series(measure), window) for run in (arm, control))
     if measure == "grad_norm":
         ratios = [a / c if c > 0 else math.nan for a, c in zip(left, right, strict=True)]
         return math.fsum(math.log(ratio) if ratio > 0 else math.nan for ratio in ratios) / len(ratios)
-    return (math.fsum(left) - math.fsum(right)) / math.fsum(right)
+    whole = math.fsum(right)
+    return (math.fsum(left) - whole) / whole if whole else math.nan
 
 
 def _last(series: Sequence[float | None], window: int) -> list[float]:
@@ -66,12 +85,10 @@ def _last(series: Sequence[float | None], window: int) -> list[float]:
 
 
 def _verdict(group: Sequence[Pair], decision: Decision) -> SeedVerdict:
-    arm, control = group[0]
-    names = f"{arm.name} against {control.name}"
     return SeedVerdict(
         outcome=decision.outcome,
-        sentence=f"{decision.outcome.value}: {names} over {len(group)} seeds: {_said(decision)}.",
-        arms=tuple(str(each.path) for each, _ in group),
+        sentence=f"{decision.outcome.value}: {group[0].names} over {len(group)} seeds: {_said(decision)}.",
+        arms=tuple(str(pair.arm) for pair in group),
         seeds=len(group),
         seeds_needed=decision.seeds_needed,
         p_equivalent=decision.p_equivalent,
