@@ -1,29 +1,28 @@
-"""How long a verdict takes, as a user types it, and the table of a thousand runs. Writes data/verdict_time.json.
+"""Processor time and memory of the commands that read many runs, as a user types them. Writes data/verdict_time.json.
 
-    python benchmarks/costs/verdict_time.py [--only NAME]
+    python benchmarks/costs/verdict_time.py [compare study cells captured request]
 
-Whole commands in fresh processes: `compare` of two runs of 1,000 steps, and `verdict` of a study of 12 arms and 5 seeds
-against a control of 5 seeds, 200 steps each. The records are those of three short real runs of the tiny model (a
-control by DDP, a clean arm, one with a fault) with gradients, witnesses and updates of three steps. Their last lines
-are repeated to the length that is wanted, and the study's runs are copies under other seeds and prefetch depths,
-captures as hard links. `verdict, 1,000 cells` is of runs whose sketches alone
-speak for them (measure=light), `verdict, 100 cells captured` of runs as they are by default; `load.runs` reads the
-thousand into a table. Processor time is user's and system's, of all threads; other processes on the machine take the
-clock's seconds, not these.
+Whole commands in fresh processes. `compare`: two runs of 1,000 steps. `verdict`: a study of 12 arms and 5 seeds against
+a control of 5 seeds, 200 steps each. `verdict, 2,000 cells` is of short runs whose sketches alone speak for them
+(measure=light), in 5 seeds and with margins; `load.runs` reads them into a table. `verdict, 100 cells captured` is of
+runs as they are by default. `dry run of a cell` is what a cell more costs a request of thousands.
+
+The records are those of three short real runs of the tiny model (a control by DDP, a clean arm, one with a fault) with
+gradients, witnesses and updates of three steps. Their last lines are repeated to the length that is wanted, and a
+study's runs are copies under other seeds and prefetch depths, captures as hard links. Processor time is user's and
+system's, of all threads and processes; memory is the largest process's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,22 @@ from harness.store.study import write_study
 
 OUTPUT = "verdict_time.json"
 SHORT, LONG, STUDY_STEPS = 12, 1000, 200
-CELLS, CAPTURED = 1000, 100
-ARMS, SEEDS = 12, 5
-REPETITIONS = {"compare": 7, "verdict": 5, "cells": 3}
-LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 1,000 cells": 10.0, "load.runs, 1,000 runs": 2.0}
-TABLE = "import sys; from harness.analysis import load; assert len(load.runs(sys.argv[1], 'cells')) == 1000"
+SEEDS, ARMS, CELLS, CAPTURED = 5, 12, 2000, 100
+FEW, MANY = 400, 2000
+"""Cells of the two requests between which a cell's share is taken."""
+REPETITIONS = 3
+LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 2,000 cells": 20.0, "load.runs, 2,000 runs": 4.0}
+LIMIT_MB, LIMIT_MS_A_CELL = 200, 5.0
+TABLE = f"import sys; from harness.analysis import load; assert len(load.runs(sys.argv[1], 'cells')) == {CELLS}"
 CELL = (
     f"train.steps={SHORT}",
     "train.schedule=constant",
     "data.seq_len=32",
     "train.global_batch_size=8",
     "train.microbatch_size=2",
-    "measure.capture_steps=[1,2,3]",
-    "measure.update_steps=[1,2,3]",
     "ckpt=none",
 )
+CAPTURING = ("measure.capture_steps=[1,2,3]", "measure.update_steps=[1,2,3]")
 KINDS = {
     "control": ("engine=ddp",),
     "clean": ("sharding=optim_grads",),
@@ -70,22 +70,23 @@ class Copied:
     overrides: tuple[str, ...] = ()
 
 
-def real_run(root: Path, name: str, study: str = "", *more: str) -> Path:
-    """Train one cell; its directory."""
-    own = [word for word in CELL if not more or not word.startswith("measure.")]
-    command = [sys.executable, "run.py", *own, *KINDS[name], *more, f"study.name={study or name}"]
-    subprocess.run([*command, f"launch.root={root}"], cwd=tables.ROOT, check=True, stdout=subprocess.DEVNULL)
-    return next((root / (study or name)).glob("*/config.yaml")).parent
+def real_runs(root: Path, study: str, *more: str) -> dict[str, Path]:
+    found = {}
+    for name, words in KINDS.items():
+        command = [sys.executable, "run.py", *CELL, *words, *more, f"study.name={study}_{name}", f"launch.root={root}"]
+        subprocess.run(command, cwd=tables.ROOT, check=True, stdout=subprocess.DEVNULL)
+        found[name] = next((root / f"{study}_{name}").glob("*/config.yaml")).parent
+    return found
 
 
 def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[str, Any]) -> Copied:
-    """Write a copy of a run that has so many steps and other settings."""
+    """Copy of a run that has so many steps and other settings."""
     config = yaml.load((source / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
     config["train"]["steps"], config["study"]["name"] = steps, study
     for group, settings in changes.items():
         config[group].update(settings)
     target = root / study / directory_name(config)
-    shutil.copytree(source, target, copy_function=link_captures)
+    shutil.copytree(source, target, copy_function=_link_captures)
     (target / "config.yaml").write_text(yaml.dump(config, Dumper=Dumper, sort_keys=False), encoding="utf-8")
     lines = [json.loads(line) for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     lines += [{**lines[-1], "step": step} for step in range(len(lines) + 1, steps + 1)]
@@ -94,107 +95,107 @@ def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[s
     return Copied(config)
 
 
-def link_captures(source: str, target: str) -> None:
-    """Copy a file, or link it where it is large and never written to."""
+def _link_captures(source: str, target: str) -> None:
     (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
 
-def make_study(runs: dict[str, Path], root: Path) -> None:
-    """Twelve arms, the last of them faulty, and a control, each with five seeds."""
+def make_study(root: Path, study: str, runs: dict[str, Path], steps: int, seeds: int, kinds: Sequence[str]) -> None:
+    """A control in so many seeds, and an arm of each kind against each of them."""
     cells, controls = [], {}
-    for seed in range(SEEDS):
-        control = extended(runs["control"], root, "timed", STUDY_STEPS, train={"seed": seed})
+    for seed in range(seeds):
+        control = extended(runs["control"], root, study, steps, train={"seed": seed})
         cells.append(control)
-        for arm in range(ARMS):
-            kind = "faulty" if arm == ARMS - 1 else "clean"
-            changes: dict[str, Any] = {"train": {"seed": seed}, "engine": {"prefetch": arm}}
-            cells.append(extended(runs[kind], root, "timed", STUDY_STEPS, **changes))
+        for depth, kind in enumerate(kinds):
+            cells.append(extended(runs[kind], root, study, steps, train={"seed": seed}, engine={"prefetch": depth}))
             controls[signature(cells[-1].config)] = signature(control.config)
+    margins = {"loss": 1e-3, "grad_norm": 0.05} if seeds > 1 else {}
     for cell in cells:
-        cell.config["study"].update(question="How long?", margins={"loss": 1e-3, "grad_norm": 0.05})
+        cell.config["study"].update(question="How long?", margins=margins)
     write_study(root, cells, controls)
 
 
-def many(root: Path, study: str, count: int, measure: str) -> None:
-    """A study of so many cells against one control, each a copy of one real run under a depth of its own."""
-    runs = {name: real_run(root, name, f"{study}_{name}", f"measure={measure}") for name in ("control", "clean")}
-    control = extended(runs["control"], root, study, SHORT)
-    arms = [extended(runs["clean"], root, study, SHORT, engine={"prefetch": depth}) for depth in range(count - 1)]
-    controls = {signature(arm.config): signature(control.config) for arm in arms}
-    for cell in (control, *arms):
-        cell.config["study"].update(question="How long?", margins={})
-    write_study(root, [control, *arms], controls)
-
-
-VERB = ("-m", "harness")
-
-
-def timed(repetitions: int, expected: int, *words: str) -> dict[str, Any]:
-    """Seconds of Python with these words: the median of its repetitions, and their spread."""
-    found: dict[str, list[float]] = {"wall_s": [], "processor_s": []}
-    command = [sys.executable, *words]
-    for _ in range(repetitions):
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        done = subprocess.run(command, cwd=tables.ROOT, capture_output=True, text=True)
-        found["wall_s"].append(time.perf_counter() - began)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found["processor_s"].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        if done.returncode != expected:
-            raise RuntimeError(f"exit code {done.returncode}, not {expected}:\n{done.stdout}\n{done.stderr}")
-    return {"repetitions": repetitions, "answer": done.stdout.split(":")[0]} | {
-        key: {name: round(of(each), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))}
-        for key, each in found.items()
+def timed(expected: int, *words: str) -> dict[str, Any]:
+    """Medians of Python with these words, and the spread of its processor time."""
+    seconds, megabytes = [], []
+    with tempfile.TemporaryFile("w+") as output:
+        for _ in range(REPETITIONS):
+            output.truncate(output.seek(0))
+            process = subprocess.Popen([sys.executable, *words], cwd=tables.ROOT, stdout=output, stderr=output)
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            output.seek(0)
+            answer = output.read()
+            if process.returncode != expected:
+                raise RuntimeError(f"exit code {process.returncode}, not {expected}:\n{answer}")
+            seconds.append(used.ru_utime + used.ru_stime)
+            megabytes.append(used.ru_maxrss * 1024 / 1e6)
+    spread = {
+        name: round(of(seconds), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))
     }
+    return {"answer": answer.split(":")[0].strip(), "processor_s": spread, "megabytes": round(max(megabytes))}
 
 
-def of_many(root: Path) -> dict[str, Any]:
-    """Verdicts on many short runs."""
-    many(root, "cells", CELLS, "light")
-    many(root, "captured", CAPTURED, "default")
-    count = REPETITIONS["cells"]
+def of_compare(root: Path) -> dict[str, Any]:
+    for name, run in real_runs(root, "short", *CAPTURING).items():
+        extended(run, root, name, LONG)
+    clean, control, faulty = (str(next((root / name).iterdir())) for name in ("clean", "control", "faulty"))
     return {
-        "verdict, 1,000 cells": timed(count, 0, *VERB, "verdict", "cells", "--root", str(root)),
-        "load.runs, 1,000 runs": timed(count, 0, "-c", TABLE, str(root)),
-        "verdict, 100 cells captured": timed(count, 0, *VERB, "verdict", "captured", "--root", str(root)),
+        "compare, EQUIVALENT": timed(0, "-m", "harness", "compare", clean, control),
+        "compare, DIFFERENT": timed(1, "-m", "harness", "compare", faulty, control),
     }
 
 
-def measure(root: Path) -> dict[str, Any]:
-    """Every command on long runs."""
-    runs = {name: real_run(root, name) for name in KINDS}
-    for name, run in runs.items():
-        extended(run, root, f"long_{name}", LONG)
-    long = {name: next((root / f"long_{name}").iterdir()) for name in runs}
-    make_study(runs, root)
-    count = REPETITIONS["compare"]
+def verdict_on(root: Path, study: str, expected: int = 0) -> dict[str, Any]:
+    return timed(expected, "-m", "harness", "verdict", study, "--root", str(root))
+
+
+def of_study(root: Path) -> dict[str, Any]:
+    runs = real_runs(root, "timed", *CAPTURING)
+    make_study(root, "study", runs, STUDY_STEPS, SEEDS, [*["clean"] * (ARMS - 1), "faulty"])
+    return {"verdict": verdict_on(root, "study", 1)}
+
+
+def of_cells(root: Path) -> dict[str, Any]:
+    make_study(root, "cells", real_runs(root, "light", "measure=light"), SHORT, SEEDS, ["clean"] * (CELLS // SEEDS - 1))
     return {
-        "compare, EQUIVALENT": timed(count, 0, *VERB, "compare", str(long["clean"]), str(long["control"])),
-        "compare, DIFFERENT": timed(count, 1, *VERB, "compare", str(long["faulty"]), str(long["control"])),
-        "verdict": timed(REPETITIONS["verdict"], 1, *VERB, "verdict", "timed", "--root", str(root)),
+        "verdict, 2,000 cells": verdict_on(root, "cells"),
+        "load.runs, 2,000 runs": timed(0, "-c", TABLE, str(root)),
     }
 
 
-def main() -> None:
-    """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("long", "many"), help="keep the figures of the others")
-    only = parser.parse_args().only
+def of_captured(root: Path) -> dict[str, Any]:
+    make_study(root, "captured", real_runs(root, "default"), SHORT, 1, ["clean"] * (CAPTURED - 1))
+    return {"verdict, 100 cells captured": verdict_on(root, "captured")}
+
+
+def of_request(root: Path) -> dict[str, Any]:
+    words = ("run.py", "-m", "launch.dry_run=true", f"launch.root={root}", "sharding=no_shard,optim")
+    few, many = (timed(0, *words, f"train.seed=range(0,{count // 2})") for count in (FEW, MANY))
+    more = many["processor_s"]["median"] - few["processor_s"]["median"]
+    return {"dry run of a cell": {"processor_ms": round(1e3 * more / (MANY - FEW), 2)}}
+
+
+PARTS = {
+    "compare": of_compare,
+    "study": of_study,
+    "cells": of_cells,
+    "captured": of_captured,
+    "request": of_request,
+}
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure these parts, or all, and keep the figures of the others."""
     before = os.getloadavg()[0]
-    commands = tables.read(OUTPUT)["commands"] if only else {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, part in (("long", measure), ("many", of_many)):
-            if only in (None, name):
-                commands |= part(Path(folder))
+    commands = tables.read(OUTPUT, {"commands": {}})["commands"] if names else {}
+    for name in names or PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            commands |= PARTS[name](Path(folder))
     facts = {
-        "unit": "s",
-        "limits_s": LIMITS,
-        "records": {
-            "kind": "real runs of the tiny model, their last line repeated; captures are hard links",
-            "compare_steps": LONG,
-            "study": {"arms": ARMS, "seeds": SEEDS, "controls": SEEDS, "steps": STUDY_STEPS, "faulty_arms": 1},
-            "captured_steps": [1, 2, 3],
-            "many": {"steps": SHORT, "cells": CELLS, "cells captured by default": CAPTURED},
-        },
+        "limits": {"processor_s": LIMITS, "megabytes": LIMIT_MB, "processor_ms_a_cell": LIMIT_MS_A_CELL},
+        "repetitions": REPETITIONS,
+        "steps": {"compare": LONG, "study": STUDY_STEPS, "cells": SHORT},
+        "study": {"arms": ARMS, "seeds": SEEDS, "controls": SEEDS, "faulty_arms": 1},
         "commands": commands,
         "versions": tables.versions("numpy", "scipy", "pandas"),
         "cores": os.cpu_count(),
@@ -205,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

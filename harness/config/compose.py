@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any, cast
@@ -142,7 +142,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def plain_of(config: Config) -> dict[str, Any]:
-    return cast(dict[str, Any], _plain(asdict(config)))
+    return cast(dict[str, Any], _plain(config))
 
 
 def _anchor_paths(config: Config) -> None:
@@ -178,6 +178,10 @@ def _shorten_warmup(config: Config, overrides: Sequence[str]) -> None:
 
 
 def _plain(value: object) -> object:
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return value.name if isinstance(value, Enum) else value

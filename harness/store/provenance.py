@@ -149,6 +149,7 @@ def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

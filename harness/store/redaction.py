@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -78,8 +78,13 @@ _ASSIGNED = (
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    return redactor(environment)(text)
+
+
+def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
+    """`redacted` for many texts: the environment is read once."""
     values = tuple(dict.fromkeys(form for value in secrets_of(environment).values() for form in _forms(value)))
-    return _kept(text, values) if len(text) > LONG else _without(text, values)
+    return lambda text: _kept(text, values) if len(text) > LONG else _without(text, values)
 
 
 LEAST_TOLD = 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from harness.config.option import chosen_apart
 from harness.config.overrides import hydra_words
 from harness.config.typed import put
 from harness.launch.order import in_blocks
+from harness.store.reading import copied
 from harness.store.rundir import flatten
 from harness.study.expand import Point
 
@@ -60,9 +60,9 @@ class Composer:
         asked = tuple(text for text in chosen if text not in apart)
         if asked not in self._composed:
             self._composed[asked] = unresolved(self._loader.load_sweep_config(self._master, list(asked)))
-        values = deepcopy(self._composed[asked])
+        values: dict[str, Any] = copied(self._composed[asked])
         for option in apart.values():
-            values[option.group] = deepcopy({**defaults()[option.group], **option.values})
+            values[option.group] = copied({**defaults()[option.group], **option.values})
         return values
 
 

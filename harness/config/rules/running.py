@@ -15,7 +15,7 @@ from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, rule
 from harness.config.schema import Backend, CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
 from harness.store.reading import folder_names
-from harness.store.redaction import redacted
+from harness.store.redaction import redactor
 from harness.store.rundir import checkpoint_folder
 from harness.store.screen import counted
 
@@ -169,10 +169,13 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
 
 @rule()
 def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
+    redact = redactor()
     for path, setting in settings().items():
-        value = request.value(path)
-        if setting.type in (str, list[str], dict[str, str]) and value and redacted(str(value)) != str(value):
-            subject = f"{path}={redacted(str(value))}"
+        if setting.type not in (str, list[str], dict[str, str]):
+            continue
+        text = str(request.value(path) or "")
+        if text and (hidden := redact(text)) != text:
+            subject = f"{path}={hidden}"
             fix = "leave it in the environment, which ranks inherit, or in a file that cluster.setup sources"
             yield Violation(subject, "holds a secret, and would be written into the run's directory", fix=fix)
 

@@ -176,6 +176,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
         (taken, _factor(run)),
         (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
     ):
+        if not part.any():
+            continue
         note = f"in {run.name}, {said.wrong}"
         series = Series(
             said.check,

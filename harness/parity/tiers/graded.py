@@ -84,8 +84,8 @@ class Series:
         import numpy as np
 
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = np.nan_to_num(self.observed[places] / self.allowed[places], nan=0.0, posinf=np.inf)
-        return int(places[int(np.argmax(ratios))])
+            ratios = self.observed[places] / self.allowed[places]
+        return int(places[int(np.argmax(np.where(np.isnan(ratios), 0.0, ratios)))])
 
 
 def listed(findings: Sequence[Finding]) -> int:
