@@ -12,7 +12,6 @@ benchmarks/data/branches.json and docs/records/branches.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,9 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = ROOT / "benchmarks" / "data" / "branches.json"
-PAGE = ROOT / "docs" / "records" / "branches.md"
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT
+
+DATA = "branches.json"
+PAGE = tables.DOCS / "records" / "branches.md"
 TIMEOUT_S = 1200
 """Of one test, traced."""
 SETTINGS = """\
@@ -50,10 +51,7 @@ HEAD = """# Branches that the tests take
 `python benchmarks/checks/branches.py`; the data are in `benchmarks/data/branches.json`.*
 
 A *branch* is a way out of a line that has several. Forks, programs and ranks that the tests start are measured, but for
-processes that are killed. {tests}
-
-| package | statements | run | branches | taken |
-|---|---|---|---|---|
+processes that are killed. pytest said: {tests}.
 """
 
 
@@ -88,18 +86,19 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The page of the data."""
     rows = {**found["packages"], "all": {each: sum(row[each] for row in found["packages"].values()) for each in COUNTS}}
-    lines = []
-    for package, row in rows.items():
-        shares = [
+    cells = [
+        (
+            f"`{package}`",
+            f"{row['num_statements']:,}",
             _share(row["covered_lines"], row["num_statements"]),
+            f"{row['num_branches']:,}",
             _share(row["covered_branches"], row["num_branches"]),
-        ]
-        lines.append(
-            f"| `{package}` | {row['num_statements']:,} | {shares[0]} | {row['num_branches']:,} | {shares[1]} |"
         )
-    return HEAD.format(tests=f"pytest said: {found['tests']}.") + "\n".join([*lines, ""])
+        for package, row in rows.items()
+    ]
+    table = tables.markdown_table(["package", "statements", "run", "branches", "taken"], cells)
+    return HEAD.format(tests=found["tests"]) + f"\n{table}\n"
 
 
 def _share(part: int, whole: int) -> str:
@@ -107,17 +106,16 @@ def _share(part: int, whole: int) -> str:
 
 
 def main() -> None:
-    """Measure, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--page", action="store_true", help="run nothing")
     arguments, asked = parser.parse_known_args()
     if arguments.page:
-        PAGE.write_text(render(json.loads(OUTPUT.read_text(encoding="utf-8"))), encoding="utf-8")
+        PAGE.write_text(render(tables.read(DATA)), encoding="utf-8")
         return
     found = {"command": "python benchmarks/checks/branches.py"} | measure(asked or ["-n", str(os.cpu_count())])
     print(render(found))
     if not asked:
-        OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        tables.write(DATA, found)
         PAGE.write_text(render(found), encoding="utf-8")
 
 

@@ -9,21 +9,17 @@ are a dotted path, by which tests patch. Writes benchmarks/data/doors.json and d
 
 from __future__ import annotations
 
-import argparse
 import ast
-import io
-import json
 import re
-import subprocess
-import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "doors.json"
-PAGE = ROOT / "docs" / "records" / "doors.md"
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT, markdown_table
+
+DATA = "doors.json"
+PAGE = tables.DOCS / "records" / "doors.md"
 BEFORE = "5135ba6"
 ENGINE = "harness.fsdp"
 DECLARATIONS = (f"{ENGINE}.vocabulary", f"{ENGINE}.options")
@@ -40,6 +36,14 @@ OWN = (
 MOST_NAMES = 12
 """Of the door, for everybody else."""
 SOURCES = ("harness", "hydra_plugins", "run.py", "analysis", "benchmarks", "tests")
+COLUMNS = (
+    "package",
+    "files that import it",
+    "that import its inside",
+    "imports",
+    "of its inside",
+    "names of its inside",
+)
 PATCHED = re.compile(rf"{re.escape(ENGINE)}(\.\w+)+")
 HEAD = """# Who imports the engine
 
@@ -61,7 +65,6 @@ class Use(NamedTuple):
 
 
 def uses(source: str) -> Iterator[Use]:
-    """What a file takes from the engine, an entry an import."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -129,7 +132,6 @@ def names(found: dict[str, dict[str, Any]], kind: str, *, own: bool = False) -> 
 
 
 def faults(found: dict[str, dict[str, Any]]) -> list[str]:
-    """What is wrong with what others than the engine's own import."""
     told = [
         f"{package} imports {', '.join(row['inside'])} of {ENGINE}: take it through {ENGINE}"
         for package, row in found.items()
@@ -141,50 +143,37 @@ def faults(found: dict[str, dict[str, Any]]) -> list[str]:
     return told
 
 
-def at(revision: str) -> dict[str, dict[str, Any]]:
-    """The same of a revision, exported into a temporary folder."""
-    command = ["git", "archive", revision, *SOURCES]
-    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
-        return look(Path(folder))
-
-
 def render(found: dict[str, Any]) -> str:
-    """The page of the data."""
     before, now = found["before"], found["now"]
-    lines = [HEAD, f"Cells are `{BEFORE}`, then this checkout.", ""]
-    lines += [
-        "| package | files that import it | that import its inside | imports | of its inside | names of its inside |"
-    ]
-    lines.append("|---" * 6 + "|")
+    rows = []
     for package in sorted(before.keys() | now.keys(), key=lambda each: (each in OWN, each)):
         pair = [side.get(package, {}) for side in (before, now)]
-        cells = [
-            " / ".join(f"{each.get(key, 0):,}" for each in pair)
+        counts = [
+            [f"{each.get(key, 0):,}" for each in pair]
             for key in ("importing", "reaching_inside", "imports", "imports_of_inside")
         ]
-        cells.append(" / ".join(f"{len(each.get('inside', ())):,}" for each in pair))
-        lines.append(f"| `{package}`{', its own' if package in OWN else ''} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Distinct names that others than the engine's own import:",
-        "",
-        f"| | `{BEFORE}` | now |",
-        "|---|---|---|",
+        counts.append([f"{len(each.get('inside', ())):,}" for each in pair])
+        rows.append([f"`{package}`{', its own' if package in OWN else ''}", *map(" / ".join, counts)])
+    kinds = ("door", "declarations", "inside")
+    parts = [
+        HEAD,
+        f"Cells are `{BEFORE}`, then this checkout.\n",
+        markdown_table(COLUMNS, rows),
+        "\nDistinct names that others than the engine's own import:\n",
+        markdown_table(
+            ["", f"`{BEFORE}`", "now"], [[kind, len(names(before, kind)), len(names(now, kind))] for kind in kinds]
+        ),
+        f"\nThe door's: {', '.join(f'`{name}`' for name in names(now, 'door'))}.\n",
     ]
-    for kind in ("door", "declarations", "inside"):
-        lines.append(f"| {kind} | {len(names(before, kind))} | {len(names(now, kind))} |")
-    lines += ["", f"The door's: {', '.join(f'`{name}`' for name in names(now, 'door'))}.", ""]
-    return "\n".join(lines)
+    return "\n".join(parts)
 
 
 def main() -> None:
-    """Count, write and print."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    found = {"command": "python benchmarks/checks/doors.py", "before": at(BEFORE), "now": look(ROOT)}
-    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    tables.parser(__doc__).parse_args()
+    with tables.exported(BEFORE, *SOURCES) as folder:
+        before = look(folder)
+    found = {"command": "python benchmarks/checks/doors.py", "before": before, "now": look(ROOT)}
+    tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))
 

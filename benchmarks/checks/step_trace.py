@@ -11,16 +11,12 @@ run from its tree. Writes benchmarks/data/step_trace.json and docs/records/step_
 
 from __future__ import annotations
 
-import argparse
-import io
 import itertools
 import json
 import platform
 import statistics
 import subprocess
 import sys
-import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 
+from benchmarks.pages import tables
 from tests.support.spawn import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = ROOT / "benchmarks" / "data" / "step_trace.json"
-PAGE = ROOT / "docs" / "records" / "step_trace.md"
+DATA = "step_trace.json"
+PAGE = tables.DOCS / "records" / "step_trace.md"
 BEFORE = "5135ba6"
 RANKS, BLOCKS, WIDTH, TOKENS, WARM, STEPS = 2, 4, 32, 8, 3, 7
 SECOND = 1
@@ -79,14 +75,13 @@ class Walk:
         self.marks: dict[str, int] = {}
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """What `sys.setprofile` calls."""
+        """Called by `sys.setprofile`."""
         path = frame.f_code.co_filename
         if event == "call" and any(each in path for each in self.sources):
             self.calls.append((path, frame.f_code.co_qualname))
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Note calls of this thread."""
         sys.setprofile(self.note)
         try:
             yield
@@ -94,11 +89,9 @@ class Walk:
             sys.setprofile(None)
 
     def mark(self, name: str) -> None:
-        """Remember how many calls there were so far."""
         self.marks[name] = len(self.calls)
 
     def counts(self, begin: str, end: str) -> dict[str, int]:
-        """Of the calls between two marks."""
         calls = self.calls[self.marks[begin] : self.marks[end]]
         files = [path for path, _ in calls]
         changes = sum(one != other for one, other in itertools.pairwise(files))
@@ -141,7 +134,6 @@ def native(net: Net) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], obj
 
 
 def fsdp2(net: Net) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]:
-    """torch's engine."""
     for block in net.blocks:
         torch_fsdp.fully_shard(block)
     torch_fsdp.fully_shard(net)
@@ -181,20 +173,17 @@ def medians(rows: list[dict[str, int]]) -> dict[str, int]:
 
 
 def counts() -> dict[str, dict[str, dict[str, int]]]:
-    """By engine and part, of rank 0."""
     from benchmarks.checks import step_trace  # ranks import what they run by name
 
     return {engine: run_ranks(step_trace.trace, RANKS, engine)[0] for engine in ENGINES}
 
 
 def at(revision: str) -> dict[str, dict[str, dict[str, int]]]:
-    """The same of a revision, exported into a temporary folder."""
-    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
-        script = Path(folder, "benchmarks", "checks", "step_trace.py")
+    with tables.exported(revision) as folder:
+        script = folder / "benchmarks" / "checks" / "step_trace.py"
         script.write_bytes(Path(__file__).read_bytes())
+        helper = folder / "benchmarks" / "pages" / "tables.py"
+        helper.write_bytes(Path(tables.__file__).read_bytes())
         command = [sys.executable, str(script), "--counts"]
         told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     found: dict[str, dict[str, dict[str, int]]] = json.loads(told.stdout)
@@ -202,23 +191,21 @@ def at(revision: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """The page of the data."""
     columns = {
         f"ours, {BEFORE}": found["before"]["native"],
         "ours, this checkout": found["now"]["native"],
         "FSDP2": found["now"]["fsdp2"],
     }
-    lines = [HEAD.format(**found), f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for part in PARTS:
-        for count in COUNTS:
-            cells = " | ".join(f"{each[part][count]:,}" for each in columns.values())
-            lines.append(f"| {part}: {count} | {cells} |")
-    return "\n".join([*lines, ""])
+    rows = [
+        (f"{part}: {count}", *(f"{each[part][count]:,}" for each in columns.values()))
+        for part in PARTS
+        for count in COUNTS
+    ]
+    return HEAD.format(**found) + "\n" + tables.markdown_table(["", *columns], rows) + "\n"
 
 
 def main() -> None:
-    """Count, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--counts", action="store_true", help="write nothing")
     if parser.parse_args().counts:
         print(json.dumps(counts()))
@@ -231,7 +218,7 @@ def main() -> None:
         "before": at(BEFORE),
         "now": counts(),
     }
-    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))
 

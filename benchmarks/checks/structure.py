@@ -10,20 +10,16 @@ benchmarks/data/structure.json and docs/records/structure.md.
 
 from __future__ import annotations
 
-import argparse
 import ast
-import io
-import json
-import subprocess
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "structure.json"
-PAGE = ROOT / "docs" / "records" / "structure.md"
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT, markdown_table
+
+DATA = "structure.json"
+PAGE = tables.DOCS / "records" / "structure.md"
 REVISIONS = {
     "9fd760c": "before the files were moved into packages",
     "d2bca67": "with the packages, before tensor parallelism, FP8 and what ordinary programs need",
@@ -46,7 +42,6 @@ held by import-linter.
 
 
 def modules(root: Path, package: str) -> dict[str, Path]:
-    """Every module of a package, by dotted name."""
     folder = root.joinpath(*package.split("."))
     return {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
@@ -81,7 +76,6 @@ def arrows(found: dict[str, Path], package: str) -> set[tuple[str, str]]:
 
 
 def structure(root: Path, package: str) -> dict[str, Any]:
-    """Counts of one package."""
     found = modules(root, package)
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in found.items()}
     packages = {package_of(name, package) for name in found if name != package}
@@ -137,75 +131,62 @@ def _package(path: Path) -> str:
 
 
 def look(root: Path) -> dict[str, Any]:
-    """Everything that is counted of one tree."""
     found: dict[str, Any] = {package: structure(root, package) for package in PACKAGES}
     return found | {"lines_of_ShardedModel_init": lines_of_init(root)}
 
 
-def at(revision: str, count: Callable[[Path], dict[str, Any]] = look) -> dict[str, Any]:
-    """The same of a revision, exported into a temporary folder."""
-    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=True).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
-        return count(Path(folder))
-
-
 def render(found: dict[str, Any]) -> str:
-    """The page of the data."""
     columns = {f"{revision}, {what}": found["revisions"][revision] for revision, what in REVISIONS.items()}
     columns["as it is"] = found["now"]
     counts = ("files", "lines", "packages", "arrows", "circles", "longest_file")
-    rows = [("", *columns), ("---",) * (len(columns) + 1)]
-    for package in PACKAGES:
-        rows += [(f"{package}: {each.replace('_', ' ')}", *_cells(columns, package, each)) for each in counts]
+    rows = [
+        (f"{package}: {each.replace('_', ' ')}", *(_cell(column[package][each], each) for column in columns.values()))
+        for package in PACKAGES
+        for each in counts
+    ]
     init = "lines_of_ShardedModel_init"
     rows.append(("`ShardedModel.__init__`: lines", *(str(each[init]) for each in columns.values())))
-    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), "", *_size_table(found["sizes"]), ""])
+    told = f"\nSizes of Python sources, at `{SIZED}` / in this checkout; a statement is an `ast.stmt`.\n"
+    return "\n".join([HEAD, markdown_table(["", *columns], rows), told, _size_table(found["sizes"]), ""])
 
 
-def _size_table(found: dict[str, Any]) -> Iterator[str]:
+def _cell(value: Any, count: str) -> str:
+    if count == "circles":
+        return ", ".join(f"{one} and {other}" for one, other in value) or "none"
+    return f"{value[1]:,}: `{value[0]}`" if count == "longest_file" else f"{value:,}"
+
+
+def _size_table(found: dict[str, Any]) -> str:
     """A row a package and one a whole, each cell the revision's count and this checkout's."""
-    yield from (f"Sizes of Python sources, at `{SIZED}` / in this checkout; a statement is an `ast.stmt`.", "")
-    yield f"| | {' | '.join(SIZES)} |"
-    yield "|---" * (len(SIZES) + 1) + "|"
+    rows = []
     for whole in WHOLES:
-        before, now = found[SIZED][whole], found["now"][whole]
-        for package in sorted(before.keys() | now.keys()):
-            yield _size_row(f"`{package}`", [before.get(package), now.get(package)])
-        yield _size_row(f"**{whole}**", [_total(before), _total(now)])
+        sides = [found[SIZED][whole], found["now"][whole]]
+        packages = sorted(sides[0].keys() | sides[1].keys())
+        rows += [[f"`{each}`", *_size_cells([side.get(each) for side in sides])] for each in packages]
+        totals = [{size: sum(row[size] for row in side.values()) for size in SIZES} for side in sides]
+        rows.append([f"**{whole}**", *_size_cells(totals)])
+    return markdown_table(["", *SIZES], rows)
 
 
-def _size_row(name: str, pair: list[dict[str, int] | None]) -> str:
-    cells = (" / ".join("-" if each is None else f"{each[size]:,}" for each in pair) for size in SIZES)
-    return f"| {name} | {' | '.join(cells)} |"
-
-
-def _total(rows: dict[str, dict[str, int]]) -> dict[str, int]:
-    return {size: sum(row[size] for row in rows.values()) for size in SIZES}
-
-
-def _cells(columns: dict[str, dict[str, Any]], package: str, count: str) -> Iterator[str]:
-    for each in columns.values():
-        value = each[package][count]
-        if count == "circles":
-            yield ", ".join(f"{one} and {other}" for one, other in value) or "none"
-        elif count == "longest_file":
-            yield f"{value[1]:,}: `{value[0]}`"
-        else:
-            yield f"{value:,}"
+def _size_cells(pair: Sequence[dict[str, int] | None]) -> list[str]:
+    return [" / ".join("-" if each is None else f"{each[size]:,}" for each in pair) for size in SIZES]
 
 
 def main() -> None:
-    """Count, write and print."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    tables.parser(__doc__).parse_args()
+    revisions = {}
+    for revision in REVISIONS:
+        with tables.exported(revision) as folder:
+            revisions[revision] = look(folder)
+    with tables.exported(SIZED) as folder:
+        sized = sizes(folder)
     found = {
         "command": "python benchmarks/checks/structure.py",
-        "revisions": {revision: at(revision) for revision in REVISIONS},
+        "revisions": revisions,
         "now": look(ROOT),
-        "sizes": {SIZED: at(SIZED, sizes), "now": sizes(ROOT)},
+        "sizes": {SIZED: sized, "now": sizes(ROOT)},
     }
-    OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))
 

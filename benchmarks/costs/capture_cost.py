@@ -68,7 +68,6 @@ class Parts:
         setattr(owner, name, timed)
 
     def engine(self, engine: Any) -> Any:
-        """The engine, with a clock around the gathering of its gradients."""
         gather = engine.named_gradients
         engine.named_gradients = lambda: self._each(gather())
         return engine

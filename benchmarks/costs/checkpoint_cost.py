@@ -55,7 +55,6 @@ class Cost:
 
 
 def config_of(engine: str, layers: int) -> Config:
-    """The cell of an engine."""
     words = ["model=llama_1b", f"model.num_layers={layers}", f"engine={engine}", "sharding=optim_grads_params"]
     return compose([*words, "dtype=fp32", "mesh.world_size=2", "launch.dry_run=true"]).typed
 
@@ -74,7 +73,6 @@ def built(engine: str, layers: int, rank: int) -> tuple[Engine, Config]:
 
 @contextlib.contextmanager
 def measured(found: list[Cost], who: str, what: str) -> Iterator[None]:
-    """Time and memory of the body."""
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before, resident = _status("RssAnon"), _status("VmRSS")

@@ -10,11 +10,8 @@ the commands printed.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -24,16 +21,18 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "benchmarks" / "data" / "fresh_clone.json"
-PAGE = ROOT / "docs" / "suite.md"
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT
+
+DATA = "fresh_clone.json"
+PAGE = tables.DOCS / "suite.md"
 SLOWEST = 10
 TARGETS = ("run", "test", "test-all")
 
 
 def main() -> int:
     """Clone, run the commands, write the figures; the exit code is the worst of the commands'."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of the Makefile: {', '.join(TARGETS)}")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where what the commands print is kept")
     asked = parser.parse_args()
@@ -54,12 +53,11 @@ def main() -> int:
 
 
 def write(row: dict[str, Any], clone: Path) -> None:
-    """Write the figures of one command beside those of the others."""
     commit = {
         "commit": output(["git", "rev-parse", "HEAD"], clone),
         "date": output(["git", "show", "-s", "--format=%cs", "HEAD"], clone),
     }
-    rows = {each["command"]: each for each in json.loads(OUT.read_text(encoding="utf-8"))["rows"]}
+    rows = {each["command"]: each for each in tables.read(DATA)["rows"]}
     rows[row["command"]] = row | commit
     facts = {
         "command": "python benchmarks/costs/fresh_clone.py",
@@ -69,45 +67,36 @@ def write(row: dict[str, Any], clone: Path) -> None:
         ).splitlines(),
         "rows": [rows[f"make {target}"] for target in TARGETS if f"make {target}" in rows],
     }
-    OUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    tables.write(DATA, facts)
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), facts), encoding="utf-8")
 
 
 def render(page: str, facts: dict[str, Any]) -> str:
-    """The page with its record made from the data."""
-    lines = [
-        f"{facts['machine']['cpus']} cores; made by `{facts['command']}`, data in"
-        " [fresh_clone.json](../benchmarks/data/fresh_clone.json).",
-        "",
-        "| command | commit | wall | tests | failed | load before |",
-        "|---|---|---|---|---|---|",
+    rows = [
+        (
+            f"`{row['command']}`",
+            f"{row['commit'][:7]} of {row['date']}",
+            f"{row['wall_s'] / 60:.1f} min",
+            row["tests"] or "-",
+            len(row["failed"]) or "none",
+            f"{row['load_before']:.1f}",
+        )
+        for row in facts["rows"]
+    ]
+    made = f"{facts['machine']['cpus']} cores; made by `{facts['command']}`, data in"
+    parts = [
+        f"{made} [fresh_clone.json](../benchmarks/data/fresh_clone.json).\n",
+        tables.markdown_table(["command", "commit", "wall", "tests", "failed", "load before"], rows),
     ]
     for row in facts["rows"]:
-        minutes = f"{row['wall_s'] / 60:.1f} min"
-        lines.append(
-            f"| `{row['command']}` | {row['commit'][:7]} of {row['date']} | {minutes} | {row['tests'] or '-'}"
-            f" | {len(row['failed']) or 'none'} | {row['load_before']:.1f} |"
-        )
-    for row in facts["rows"]:
         if row["failed"]:
-            lines += ["", f"What failed in `{row['command']}`:", "", *(f"- `{name}`" for name in row["failed"])]
+            parts += [f"\nWhat failed in `{row['command']}`:\n", *(f"- `{name}`" for name in row["failed"])]
     for row in facts["rows"]:
         if row["slowest"]:
-            lines += [
-                "",
-                f"The slowest tests of `{row['command']}`, their setup included:",
-                "",
-                "| test | s |",
-                "|---|---|",
-            ]
-            lines += [f"| `{name}` | {seconds:.0f} |" for name, seconds in row["slowest"]]
-    text = "\n".join(lines)
-    made, count = re.subn(
-        r"(<!-- made: record -->\n).*?(<!-- end -->)", lambda match: f"{match[1]}{text}\n{match[2]}", page, flags=re.S
-    )
-    if count != 1:
-        raise ValueError(f"{PAGE.name} has {count} places for the record")
-    return made
+            slowest = [(f"`{name}`", f"{seconds:.0f}") for name, seconds in row["slowest"]]
+            parts += [f"\nThe slowest tests of `{row['command']}`, their setup included:\n"]
+            parts += [tables.markdown_table(["test", "s"], slowest)]
+    return tables.put(page, "record", "\n".join(parts))
 
 
 def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | None) -> dict[str, Any]:
@@ -155,7 +144,6 @@ def seconds_of_tests(report: Path) -> tuple[list[tuple[str, float]], list[str]]:
 
 
 def output(command: list[str], folder: Path) -> str:
-    """What a command prints."""
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 

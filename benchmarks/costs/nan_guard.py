@@ -9,16 +9,15 @@ a difference of two steps is too small to resolve.
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.pages import tables
 from harness.config.schema import Config, EngineName, Strategy
 from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Microbatch, Ranks
@@ -29,7 +28,6 @@ RANKS = 2
 STEPS = 12
 TOKENS = 256
 """Of one microbatch. The guard's work does not grow with it, the step's does: real runs have far more."""
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "nan_guard.json"
 
 
 def config_of(strategy: str, guarded: bool) -> Config:
@@ -47,7 +45,6 @@ def config_of(strategy: str, guarded: bool) -> Config:
 
 
 def batch_of(rank: int) -> Microbatch:
-    """One microbatch."""
     tokens = torch.randint(0, 1024, (1, TOKENS + 1), generator=torch.Generator().manual_seed(rank))
     return Microbatch(tokens[:, :-1], tokens[:, 1:])
 
@@ -98,12 +95,10 @@ def _alone(engine: Any) -> float:
 
 
 def measure_all(rank: int) -> dict[str, dict[str, float]]:
-    """Every strategy in one process group."""
     return {strategy.name: measure(rank, strategy.name) for strategy in Strategy}
 
 
 def main() -> None:
-    """Measure every strategy, print a table, keep the figures."""
     rows = run_ranks(measure_all, RANKS)[0]
     print(f"{'strategy':20} {'off ms':>8} {'on ms':>8} {'alone ms':>9} {'alone / off':>12}")
     for strategy, row in rows.items():
@@ -111,7 +106,7 @@ def main() -> None:
         figures = f"{row['off_ms']:8.1f} {row['on_ms']:8.1f} {row['alone_ms']:9.2f} {row['alone_share']:12.2%}"
         print(f"{strategy:20} {figures}")
     facts = {"torch": torch.__version__, "machine": platform.machine(), "tokens": TOKENS, "rows": rows}
-    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n")
+    tables.write("nan_guard.json", facts)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ another still reads, so peaks differ a little from time to time: the median stan
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.pages import tables
 from harness.config.compose import compose
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
@@ -28,7 +27,6 @@ from tests.support.spawn import run_ranks
 RANKS, STEPS, TIMES = 2, 4, 5
 ENGINES = ("native", "fsdp2")
 DTYPES = ("fp32", "bf16", "bf16_comm")
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "peak_bytes.json"
 MIB = 2.0**20
 
 
@@ -55,7 +53,6 @@ def measure(rank: int, engine_name: str, dtype: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Measure every engine and dtype, print a table, keep the figures."""
     found: dict[str, dict[str, list[tuple[int, int]]]] = {dtype: {name: [] for name in ENGINES} for dtype in DTYPES}
     for _ in range(TIMES):
         for dtype, engine in ((dtype, engine) for dtype in DTYPES for engine in ENGINES):
@@ -66,7 +63,7 @@ def main() -> None:
         for name, figures in each.items():
             print(f"{dtype:10} {name:8}", *(f"{key} {figures[key] / MIB:.1f}" for key in ("kept", *PEAKS)), sep="  ")
     facts = {"torch": torch.__version__, "machine": platform.machine(), "times": TIMES, "rows": rows}
-    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    tables.write("peak_bytes.json", facts)
 
 
 PEAKS = ("peak", "least", "most")

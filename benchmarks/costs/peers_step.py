@@ -80,7 +80,6 @@ def decoder(dim: int, ffn_dim: int, tokens: int) -> nn.Module:
 def prepare(
     arm: str, module: nn.Module, over: str = CHOSEN
 ) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]:
-    """What an arm calls for logits, and its optimizer."""
     group = dist.new_group(backend="shm") if over == "shm" else None
     kernel: dict[str, Any] = {} if arm.endswith(DEFAULTS) else {"fused": True}
     name = arm.removesuffix(DEFAULTS)
@@ -141,7 +140,6 @@ def medians(turns: list[list[Took]], part: str) -> list[float]:
 
 
 def told(ratio: Interval | None) -> dict[str, float]:
-    """A ratio with its interval."""
     assert ratio is not None
     return {key: round(getattr(ratio, key), 3) for key in ("value", "low", "high")}
 
@@ -159,7 +157,6 @@ def taken(shape: str, turns: int, over: str, *, apart: bool) -> dict[str, list[l
 
 
 def measure(shape: str, turns: int, over: str = CHOSEN, *, apart: bool = False) -> dict[str, dict[str, Any]]:
-    """Figures of every arm at one shape."""
     first = taken(shape, turns, over, apart=apart)
     wall = {arm: medians(first[arm], "wall") for arm in first}
     return {
@@ -174,7 +171,6 @@ def measure(shape: str, turns: int, over: str = CHOSEN, *, apart: bool = False) 
 
 
 def main() -> None:
-    """Measure the shapes named, or all, print a table and write."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"{', '.join(SHAPES)} (default: all)")

@@ -54,13 +54,11 @@ def measured(command: list[str], folder: Path, environment: dict[str, str]) -> d
 
 
 def disk_mib(folder: Path) -> float:
-    """What a folder takes on disk, in blocks as the file system counts them."""
     paths = [folder, *folder.rglob("*")]
     return round(sum(path.lstat().st_blocks for path in paths) * 512 / 2**20, 1)
 
 
 def scale(cells: int, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Every command over a study of so many cells."""
     study = {"sharding": list(STRATEGIES), "train.seed": list(range(cells // len(STRATEGIES)))}
     (folder / "scale.yaml").write_text(json.dumps({"question": "does it scale?", "grid": study}))
     python, verb = sys.executable, [sys.executable, "-m", "harness"]

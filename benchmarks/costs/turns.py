@@ -88,13 +88,11 @@ def figures(first: Sequence[Step], second: Sequence[Step], whole: str) -> dict[s
 
 
 def share(ratio: Interval | None) -> dict[str, float]:
-    """A ratio as a share beyond one."""
     assert ratio is not None
     return {key: round(getattr(ratio, key) - 1.0, 4) for key in ("value", "low", "high")}
 
 
 def main(name: str, cells: Collection[str], summary: Callable[[str], dict[str, Any]], **facts: Any) -> None:
-    """Measure the cells named, or all and write `benchmarks/data/NAME`."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     names = sys.argv[1:] or list(cells)
     if unknown := set(names) - set(cells):

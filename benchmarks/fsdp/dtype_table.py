@@ -90,7 +90,6 @@ class Additions(TorchDispatchMode):
 
 @contextmanager
 def watching(trace: Trace) -> Iterator[None]:
-    """Note what passes through the engine's stations while the body runs."""
     encode, sum_in_order = reduction.Reduction.encode, reduction._sum_in_order
     exchange, second_leg = reduction.Reduction.exchange, reduction.Communicator.second_leg
 
@@ -132,7 +131,6 @@ def watching(trace: Trace) -> Iterator[None]:
 def trace_of(
     rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, strategy: str, recipe: Fp8 | None = None
 ) -> Trace:
-    """Train one update of two microbatches and say what was seen."""
     trace: Trace = {station: set() for station in STATIONS}
     torch.manual_seed(0)
     width = 8 if recipe is None else recipe.multiple
@@ -162,7 +160,6 @@ def trace_of(
 
 
 def policies() -> dict[str, DtypeConfig]:
-    """Every option of the group `dtype`, and some more."""
     from harness.config.compose import compose
 
     folder = Path(__file__).resolve().parents[2] / "conf" / "dtype"
@@ -177,7 +174,6 @@ def policies() -> dict[str, DtypeConfig]:
 
 
 def traces(rank: int) -> dict[str, dict[str, Trace]]:
-    """Policy -> strategy -> what this rank saw."""
 
     def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
         return None if dtype is None else TORCH_DTYPES[dtype]
@@ -196,14 +192,12 @@ def traces(rank: int) -> dict[str, dict[str, Trace]]:
 
 
 def asked(d: DtypeConfig) -> str:
-    """A policy as it is typed."""
     roles = ("compute", "main_params", "main_grads", "grad_comm", "grad_accum")
     said = " ".join(f"{role}={'null' if getattr(d, role) is None else getattr(d, role).name}" for role in roles)
     return said if d.fp8 is None else f"{said} fp8={d.fp8.name}"
 
 
 def page(found: dict[str, dict[str, Trace]]) -> str:
-    """The Markdown of docs/dtypes.md."""
     lines = [INTRODUCTION]
     head = f"| strategy | {' | '.join(HEADINGS)} |"
     for name, d in policies().items():

@@ -35,7 +35,6 @@ class Setup:
 
     @property
     def placements(self) -> Placements:
-        """How the buffers of a trained bucket lie."""
         return Placements.of(Strategy[self.inner], OuterStrategy[self.outer] if self.O > 1 else None)
 
 

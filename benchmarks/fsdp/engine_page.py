@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.fsdp.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
 from benchmarks.fsdp.gradient_life import PAIRS, STAGES, Event, Life, lives
+from benchmarks.pages import tables
+from benchmarks.pages.tables import DOCS, ROOT, markdown_table
 from harness.config.schema import Config
 from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
 from harness.fsdp.megatron import UNBUILT
@@ -35,8 +35,7 @@ from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE, PICTURE = ROOT / "docs" / "engine.md", ROOT / "docs" / "gradient_life.svg"
+PAGE, PICTURE = DOCS / "engine.md", DOCS / "gradient_life.svg"
 GIB = 2.0**30
 INNER, OUTER, MICROBATCHES = 8, 8, 4
 
@@ -86,14 +85,20 @@ def picture(found: dict[tuple[str, str], Life]) -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def life_table(found: dict[tuple[str, str], Life]) -> list[str]:
-    """A row a pair, a column a question."""
-    heads = "inner | outer | born | each microbatch | last microbatch, then | scaled | after the update | freed"
-    lines = [f"| {heads} |", "|---" * 8 + "|"]
-    for (inner, outer), life in found.items():
-        cells = [_born(life), _each(life), _last(life), _scaled(life), _after(life), _freed(life)]
-        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(cells)} |")
-    return lines
+def life_table(found: dict[tuple[str, str], Life]) -> str:
+    heads = [
+        "inner",
+        "outer",
+        "born",
+        "each microbatch",
+        "last microbatch, then",
+        "scaled",
+        "after the update",
+        "freed",
+    ]
+    questions = (_born, _each, _last, _scaled, _after, _freed)
+    rows = [(f"`{inner}`", f"`{outer}`", *(ask(life) for ask in questions)) for (inner, outer), life in found.items()]
+    return markdown_table(heads, rows)
 
 
 def _of(life: Life, stage: str, *kinds: str) -> list[Event]:
@@ -110,7 +115,6 @@ def _sum(event: Event) -> str:
 
 
 def _each(life: Life) -> str:
-    """What both microbatches do, and how the second differs from the first."""
     folds = [_of(life, stage, "fold") for stage in STAGES[:2]]
     if not folds[0]:
         return f"autograd {_of(life, STAGES[1], 'write')[0].how}s the next one in place"
@@ -162,57 +166,55 @@ def _freed(life: Life) -> str:
 # -- placements --------------------------------------------------------------------------------------------------------
 
 
-def placements() -> list[str]:
-    """The table of placements, a row a strategy."""
+def placements() -> str:
     buffers = [each.name.replace("grads", "gradients").replace("_", " ") for each in fields(Placements)]
-    lines = [f"| axis | strategy | {' | '.join(buffers)} |", "|---" * (len(buffers) + 2) + "|"]
+    rows = []
     for axis, table in ((Axis.inner, ON_INNER), (Axis.outer, ON_OUTER)):
         for strategy, row in table.items():
             name = "none, or one rank" if strategy is None else f"`{strategy.name}`"
-            lines.append(f"| {axis.name} | {name} | {' | '.join(each.value for each in row)} |")
-    return lines
+            rows.append((axis.name, name, *(each.value for each in row)))
+    return markdown_table(["axis", "strategy", *buffers], rows)
 
 
-def operations() -> list[str]:
-    """The table of operations."""
-    lines = ["| from | to | operation |", "|---|---|---|"]
-    return lines + [f"| {a.value} | {b.value} | {each.value} |" for (a, b), each in OPERATIONS.items()]
+def operations() -> str:
+    rows = [(one.value, other.value, each.value) for (one, other), each in OPERATIONS.items()]
+    return markdown_table(["from", "to", "operation"], rows)
 
 
-def routes() -> list[str]:
-    """What each pair does, when: the routes through the tables."""
-    lines = ["| inner | outer | each microbatch | each step's end | each use of a unit | after the update |"]
-    lines.append("|---" * 6 + "|")
+def routes() -> str:
+    """The routes of each pair through the tables, by when they are taken."""
+    rows = []
     for inner, outer in PAIRS:
         placed = Placements.of(Strategy[inner], OuterStrategy[outer])
         each = placed.reductions[False]
         found = (each, placed.reductions[True][len(each) :], placed.unshard, placed.install)
-        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(map(_route, found))} |")
-    return lines
+        rows.append((f"`{inner}`", f"`{outer}`", *map(_route, found)))
+    heads = ["inner", "outer", "each microbatch", "each step's end", "each use of a unit", "after the update"]
+    return markdown_table(heads, rows)
 
 
 def _route(steps: tuple[Step, ...]) -> str:
     return "; ".join(f"{step.operation.value} {step.axis.name}" for step in steps) or "-"
 
 
-def sent_table() -> list[str]:
+def sent_table() -> str:
     """Bytes sent, in letters."""
-    lines = ["| inner | outer | inside | outside |", "|---|---|---|---|"]
+    rows = []
     for inner in Strategy:
         for outer in (None, *OuterStrategy):
             placed = Placements.of(inner, outer)
             name = "none" if outer is None else f"`{outer.name}`"
-            lines.append(f"| `{inner.name}` | {name} | {formula(placed, Axis.inner)} | {formula(placed, Axis.outer)} |")
-    return lines
+            rows.append((f"`{inner.name}`", name, formula(placed, Axis.inner), formula(placed, Axis.outer)))
+    return markdown_table(["inner", "outer", "inside", "outside"], rows)
 
 
-def kept_table() -> list[str]:
+def kept_table() -> str:
     """Bytes kept, in letters."""
-    lines = ["| inner | outer `no_shard` | outer `optim` |", "|---|---|---|"]
-    for inner in Strategy:
-        cells = [kept_formula(Placements.of(inner, outer)) for outer in OuterStrategy]
-        lines.append(f"| `{inner.name}` | {' | '.join(cells)} |")
-    return lines
+    rows = [
+        (f"`{inner.name}`", *(kept_formula(Placements.of(inner, outer)) for outer in OuterStrategy))
+        for inner in Strategy
+    ]
+    return markdown_table(["inner", "outer `no_shard`", "outer `optim`"], rows)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -234,7 +236,6 @@ def llama_units() -> dict[str, list[ParamSpec]]:
 
 
 def layouts(num_ranks: int) -> list[BucketLayout]:
-    """Of every unit, in forward order, with a bf16 wire and bf16 weights."""
     align = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16).resolve(torch.bfloat16).align_elements
     return [plan_bucket(specs, num_ranks, align) for specs in llama_units().values()]
 
@@ -246,87 +247,75 @@ def lcm_padding(specs: list[ParamSpec], num_ranks: int) -> float:
     return -(-numel // grid) * grid / numel - 1
 
 
-def padding() -> list[str]:
+def padding() -> str:
     """Padding of one block, by ranks."""
     specs = next(each for name, each in llama_units().items() if name.endswith("0") and len(each) > 2)
-    lines = ["| ranks | padding of one block | with one grid of rows |", "|---|---|---|"]
+    rows = []
     for num_ranks in (8, 64, 256, 512, 1024):
         layout = plan_bucket(specs, num_ranks, 128)
         ours = layout.comm_numel / layout.param_numel - 1
-        lines.append(f"| {num_ranks} | {ours:.3%} | {lcm_padding(specs, num_ranks):.2%} |")
-    return lines
+        rows.append((num_ranks, f"{ours:.3%}", f"{lcm_padding(specs, num_ranks):.2%}"))
+    return markdown_table(["ranks", "padding of one block", "with one grid of rows"], rows)
 
 
-def example() -> list[str]:
+def example() -> str:
     """Bytes sent and kept by one rank, for all pairs."""
     units = layouts(INNER)
     moved, last = sum(each.comm_numel for each in units), units[-1].comm_numel
     largest = max(each.bucket_numel for each in units)
-    lines = [
+    told = (
         f"P = {moved:,} elements as they travel over {INNER} ranks ({moved / sum(u.param_numel for u in units) - 1:.4%}"
         f" padding), U = {largest:,} in the largest unit; I = {INNER}, O = {OUTER}, k = {MICROBATCHES}; w = 2, c = 2,"
-        " g = 4, m = 4, o = 8. GiB a rank:",
-        "",
-        "| inner | outer | sent inside | sent outside | weights | main weights | main gradients | optimizer |"
-        " transient |",
-        "|---" * 9 + "|",
-    ]
+        " g = 4, m = 4, o = 8. GiB a rank:"
+    )
+    rows = []
     for inner, outer in PAIRS:
         s = Setup(inner, outer, INNER, OUTER, MICROBATCHES, c=2)
         traffic = [sent(s, Axis.inner, moved, last), sent(s, Axis.outer, moved)]
         numbers = [*traffic, *kept(s, moved).values(), transient(s, largest)]
-        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(f'{number / GIB:.2f}' for number in numbers)} |")
-    return lines
+        rows.append((f"`{inner}`", f"`{outer}`", *(f"{number / GIB:.2f}" for number in numbers)))
+    roles = ["sent inside", "sent outside", "weights", "main weights", "main gradients", "optimizer", "transient"]
+    return f"{told}\n\n{markdown_table(['inner', 'outer', *roles], rows)}"
 
 
-def fixed_point() -> list[str]:
+def fixed_point() -> str:
     """Range and resolution of exact sums."""
-    lines = ["| exact_bits | resolution | an element of a microbatch stays below, with 64 terms | with 4096 terms |"]
-    lines.append("|---|---|---|---|")
-    for bits in (36, 40, 44, 48):
-        limits = [f"{FixedPoint(bits, terms).limit:g}" for terms in (64, 4096)]
-        lines.append(f"| {bits} | {2.0**-bits:.2g} | {' | '.join(limits)} |")
-    return lines
-
-
-def guards() -> list[str]:
-    """Costs that were measured, from the committed records."""
-
-    def rows(name: str) -> Any:
-        return json.loads((ROOT / "benchmarks" / "data" / f"{name}.json").read_text())["rows"]
-
-    nan, dog = rows("nan_guard"), rows("watchdog_cost")
-    lines = [
-        "| strategy | NaN check | watchdog | step with the collective check, times that without |",
-        "|---|---|---|---|",
+    heads = ["exact_bits", "resolution", "an element of a microbatch stays below, with 64 terms", "with 4096 terms"]
+    rows = [
+        (bits, f"{2.0**-bits:.2g}", *(f"{FixedPoint(bits, terms).limit:g}" for terms in (64, 4096)))
+        for bits in (36, 40, 44, 48)
     ]
+    return markdown_table(heads, rows)
+
+
+def guards() -> str:
+    nan, dog = (tables.read(f"{name}.json")["rows"] for name in ("nan_guard", "watchdog_cost"))
+    rows = []
     for strategy in nan:
         slower = dog[strategy]["checked"]["median_ms"] / dog[strategy]["off"]["median_ms"]
-        alone = dog[strategy]["alone_share"]
-        lines.append(f"| `{strategy}` | {nan[strategy]['alone_share']:.2%} | {alone:.3%} | {slower:.1f} |")
-    return lines
+        shares = f"{nan[strategy]['alone_share']:.2%}", f"{dog[strategy]['alone_share']:.3%}"
+        rows.append((f"`{strategy}`", *shares, f"{slower:.1f}"))
+    heads = ["strategy", "NaN check", "watchdog", "step with the collective check, times that without"]
+    return markdown_table(heads, rows)
 
 
-def peaks() -> list[str]:
-    """Measured peaks beside FSDP2's, from the committed record."""
-    rows = json.loads((ROOT / "benchmarks" / "data" / "peak_bytes.json").read_text())["rows"]
-    lines = [
-        "| dtype | between steps | at the peak | FSDP2 between steps | FSDP2 at the peak |",
-        "|---|---|---|---|---|",
-    ]
-    for dtype, engines in rows.items():
+def peaks() -> str:
+    """Measured peaks beside FSDP2's."""
+    rows = []
+    for dtype, engines in tables.read("peak_bytes.json")["rows"].items():
         cells = [f"`{dtype}`"]
         for name in ("native", "fsdp2"):
             kept, peak, least, most = (engines[name][key] / 2**20 for key in ("kept", "peak", "least", "most"))
             cells += [f"{kept:.1f}", f"{peak:.1f} ({least:.1f} to {most:.1f})"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    heads = ["dtype", "between steps", "at the peak", "FSDP2 between steps", "FSDP2 at the peak"]
+    return markdown_table(heads, rows)
 
 
-def unbuilt() -> list[str]:
+def unbuilt() -> str:
     """Arguments of megatron-fsdp that are refused."""
-    lines = ["| argument | accepted value, which asks for nothing |", "|---|---|"]
-    return lines + [f"| `{name}` | `{value}` |" for name, value in UNBUILT.items()]
+    rows = [(f"`{name}`", f"`{value}`") for name, value in UNBUILT.items()]
+    return markdown_table(["argument", "accepted value, which asks for nothing"], rows)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -347,7 +336,6 @@ def run_code(rank: int, blocks: list[str]) -> list[str]:
 
 
 def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, str]:
-    """The page with its made parts made again, and the picture."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     per_rank = run(lives, 4)
     found: dict[tuple[str, str], Life] = per_rank[0]
@@ -359,13 +347,8 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, s
         "operations": operations(),
         "routes": routes(), "sent": sent_table(), "kept": kept_table(),
     }  # fmt: skip
-    for name, lines in made.items():
-        text = "\n".join(lines)
-        page, count = re.subn(
-            rf"(<!-- made: {name} -->\n).*?(<!-- end -->)", lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.S
-        )
-        if count != 1:
-            raise RuntimeError(f"docs/engine.md has {count} places for {name}")
+    for name, text in made.items():
+        page = tables.put(page, name, text)
     printed = iter(run(run_code, 2, [match[1] for match in CODE.finditer(page)])[0])
 
     def with_output(match: re.Match[str]) -> str:

@@ -55,7 +55,6 @@ def _axis(bucket: str) -> str:
 
 
 def _around(owner: Any, name: str, before: Callable[..., None]) -> Any:
-    """A patch that calls `before` with the arguments of a method, then the method."""
     original = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +71,6 @@ class Witness:
         self.note = note
 
     def fold(self, _: Any, exchange: Any, into: Any, *, add: bool) -> None:
-        """What was sent is summed."""
         axis, kind = _axis(exchange.label.bucket), exchange.label.kind
         self.note(kind, axis, "", NAMES[exchange.parts[0].tensor.dtype])
         self.note("fold", axis, "add" if add else "copy", NAMES[into[0].dtype])
@@ -80,7 +78,6 @@ class Witness:
             self.note("scale", axis, "", NAMES[into[0].dtype], "as it is summed")
 
     def copy_in(self, gradients: Any, index: int) -> None:
-        """Autograd brought a gradient."""
         where = "the sums" if gradients.is_in_place else "a temporary bucket"
         how = "copy" if index in gradients._unwritten else "add"
         self.note("write", "", how, NAMES[gradients.arriving], where)
@@ -90,16 +87,13 @@ class Witness:
         self.note("share", _axis(exchange.label.bucket), "", NAMES[whole[0].tensor.dtype])
 
     def finish(self, _: Any, sums: Any, main: Any, factor: float) -> None:
-        """The step's gradients are finished."""
         if factor != 1.0:
             self.note("scale", "", "", NAMES[sums[0].dtype], "as it is finished")
 
     def all_gather(self, _: Any, parts: Any, label: Any, **__: Any) -> None:
-        """Weights are gathered."""
         self.note("all_gather", _axis(label.bucket), "", NAMES[parts[0].tensor.dtype])
 
     def forget(self, gradients: Any) -> None:
-        """Gradients are forgotten."""
         if not gradients.placements.accumulates_locally and gradients.has_sums:
             self.note("free", "", "", NAMES[gradients.sums.dtype], "the sums")
 
@@ -114,7 +108,6 @@ WATCHED = (Reduction, "fold"), (Gradients, "copy_in"), (Reduction, "spread"), (F
 
 @contextmanager
 def watching(note: Callable[..., None]) -> Iterator[None]:
-    """Note what the engine does to gradients and weights while the body runs."""
     witness = Witness(note)
     with ExitStack() as stack:
         for owner, name in WATCHED:
@@ -163,6 +156,5 @@ def life_of(inner: str, outer: str, mesh: Any) -> Life:
 
 
 def lives(rank: int) -> dict[tuple[str, str], Life]:
-    """Pair -> life, on this rank of four."""
     mesh = init_device_mesh("cpu", (OUTSIDE, INNER), mesh_dim_names=("outer", "shard"))
     return {pair: life_of(*pair, mesh) for pair in PAIRS}

@@ -10,16 +10,15 @@ steps is too small to resolve. `checked`: wall time of a step whose collectives 
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.costs.nan_guard import RANKS, TOKENS, batch_of, config_of
+from benchmarks.pages import tables
 from harness.config.schema import Strategy
 from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
@@ -34,7 +33,6 @@ from tests.support.spawn import run_ranks
 STEPS = 16
 REPEATS = 200
 LIMIT_S = 60.0
-OUTPUT = Path(__file__).resolve().parents[1] / "data" / "watchdog_cost.json"
 MODES = ("off", "on", "checked")
 
 
@@ -46,16 +44,13 @@ class Counter(Observer):
         self.waits = 0
 
     def collective(self, kind: str, bucket: str) -> None:
-        """Note its label."""
         self.begun.append(Label(kind, bucket))
 
     def waited(self, seconds: float) -> None:
-        """Count it."""
         self.waits += 1
 
 
 def engine_of(rank: int, strategy: str, mode: str) -> NativeEngine:
-    """The guard benchmark's model under one mode."""
     config = config_of(strategy, guarded=False)
     config.engine.watchdog_timeout_s = LIMIT_S
     config.engine.check_collectives = mode == "checked"
@@ -124,12 +119,10 @@ def _alone(counter: Counter) -> dict[str, float]:
 
 
 def measure_all(rank: int) -> dict[str, dict[str, Any]]:
-    """Every strategy in one process group."""
     return {strategy.name: measure(rank, strategy.name) for strategy in Strategy}
 
 
 def main() -> None:
-    """Measure every strategy, print a table, keep the figures."""
     rows = run_ranks(measure_all, RANKS)[0]
     titles = f"{'off ms':>22} {'on ms':>22} {'alone ms':>9} {'looks ms/s':>11} {'share':>8} {'checked ms':>11}"
     print(f"{'strategy':20} {titles}")
@@ -142,7 +135,7 @@ def main() -> None:
             f" {row['alone_share']:8.3%} {row['checked']['median_ms']:11.1f}"
         )
     facts = {"torch": torch.__version__, "machine": platform.machine(), "tokens": TOKENS, "rows": rows}
-    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n")
+    tables.write("watchdog_cost.json", facts)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """`symmetric-ctas4`."""
         limit = "" if self.max_ctas is None else f"-ctas{self.max_ctas}"
         return self.buffers + limit + ("" if self.policy == "default" else f"-{self.policy}")
 
@@ -78,7 +77,6 @@ ARMS = (
 
 
 def environment(arm: Arm, *, one_device: bool) -> dict[str, str]:
-    """Variables of an arm's ranks."""
     variables = {
         "NCCL_COLLNET_ENABLE": "0",
         # ranks that share a device starve one another with NCCL's usual number of blocks, and have no multicast
@@ -185,7 +183,6 @@ def _time_us(collective: Collective) -> float:
 
 
 def _profiled(collective: Collective) -> dict[str, dict[str, int]]:
-    """NCCL's kernels in three collectives."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
@@ -244,7 +241,6 @@ def _products_us(matrices: Sequence[torch.Tensor]) -> float:
 
 
 def _check(bucket: torch.Tensor, own: torch.Tensor, rank: int, ranks: int) -> None:
-    """What was timed also moves the right numbers, in place and on registered memory."""
     bucket.fill_(-1)
     own.fill_(rank + 1)
     dist.all_gather_into_tensor(bucket, own)
@@ -319,7 +315,6 @@ def _medians(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line an arm, size and collective."""
     lines = [f"{'arm':<24} {'MiB':>4} {'collective':<15} {'us':>9} {'blocks':>6} {'matmul':>7}  kernels"]
     for arm, found in results.items():
         if "sizes" not in found:

@@ -58,7 +58,6 @@ class Block(nn.Module):
 
 
 def decoder(tiny: bool, device: str, dtype: torch.dtype) -> nn.Module:
-    """The same weights in every arm."""
     dim, layers, words, _, _ = SIZES[tiny]
     torch.manual_seed(0)
     parts = [nn.Embedding(words, dim), *(Block(dim) for _ in range(layers)), nn.LayerNorm(dim), nn.Linear(dim, words)]
@@ -66,7 +65,6 @@ def decoder(tiny: bool, device: str, dtype: torch.dtype) -> nn.Module:
 
 
 def prepare(arm: str, tiny: bool, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model to call, and its optimizer."""
     made = decoder(tiny, device, torch.bfloat16 if arm in OURS else torch.float32)
     if arm == "ddp":
         model: nn.Module = nn.parallel.DistributedDataParallel(made)
@@ -178,14 +176,12 @@ class Side:
         return json.loads(line)
 
     def close(self) -> None:
-        """Let the process end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)
 
 
 def main() -> None:
-    """Compare, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="folder of the other checkout")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

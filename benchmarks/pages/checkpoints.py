@@ -89,14 +89,12 @@ Ours over theirs: save {save:.2f}, load {load:.2f}.""",
 
 
 def run_matrix() -> dict[str, Any]:
-    """Every pair of layouts."""
     from tests.support.layouts import LAYOUTS
 
     return run_family(LAYOUTS)
 
 
 def run_tp_shards() -> dict[str, Any]:
-    """Every pair of each family of layouts under tensor parallelism."""
     from tests.support.layouts import TP_LAYOUTS
 
     return {"families": {name: run_family(layouts) for name, layouts in TP_LAYOUTS.items()}}
@@ -131,7 +129,6 @@ def run_kills() -> dict[str, Any]:
 
 
 def run_cost() -> dict[str, Any]:
-    """Against FSDP2 with DCP."""
     from benchmarks.costs import checkpoint_cost
 
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on the disk runs lie on, not in memory

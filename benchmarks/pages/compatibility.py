@@ -109,7 +109,6 @@ def _first_line(text: str) -> str:
 
 
 def page(facts: Facts) -> str:
-    """The page, from the data and the prose beside this file."""
     notes: dict[str, int] = {}
     head = ["", *PEERS, "ours", "lines from DDP, FSDP2, megatron-fsdp"]
     tables = [

@@ -44,7 +44,6 @@ def main(argv: list[str]) -> int:
 
 
 def write(found: Report, out: Path, root: str) -> None:
-    """Write the page and the data under `out`."""
     where = "" if root == "runs" else " launch.root=DIR"  # a machine's own folders are nobody else's
     command = f"python run.py -m study={STUDY}{where} && python benchmarks/pages/{STUDY}.py"
     command += "" if root == "runs" else " --root DIR"

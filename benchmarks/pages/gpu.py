@@ -67,7 +67,6 @@ def page(results: dict[str, Facts], rehearsal: Facts | None, compared: Facts | N
 
 
 def made() -> str:
-    """The page of the data that lie here."""
     others = [json.loads(path.read_text("utf-8")) if path.exists() else None for path in (REHEARSAL, VERSIONS)]
     return page(read(), *others)
 
@@ -83,7 +82,6 @@ def outcome(result: Facts | None) -> tuple[str, str, str]:
 
 
 def summary(result: Facts) -> str:
-    """What a piece found, in a few words."""
     found = result["found"]
     counts = Counter(row["outcome"] for key in ("verdicts", "again") for row in found.get(key, ()))
     words = [f"{count} {name}" for name, count in sorted(counts.items())]
@@ -102,12 +100,10 @@ def unregistered(buffers: Facts) -> str:
 
 
 def product(row: Facts) -> str:
-    """What a kind of FP8 products gives beside its emulation."""
     return f"{row['kind']} within {row['error']:.0e}" if row["right"] else f"{row['kind']} not used: {row['why'][0]}"
 
 
 def rows(result: Facts | None) -> str:
-    """The table of a timed piece."""
     head = ["engine", "strategy", "step, ms", "exposed comm., ms", "peak, MiB", "beside tensors, MiB", "blocks"]
     cells = [[NOT_MEASURED] * len(head)] if result is None else []
     for row in result["found"]["rows"] if result else ():
@@ -118,7 +114,6 @@ def rows(result: Facts | None) -> str:
 
 
 def versions(facts: Facts | None) -> str:
-    """The table of two checkouts."""
     command = "`python benchmarks/gpu/versions.py --base FOLDER`, FOLDER with the files of f5f18313"
     if facts is None:
         return f"{NOT_MEASURED}: {command}."
@@ -157,7 +152,6 @@ def rehearsed(facts: Facts | None) -> str:
 
 
 def rehearsal_of(folder: Path, command: str, processor: str) -> Facts:
-    """What is kept of a rehearsal whose results are in a folder."""
     told = {name: json.loads(path.read_text("utf-8")) for name, path in files(folder).items()}
     pieces = {
         name: {"wall_s": each["wall_s"], "commands": len(each["commands"]), "wrong": len(each["wrong"])}
@@ -172,7 +166,6 @@ def _mib(size: int | None) -> str:
 
 
 def main() -> int:
-    """Write the page, and with --rehearsal FOLDER first what is kept of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearsal", type=Path, help="results of a rehearsal on CPU")
     folder = parser.parse_args().rehearsal

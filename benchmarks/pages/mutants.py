@@ -10,7 +10,6 @@ it; of mutants that ranks visit one after the other, they are those of its own t
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -48,7 +47,7 @@ which mutants are dear, and are no measurement. The fault corpus that verdicts a
 
 def main(argv: Sequence[str]) -> int:
     """Run, write; returns pytest's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("files", nargs="*", default=[], help="files or folders of tests (default: all)")
     parser.add_argument("--page", action="store_true", help="run nothing")
     arguments = parser.parse_args(argv)
@@ -77,7 +76,6 @@ def run(files: Sequence[str]) -> tuple[int, Rows]:
 
 
 def merged(rows: Rows, found: Rows, files: Sequence[str]) -> Rows:
-    """`found`, with the rows of what was not run."""
     kept = [row for row in rows if files and not any(row["test"].startswith(name) for name in files)]
     return sorted([*kept, *found], key=lambda row: (row["area"], row["test"]))
 

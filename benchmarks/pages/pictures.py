@@ -35,7 +35,6 @@ HEIGHT = 2300
 
 
 def notebook(name: str, store: Path, archived: bool) -> list[Path]:
-    """Run one, and keep its figures."""
     os.environ |= {"STORE": str(store), "STUDY": STUDY}
     if archived:
         os.environ["ARCHIVED"] = "1"
@@ -50,7 +49,6 @@ def notebook(name: str, store: Path, archived: bool) -> list[Path]:
 
 
 def report(store: Path, archived: bool) -> Path:
-    """The page, as a browser shows it."""
     target = PICTURES / "report.png"
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         page = Path(folder) / "report.html"
@@ -72,7 +70,6 @@ def shrink(picture: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Draw all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are stored (default: runs)")
     parser.add_argument("--archived", action="store_true", help="of runs that other sources made")

@@ -77,7 +77,6 @@ def page(facts: Facts) -> str:
 
 
 def launches(rows: Any) -> str:
-    """Kernels of a step, by who asks for them."""
     head = ["kernels", "model's", "beside it", "collectives", "events and waits", "host stops"]
     cells = []
     for row in rows:
@@ -89,7 +88,6 @@ def launches(rows: Any) -> str:
 
 
 def times(costs: Facts) -> str:
-    """When a step would end, and what of it is exposed, in ms."""
     columns = [f"{size}, {link}: step / exposed, ms" for size in costs["sizes"] for link in costs["links"]]
     rows = [
         [*_arm(row), *(f"{each['step_ms']:.1f} / {each['exposed_ms']:.1f}" for each in row["times"])]

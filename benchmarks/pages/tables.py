@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import platform
-from collections.abc import Iterable, Sequence
+import re
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +40,30 @@ def write(name: str, facts: Any) -> None:
     (DATA / name).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def put(page: str, name: str, text: str) -> str:
+    """The page with the part between `<!-- made: NAME -->` and `<!-- end -->` made again."""
+    part = rf"(<!-- made: {name} -->\n).*?(<!-- end -->)"
+    page, count = re.subn(part, lambda match: f"{match[1]}{text}\n{match[2]}", page, flags=re.S)
+    if count != 1:
+        raise ValueError(f"the page has {count} places for {name}")
+    return page
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@contextmanager
+def exported(revision: str, *paths: str) -> Iterator[Path]:
+    """A temporary folder with the files of a revision, or with these of them."""
+    command = ["git", "archive", revision, *paths]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
 def versions(*packages: str) -> str:
-    """`python 3.11.7, torch 2.13.0`."""
     found = {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
     return ", ".join(f"{name} {version}" for name, version in found.items())

@@ -70,7 +70,6 @@ def pairs() -> Iterator[Pair]:
 
 
 def reference(baseline: Iterable[str]) -> tuple[str, ...]:
-    """Overrides of the same training by DDP on as many ranks."""
     kept = [text for text in baseline if not text.startswith(("sharding=", "ckpt=", "numerics="))]
     flat = ["mesh.world_size=4" if text == "mesh=two_by_two" else text for text in kept]  # DDP knows no outer axis
     return (*flat, "engine=ddp", "ckpt=none")

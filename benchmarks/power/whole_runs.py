@@ -61,7 +61,6 @@ VIEWS = ("default", "full", "unwitnessed", "full, unwitnessed")
 
 
 def main() -> int:
-    """Train or judge."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("verb", choices=("train", "judge", "table"))
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
@@ -133,7 +132,6 @@ def least(hits: pd.Series) -> str:
 
 
 def train(chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
-    """Make what is missing, clean runs and faulty ones mixed as the pairs are."""
     halved = {cells[pair.arm].signature for pair in chosen if pair.resumes}
     wanted = {cell.signature: cell for cell in cells.values()}
     by_size: dict[int, list[Cell]] = defaultdict(list)
@@ -195,7 +193,6 @@ def _made_alone(size: int, job: Job) -> bool:
 def judged(
     chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], root: Path
 ) -> Iterator[dict[str, object]]:
-    """A row of `COLUMNS` for every pair in every view that is asked of it."""
     for number, pair in enumerate(chosen, start=1):
         arm, control = (root / STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
         facts = {key: getattr(pair, key) for key in ("name", "world", "begins", "strength", "against", "group")}
@@ -256,14 +253,13 @@ def _seen(arm: Path, control: Path, view: str) -> dict[str, object]:
 
 
 def _acts(arm: Path, baseline: Path) -> bool:
-    """Whether a faulty run has other losses, norms or weights than its baseline."""
+    """True if a faulty run has other losses, norms or weights than its baseline."""
     left, right = _record(arm), _record(baseline)
     same = left.columns == right.columns and left.summary.get("final_weights") == right.summary.get("final_weights")
     return not same
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and of those it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks.checks import branches, doors, step_trace, structure
+from benchmarks.pages import tables
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
@@ -18,7 +18,7 @@ from tests.support.spawn import run_ranks
     "ledger", [doors, structure, step_trace], ids=lambda ledger: ledger.__name__.rpartition(".")[2]
 )
 def test_a_page_is_made_from_its_data(ledger: ModuleType) -> None:
-    found = json.loads(ledger.OUTPUT.read_text(encoding="utf-8"))
+    found = tables.read(ledger.DATA)
     assert ledger.render(found) == ledger.PAGE.read_text(encoding="utf-8"), f"run {found['command']}"
 
 

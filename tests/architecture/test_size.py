@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.checks.structure import OUTPUT, PACKAGES, ROOT, lines_of_init, look, structure
+from benchmarks.checks.structure import DATA, PACKAGES, ROOT, lines_of_init, look, structure
+from benchmarks.pages import tables
 
 MOST_LINES = 39
 """Of the constructor of a sharded model, signature included."""
@@ -24,5 +23,5 @@ def test_a_sharded_model_is_constructed_in_few_lines() -> None:
 
 
 def test_the_record_has_what_is_counted() -> None:
-    found = json.loads(OUTPUT.read_text(encoding="utf-8"))
+    found = tables.read(DATA)
     assert found["now"].keys() == look(ROOT).keys()
