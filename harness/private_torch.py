@@ -187,11 +187,12 @@ foreach_types: Sequence[list[type]] = [
 class UnevenShard(Shard):
     """A cut of dimension 0 that torch asks for each rank's rows."""
 
-    def rows_of_rank(self, rank: int) -> tuple[int, int]:
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
         raise NotImplementedError
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
-        begin, end = self.rows_of_rank(rank)  # asked by torch's compute_local_shape_and_global_offset
+        begin, end = self.spans[rank]  # asked by torch's compute_local_shape_and_global_offset
         return end - begin, begin
 
 

@@ -47,7 +47,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.at_rest import ShardedParameters
-from harness.fsdp.storage.codec import Scales, mark_weights
+from harness.fsdp.storage.codec import Scales, layers_of, mark_weights
 from harness.fsdp.storage.dtensors import DTensorFactory
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
@@ -210,7 +210,8 @@ class Engine:
         self.watchdog = self._watch()
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
-        scales = Scales.of(module, held, meshes, is_expert)
+        layers = layers_of(module)
+        scales = Scales(layers, held, meshes, is_expert) if layers else None
         self.weights = weights = Weights(module, hooks, meshes, self.user_buffers, replicas, scales)
         self.gradients = GradientSync(hooks, weights, self.integers)
         fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""

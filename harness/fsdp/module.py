@@ -30,15 +30,17 @@ _NOT_JOINABLE = (
 )
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
 _GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
+_LOCAL = "of an earlier version: keep sharded_state(), or state_dict() and that of the optimizer, on each rank"
 NAMES_OF_OTHERS = {
     **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
     **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
     **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
     **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
+    **dict.fromkeys(("local_state", "load_local_state"), _LOCAL),
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
-"""Attributes that torch's engines have on their models, and what to use here."""
+"""Attributes that torch's engines, or ours before, have on their models, and what to use here."""
 
 
 class FromEngine(Generic[T]):
@@ -136,7 +138,7 @@ class FSDPModule(nn.Module):
         for name, held in (*self.named_parameters(), *self.named_buffers()):
             like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
             made = fn(like)
-            same_place = like.device.type == "cpu" and made.device == torch.device("cpu", 0)  # `cpu:0` is `cpu`
+            same_place = made.device.type == "cpu" == like.device.type  # `cpu:0` is `cpu`
             same = made.dtype is like.dtype and made.stride() == like.stride()
             if made is not like and not (same_place and same):
                 raise NotImplementedError(
@@ -144,6 +146,9 @@ class FSDPModule(nn.Module):
                     " module its dtype before sharding, and its device then or by `device`"
                 )
         return self
+
+    def to_empty(self, **_: Any) -> Any:
+        raise NotImplementedError("a sharded model cannot be cast or moved: to_empty() belongs before sharding")
 
     # -- microbatches ----------------------------------------------------------------------------------------------
 
@@ -304,14 +309,6 @@ class FSDPModule(nn.Module):
     """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
     ValueError: the state is another model's, or a copy; or counters differ between parameters that are updated
     together."""
-    local_state = FromEngine(lambda engine: partial(engine.named_state.local_state, engine.stepped()))
-    """This rank's flat weights and optimizer state, for resuming on the same layout. RuntimeError: no optimizer is
-    attached."""
-
-    load_local_state = FromEngine(lambda engine: partial(engine.named_state.load_local_state, stepped=engine.stepped()))
-    """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
-    ValueError: it does not fit; nothing was loaded. RuntimeError: no optimizer is attached."""
-
     # -- costs -----------------------------------------------------------------------------------------------------
 
     persistent_bytes = FromEngine(lambda engine: engine.persistent_bytes)

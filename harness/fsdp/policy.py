@@ -133,14 +133,6 @@ class Dtypes:
         return replace(self, grads=torch.int64, wire=torch.int64, accum=torch.int64)
 
     @property
-    def sums_as_sent(self) -> bool:
-        """True if a backend that sums in the wire's dtype computes the requested sum.
-
-        False in 16 bits: a backend may round each partial sum or none, and the order of sums changes the result.
-        """
-        return self.wire == self.accum and self.accum.itemsize >= 4
-
-    @property
     def align_elements(self) -> int:
         """Elements between parameter starts: a multiple of 256 bytes in the narrowest buffer, and of 64 elements."""
         buffers = (self.compute, self.main, self.grads, self.wire)

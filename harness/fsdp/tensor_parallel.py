@@ -115,11 +115,6 @@ class TpShard:
     def numel(self) -> int:
         return prod(self.here)
 
-    @property
-    def offsets(self) -> Shape:
-        begin = 0 if self.dim is None else self.span()[0]
-        return tuple(begin if dim == self.dim else 0 for dim in range(len(self.shape)))
-
     def cut(self, value: Tensor) -> Tensor:
         """This rank's TP shard; a value of its shape is returned. Raises ValueError for any other shape."""
         if tuple(value.shape) == self.here:

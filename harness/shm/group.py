@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -47,19 +46,14 @@ class Work(dist.Work):
         transport: Transport,
         transfer: Transfer,
         result: Any,
-        receive: Callable[[], dict[int, list[Tensor]]] | None = None,
     ) -> None:
         super().__init__()
-        self._receive = receive
         self._transport = transport
         self._transfer = transfer
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the results are here and inputs may change; raises as `Transport.wait` does."""
-        if self._receive is not None:
-            receive, self._receive = self._receive, None
-            self._transport.receive_into(self._transfer, receive())
         self._transport.wait(self._transfer, timeout or None)
         return True
 
@@ -155,16 +149,6 @@ class ShmGroup(dist.ProcessGroup):
         given = [each.detach().contiguous() for each in inputs]
         return Work(self.transport, self.transport.gather(given, outs), outputs)
 
-    def gather_late(self, inputs: list[Tensor], outputs: Callable[[], list[list[Tensor]]]) -> Work:
-        """As `allgather`; outputs are made when the result is waited for, and have this rank's part already."""
-        assert self.transport is not None
-
-        def outs() -> dict[int, list[Tensor]]:
-            rows = outputs()
-            return {rank: [row[rank] for row in rows] for rank in range(self.size())}
-
-        return Work(self.transport, self.transport.gather(inputs, None), None, outs)
-
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given])
 
@@ -205,9 +189,7 @@ class ShmGroup(dist.ProcessGroup):
         if self.transport is not None:
             self.transport.abort()
 
-    def shutdown(self) -> None:
-        """As `abort`; torch calls it when the group is destroyed."""
-        self.abort()
+    shutdown = abort  # which torch calls when the group is destroyed
 
 
 def _operation(opts: Any) -> Any:

@@ -79,7 +79,7 @@ class Transfer:
     """One collective of this rank.
 
     sources: by rank, tensors like what it has for this one; under this rank, its own. outs: of a gather, where each
-    rank's parts go, empty until that is known; of a reduction, its sums, under this rank. divisor: of sums.
+    rank's parts go; of a reduction, its sums, under this rank. divisor: of sums.
     """
 
     number: int
@@ -131,19 +131,12 @@ class Transport:
 
     # -- issuing -------------------------------------------------------------------------------------------------------
 
-    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]] | None) -> Transfer:
-        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
-
-        outs: None: known later, by `receive_into`; until then nothing is received.
-        """
-        for out, given in zip(outs[self.rank], own, strict=True) if outs else ():
+    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]]) -> Transfer:
+        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*"""
+        for out, given in zip(outs[self.rank], own, strict=True):
             if out.data_ptr() != given.data_ptr():
                 out.data.copy_(given)
-        return self._issue(GATHER, dict.fromkeys(self._order, own), outs or {}, outs or {})
-
-    def receive_into(self, transfer: Transfer, outs: dict[int, list[Tensor]]) -> None:
-        """Say where a gather's parts go; this rank's own must be there already."""
-        transfer.sources = transfer.outs = outs
+        return self._issue(GATHER, dict.fromkeys(self._order, own), outs, outs)
 
     def reduce_scatter(self, given: dict[int, list[Tensor]], outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
         """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
@@ -237,7 +230,7 @@ class Transport:
     def _advance(self, transfer: Transfer) -> None:
         """Read what can be read without waiting."""
         here = [peer for peer in self._order if peer in transfer.missing and (transfer.number, peer) in self._offers]
-        if not transfer.outs or (transfer.kind == REDUCE and len(here) < len(transfer.missing)):
+        if transfer.kind == REDUCE and len(here) < len(transfer.missing):
             return
         if here:
             parts = {peer: self._parts(transfer, peer) for peer in here}

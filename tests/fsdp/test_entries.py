@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from harness.fsdp import ShardedModel, megatron, state as states
 from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.fsdp.checked import said
 from tests.fsdp.pairs import (
     COVERED,
@@ -272,7 +274,7 @@ def test_zero_grad_forgets_everything_whatever_its_flag(pair: Pair) -> None:
 
 
 def resumes(rank: int, pair: Pair) -> list[str]:
-    """local_state of a model in the middle of its training, put into one of other weights: then bit for bit alike."""
+    """State of a model in the middle of its training, put into one of other weights: then bit for bit alike."""
     numerics = {"numerics": "ordered"}
     model, optimizer = shard(pair, **numerics)
 
@@ -285,11 +287,12 @@ def resumes(rank: int, pair: Pair) -> list[str]:
 
     for number in range(2):
         step(model, optimizer, number)
-    saved = {key: value.clone() for key, value in model.local_state().items()}
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    stepped = copy.deepcopy(optimizer.state_dict())
     other, other_optimizer = shard(pair, Model(99), **numerics)
-    other.load_local_state(saved)
-    again = other.local_state()
-    found = [f"saved {name}" for name in same(saved, again)]
+    other.load_state_dict(saved)
+    other_optimizer.load_state_dict(stepped)
+    found = [f"saved {name}" for name in same(dict(model.full_weights()), dict(other.full_weights()))]
     found += ["forward"] if not torch.equal(model(data(9, 0)), other(data(9, 0))) else []
     for number in range(2, 4):
         norms = step(model, optimizer, number), step(other, other_optimizer, number)
@@ -297,13 +300,11 @@ def resumes(rank: int, pair: Pair) -> list[str]:
     found += same(dict(model.full_weights()), dict(other.full_weights()))
     before = dict(other.full_weights())
     for broken in (
-        {key: value for key, value in saved.items() if not key.startswith("weights/(root)")},
-        {key: value for key, value in saved.items() if not key.endswith(":0")},
-        {**saved, "weights/other:0": torch.zeros(1)},
-        {key: value.double() for key, value in saved.items()},
-        {key: value[:-1] if value.dim() else value for key, value in saved.items()},
+        {key: value for key, value in saved.items() if not key.startswith("blocks.0.up")},
+        {**saved, "other": torch.zeros(1)},
+        {key: torch.zeros(3, 5, 7) for key in saved},
     ):
-        found += said(lambda broken=broken: other.load_local_state(broken), Exception, "nothing was loaded")
+        found += said(lambda broken=broken: other.load_state_dict(broken), Exception, "nothing was loaded")
     found += same(before, dict(other.full_weights()))
     model.close()
     other.close()
@@ -313,23 +314,11 @@ def resumes(rank: int, pair: Pair) -> list[str]:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_shard, _load = megatron.shard, states.load_local_state
+_shard = megatron.shard
 
 
 def _divided(*args: Any, **given: Any) -> Any:
     return _shard(*args, **given | {"grad_divisor": None})
-
-
-def _loads_main_alone(self: ShardedModel, values: Any) -> None:
-    _load(self.buckets, self._parts.stepped(), values)
-    for bucket in self.buckets:
-        bucket.installed_version = bucket.main_version
-    self.zero_grad()
-
-
-def _forgiving(buckets: Any, stepped: Any, values: Any) -> None:
-    held = states.local_state(buckets, stepped)
-    _load(buckets, stepped, {key: values.get(key, value) for key, value in held.items()})
 
 
 def _forgets_earlier(self: GradientSync) -> None:
@@ -342,13 +331,13 @@ MUTANTS: dict[str, tuple[str, Any, str, Any, Callable[..., Any]]] = {
     "tokens": ("calculate_per_token_loss is accepted and ignored", megatron, "shard", _divided, every_way),
     "not refreshed": (
         "Main weights are loaded, compute weights are not refreshed",
-        ShardedModel,
-        "load_local_state",
-        _loads_main_alone,
+        ParamGroup,
+        "is_stale",
+        False,
         resumes,
     ),
     "forgiving": (
-        "Keys that are missing are left, unexpected ones are dropped", states, "load_local_state", _forgiving, resumes
+        "Keys that are missing are left, unexpected ones are dropped", states, "check_fit", lambda *_: None, resumes
     ),
     "forgets earlier": (
         "A second synchronised backward takes the place of the first",
@@ -376,5 +365,5 @@ def test_a_mutant_is_found(name: str) -> None:
 
 
 @every_pair
-def test_local_state_resumes_bit_for_bit(pair: Pair) -> None:
+def test_state_resumes_bit_for_bit(pair: Pair) -> None:
     assert by_pair(resumes, COVERED.batch(pair))[pair] == [[]] * WORLD

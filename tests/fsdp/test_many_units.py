@@ -39,9 +39,9 @@ def work_of(units: int) -> dict[str, int]:
         with Lines() as lines:
             optimizer.step()
         found["stepped"] = lines.count
-        saved = model.local_state()
+        saved = model.state_dict()
         with Lines() as lines:
-            model.load_local_state(saved)
+            model.load_state_dict(saved)
         found["its own state loaded"] = lines.count
         model.close()
     return found

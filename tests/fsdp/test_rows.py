@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp import state as states
 from harness.fsdp.ragged import RaggedTensor
+from harness.fsdp.ragged.tensor import local_of
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -102,13 +102,15 @@ def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     return whole.reshape(self.shape)
 
 
-_held_by = states.held_by
+_add = states.add_optimizers
 
 
-def _only_what_lies_here(*args: Any) -> Iterator[Any]:
-    for bucket, slot, *rest in _held_by(*args):
-        if bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel:
-            yield bucket, slot, *rest
+def _only_what_lies_here(found: states.ShardedState, *args: Any) -> None:
+    _add(found, *args)
+    moments = [key for key, value in found.tensors.items() if key.startswith(states.OPTIMIZER) and value.dim()]
+    for key in moments:
+        if not local_of(found.tensors[key]).numel():
+            del found.tensors[key]
 
 
 MUTANTS = {
@@ -116,7 +118,7 @@ MUTANTS = {
         "A whole tensor is put together as torch's placement says", RaggedTensor, "full_tensor", _as_torch_cuts
     ),
     "what lies here alone": (
-        "Parameters of which a rank holds no row have no key there", states, "held_by", _only_what_lies_here
+        "Parameters of which a rank holds no row have no key there", states, "add_optimizers", _only_what_lies_here
     ),
 }  # fmt: skip
 

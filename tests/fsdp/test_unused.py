@@ -6,6 +6,7 @@ is used.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -107,24 +108,26 @@ Built = tuple[World, torch.optim.Optimizer]
 
 
 def resume(rank: int, trial: Trial, before: int, after: int) -> list[dict[str, Tensor]]:
-    """Weights at the end: of a training that goes on, of one that loads local state, and of one that loads by name.
+    """Weights at the end: of a training that goes on, of one that loads torch's states, and of one that loads by name.
 
     Loading is into models that have run no step, and into one whose runs were cut elsewhere (`after` steps).
     """
     first = build(rank, trial)
     model: Any = first[0].model
     run(first, range(before))
-    local = {key: value.clone() for key, value in model.local_state().items()}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    stepped = copy.deepcopy(first[1].state_dict())
     named = {key: value.clone() for key, value in model.sharded_state().tensors.items()}
     found = []
     run(first, range(before, STEPS))
     found.append(dict(model.full_weights()))
-    for way in ("local", "named"):
+    for way in ("named",) if "nadam" in trial.program else ("torch", "named"):  # torch casts `mu_product` as it loads
         built = build(rank, trial)
         model = built[0].model
         run(built, range(after))
-        if way == "local":
-            model.load_local_state(local)
+        if way == "torch":
+            model.load_state_dict(weights)
+            built[1].load_state_dict(stepped)
         else:
             create_state(built[1])
             state = model.sharded_state()

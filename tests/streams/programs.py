@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard, fully_shard_optimizer
+from harness.fsdp.ragged.tensor import local_of
 from tests.fsdp import pairs
 from tests.streams.cases import (
     APART,
@@ -284,10 +285,14 @@ def evaluate(model: ShardedModel, x: Tensor, recorder: Recorder) -> None:
 def load(model: ShardedModel, recorder: Recorder) -> None:
     """A program's going back to what it has kept: here, to the same."""
     with recorder.paused():
-        kept = {name: value.clone() for name, value in model.local_state().items()}
+        state = model.sharded_state()
+        kept = {name: value.clone() for name, value in state.tensors.items()}
         for each in kept.values():
-            recorder.on_host(each)
-    model.load_local_state(kept)
+            recorder.on_host(local_of(each))
+        state.taking_back.clear()  # counters are what they were
+    for name, value in state.tensors.items():
+        value.copy_(kept[name])
+    model.adopt_state(state)
 
 
 def read(model: ShardedModel, recorder: Recorder) -> Stream:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from harness.config.derived import engine_options, global_microbatches, loss_scale, wants_infiniband_sharp
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig, SharpAxis
@@ -77,8 +78,7 @@ class NativeEngine(Engine):
             self.model.install_weights()
         with evaluating(self.model, self.device):
             losses = [self.workload.loss(self.model, batch).item() for batch in batches]
-        for weight in self.model.local_state().values():
-            torch.autograd.graph.increment_version(weight)
+        torch.autograd.graph.increment_version(list(self.state_dict().values()))
         return losses
 
     def step(self, lr: float) -> float:
@@ -122,9 +122,8 @@ class NativeEngine(Engine):
         return self.model.weight_norm()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's flat weights and optimizer state, and the loss scale where there is one."""
-        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
-        return self.model.local_state() | {f"{LOSS_SCALE}{key}": value for key, value in scale.items()}
+        """This rank's rows of weights and optimizer state, and the loss scale where there is one."""
+        return _rows_of(self.state())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         scale = {key.removeprefix(LOSS_SCALE): value for key, value in state.items() if key.startswith(LOSS_SCALE)}
@@ -132,9 +131,9 @@ class NativeEngine(Engine):
             self.loss_scale.check_state(scale)
         elif scale:
             raise ValueError(f"state holds a loss scale, and dtype.loss_scale={self.config.dtype.loss_scale} has none")
-        self.model.load_local_state({key: value for key, value in state.items() if not key.startswith(LOSS_SCALE)})
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(scale)
+        held = self.state()
+        optim.load_state(_rows_of(held), state)
+        held.adopt()
 
     def state(self) -> State:
         held, scale = self.model.sharded_state(), self.loss_scale
@@ -178,6 +177,10 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.model.close()
+
+
+def _rows_of(state: State) -> dict[str, Tensor]:
+    return {key: each.to_local() if isinstance(each, DTensor) else each for key, each in state.tensors.items()}
 
 
 def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:

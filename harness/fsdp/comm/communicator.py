@@ -101,21 +101,12 @@ class Part(NamedTuple):
         return cls(tensor, even_cut(tensor.numel(), size))
 
     @property
-    def sizes(self) -> list[int]:
-        return self.cut.sizes
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest chunk: the same on all ranks, whichever chunk is theirs."""
-        return self.cut.longest * self.tensor.itemsize
-
-    @property
     def chunks(self) -> Tensor:
         """All chunks as one view: flat where they lie one after another, else [ranks, length of each]."""
         if (covers := self.cut.covers) is not None:
             return self.tensor[covers[0] : covers[1]]
         begin = self.tensor.storage_offset() + self.cut.spans[0][0]
-        return self.tensor.as_strided((len(self.sizes), self.cut.longest), (self.cut.spacing, 1), begin)
+        return self.tensor.as_strided((len(self.cut.spans), self.cut.longest), (self.cut.spacing, 1), begin)
 
     def by_rank(self) -> list[Tensor]:
         if (covers := self.cut.covers) is None:
@@ -144,7 +135,7 @@ class Evened:
     """
 
     def __init__(self, part: Part) -> None:
-        size, self._given = len(part.sizes), part
+        size, self._given = len(part.cut.spans), part
         self.is_copy = not part.cut.is_even or part.cut.covers is None
         self.part = Part.evenly(part.tensor.new_empty(part.cut.longest * size) if self.is_copy else part.chunks, size)
 
@@ -227,17 +218,6 @@ class Communicator:
             return Pending([])
         with events.begin(label, parts):
             return self._gather(parts)
-
-    def gather_late(self, own: Sequence[Tensor], make: Callable[[], Sequence[Part]], label: Label) -> Pending:
-        """As `all_gather` over shared memory; the parts are made when this is waited for. own: a tensor a part."""
-        assert self.shm is not None
-
-        def chunks() -> list[list[Tensor]]:
-            return [part.by_rank() for part in make()]
-
-        with events.begin(label):
-            events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
-            return Pending([self.shm.gather_late(list(own), chunks)])
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
         """An all-gather that is part of a collective announced before."""

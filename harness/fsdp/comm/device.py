@@ -165,16 +165,13 @@ def _is_one(tensors: Sequence[Tensor]) -> bool:
 
 def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
     """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
-    apart = [(target, source) for target, source in zip(targets, sources, strict=True) if not _is_there(target, source)]
+    pairs = zip(targets, sources, strict=True)
+    apart = [(to, source) for to, source in pairs if not to.numel() or to.data_ptr() != source.data_ptr()]
     if _is_one(targets) and apart:
         foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
         return
     for target, source in apart:
         target.copy_(source, non_blocking=not follows)
-
-
-def _is_there(target: Tensor, source: Tensor) -> bool:
-    return target.numel() > 0 and target.data_ptr() == source.data_ptr()
 
 
 def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -133,7 +133,9 @@ class Reduction:
         self.dtypes = dtypes
         self.numbers: Numbers = numbers or Floating(dtypes)
         self.legs_apart = legs_apart
-        sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not dtypes.sums_as_sent)
+        # in 16 bits a backend may round each partial sum or none, and the order of sums changes the result
+        sums_as_sent = dtypes.wire == dtypes.accum and dtypes.accum.itemsize >= 4
+        sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not sums_as_sent)
         self.is_native = comm.sums_in_order or not (comm.is_gloo or sums_otherwise)
         self.in_order = numerics.bitwise or comm.is_gloo
 
@@ -174,11 +176,11 @@ class Reduction:
     def _all_to_all(self, exchange: Exchange) -> None:
         comm, parts = self.comm, exchange.parts
         for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
-            own = part.sizes[comm.rank]
+            own = part.cut.sizes[comm.rank]
             received = part.tensor.new_empty(own * comm.size)
             output, given = comm.as_sent(received), comm.as_sent(part.chunks.reshape(-1))
             width = received.itemsize // output.itemsize
-            sizes = part.sizes if width == 1 else [size * width for size in part.sizes]
+            sizes = part.cut.sizes if width == 1 else [size * width for size in part.cut.sizes]
             work = comm.group.alltoall_base(output, given, [own * width] * comm.size, sizes)
             exchange.received.append(received)
             exchange.pending.incoming.append(work)
@@ -249,12 +251,12 @@ class Reduction:
 
 def _is_small(parts: Sequence[Part]) -> bool:
     """True if several parts are worth a copy that makes one message of them; the same on all ranks."""
-    num_bytes = sum([sum(part.sizes) * part.tensor.itemsize for part in parts])
+    num_bytes = sum([sum(part.cut.sizes) * part.tensor.itemsize for part in parts])
     return len(parts) > 1 and num_bytes <= PACKED_BYTES[is_queued(parts[0].tensor.device)]
 
 
 def _rank_by_rank(parts: Sequence[Part]) -> Part:
-    size, evened = len(parts[0].sizes), [Evened(part) for part in parts]
+    size, evened = len(parts[0].cut.spans), [Evened(part) for part in parts]
     for each in evened:
         each.copy_in()
     rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks

@@ -58,9 +58,6 @@ class RaggedShard(UnevenShard):
 
     __str__ = __repr__
 
-    def rows_of_rank(self, rank: int) -> Span:
-        return self.spans[rank]
-
     def gather(self, local: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         """All rows on every rank, shape [rows, *local.shape[1:]]. Collective over the axis."""
         most = max(end - begin for begin, end in self.spans)

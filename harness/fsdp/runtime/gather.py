@@ -10,7 +10,7 @@ modules in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -40,8 +40,6 @@ class GatherPipeline:
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
         self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
-        # true if weights have no memory before they are waited for
-        self._is_late = all(group.shm is not None for group in self._groups)
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
         self._resting: list[Unit] = []
@@ -133,13 +131,12 @@ class GatherPipeline:
             following, ahead = self._sweep[self._next], self._on_way.keys() - self._roots
             if len(ahead) >= self.prefetch or not self._has_room(following):
                 return
-            if self.limit_bytes is not None and self._bytes_of([*ahead, following]) > self.limit_bytes:
-                return
+            if self.limit_bytes is not None:
+                bytes_ahead = sum(unit.weight_bytes(self._directions(unit)) for unit in [*ahead, following])
+                if bytes_ahead > self.limit_bytes:
+                    return
             self._next += 1
             self._start_unshard(following)
-
-    def _bytes_of(self, units: Sequence[Unit]) -> int:
-        return sum(unit.weight_bytes(self._directions(unit)) for unit in units)
 
     def _learn_order(self) -> None:
         """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
@@ -191,22 +188,16 @@ class GatherPipeline:
     def unshard_next(self, unit: Unit | None = None) -> None:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
         used here: others may come to one that is not much later."""
-        following = unit or self._following
+        to_come = enumerate(self._sweep[self._passed :], self._passed)
+        following = unit or next((each for place, each in to_come if place >= self._next or each in self._on_way), None)
         if following is None or not (unit or following.readiness.is_called):
             return
         self._wake(following)
         if self._has_room(following) or following in self._on_way:
             self.unshard(following, BACKWARD)
 
-    @property
-    def _following(self) -> Unit | None:
-        for place, unit in enumerate(self._sweep[self._passed :], self._passed):
-            if place >= self._next or unit in self._on_way:
-                return unit
-        return None
-
     def _has_room(self, unit: Unit) -> bool:
-        return all(bucket.has_room for bucket in unit.buckets)
+        return all(bucket.memory.has_room(bucket.compute) for bucket in unit.buckets)
 
     def _directions(self, unit: Unit) -> int:
         """Directions that a sweep gathers a unit's weights for."""
@@ -225,11 +216,9 @@ class GatherPipeline:
         for bucket in unit.buckets:
             bucket.wait_for_unshard()
         self._whole.add(unit)
-        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
-        alive = self._whole if self._is_late else self._whole | self._on_way.keys()
-        return len(alive - self._roots)
+        return len((self._whole | self._on_way.keys()) - self._roots)
 
     def reset_peak(self) -> None:
         self.num_alive_peak = self._num_alive()
@@ -281,15 +270,15 @@ class GatherPipeline:
 
     def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
-        self._reshard_all_but(())
+        self._reshard_all(self.order)
 
     def settle(self) -> None:
         """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
-        self._reshard_all_but(self._kept)
+        self._reshard_all([unit for unit in self.order if unit not in self._kept])
 
-    def _reshard_all_but(self, kept: Collection[Unit]) -> None:
+    def _reshard_all(self, units: Sequence[Unit]) -> None:
         self._begin([])
-        for unit in [unit for unit in self.order if unit not in kept]:
+        for unit in units:
             if unit in self._on_way:
                 self._wait_for_unshard(unit)
             if unit in self._whole:

@@ -167,7 +167,10 @@ class GradientSync:
         self.drain()
         if self.guard is not None:
             self.guard.report()
-        self._agree()
+        beyond = None if self.integers is None else self.integers.beyond
+        count = self.usage.find(self.step.num_updates, beyond)
+        if self.integers is not None and count:
+            raise self.integers.fixed.overflow(count)
         self.reduce.finish()
         self.step.finished()
         for each in self.checks:
@@ -241,14 +244,6 @@ class GradientSync:
 
     def _gradients(self) -> list[Gradients]:
         return [gradients for unit in self.units for gradients in unit.gradients]
-
-    def _agree(self) -> None:
-        if self.integers is None:
-            self.usage.find(self.step.num_updates)
-            return
-        count = self.usage.find(self.step.num_updates, self.integers.beyond)
-        if count:
-            raise self.integers.fixed.overflow(count)
 
 
 class Usage:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.runtime.units import is_expert
 from harness.fsdp.storage.layout import Slot
-from harness.fsdp.storage.memory import placeholder
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import weak_references
 from harness.fsdp.tensor_parallel import declares, real, values_here
@@ -66,7 +65,8 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, res
         )
     with _without_weak_references(module) if hollow else nullcontext():
         for _, param in hollow:
-            made = real(param, placeholder(values_here(param).shape, param.dtype, device))
+            nan = torch.full((), float("nan"), dtype=param.dtype, device=device)
+            made = real(param, nan.expand(values_here(param).shape))
             made.__dict__.update(param.__dict__)  # marks such as `allreduce`
             torch.utils.swap_tensors(param, made)
 

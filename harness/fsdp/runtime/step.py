@@ -144,14 +144,6 @@ class StepShape:
             leads_to = StepState.REDUCED
         return BackwardPlan(sync or self.reduces_each, last=sync, adds=adds, leads_to=leads_to)
 
-    def check_terms(self, num_backwards: int) -> None:
-        """Raise ValueError where so many backwards a rank exceed `exact_terms`."""
-        if self.exact_terms is not None and num_backwards * self.num_ranks > self.exact_terms:
-            raise ValueError(
-                f"numerics=exact was told that at most {self.exact_terms} microbatches over all ranks are added up;"
-                f" this step has more. Set exact_terms to {self.num_ranks} times the microbatches of a step"
-            )
-
 
 class StepError(RuntimeError):
     """A call is not allowed in the current state of the step. The message says why and which call is missing."""
@@ -230,7 +222,7 @@ class Step:
 
         Raises:
             StepError: the state does not allow another backward.
-            ValueError: see `StepShape.check_terms`.
+            ValueError: more backwards than `exact_terms` has room for.
         """
         if of_inputs:
             self.plan = BackwardPlan(False, last=False, adds=self.has_sums, leads_to=self.state, of_inputs=True)
@@ -240,7 +232,12 @@ class Step:
             self.check(Call.pre_backward)
             if self.state is StepState.FINISHED:
                 self.num_backwards, self.has_sums = 0, False
-            self.shape.check_terms(self.num_backwards + 1)
+            most, ranks = self.shape.exact_terms, self.shape.num_ranks
+            if most is not None and (self.num_backwards + 1) * ranks > most:
+                raise ValueError(
+                    f"numerics=exact was told that at most {most} microbatches over all ranks are added up; this step"
+                    f" has more. Set exact_terms to {ranks} times the microbatches of a step"
+                )
         except Exception:
             self._fail_at_once()
             raise

@@ -41,7 +41,7 @@ class Weights:
     Args:
         user_buffers: told after the first step, where registration waits for it.
         replicas: compares, every few updates, weights that several ranks hold.
-        scales: of FP8 layers, which follow from main weights; none in other models.
+        scales: of FP8 layers, which follow from main weights; None in other models.
     """
 
     def __init__(
@@ -51,13 +51,14 @@ class Weights:
         meshes: Meshes,
         user_buffers: UserBuffers,
         replicas: ReplicaCheck,
-        scales: Sequence[Scales],
+        scales: Scales | None,
     ) -> None:
         self._module = weakref.ref(module)
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
         self.buckets = list(buckets_of(hooks.units))
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
         self.user_buffers, self.replicas, self.scales = user_buffers, replicas, scales
+        self._on_way: Sequence[ParamGroup] = ()  # whose update nobody has waited for
 
     @property
     def module(self) -> nn.Module:
@@ -88,8 +89,8 @@ class Weights:
         self.gather.reshard_all()
         self.wait()
         self.step.weights_installed()
-        for each in self.scales:
-            each.refresh(step_ended=step_ended)
+        if self.scales is not None:
+            self.scales.refresh(step_ended=step_ended)
         if step_ended:
             self.gather.step_ended()
         self._install(self.buckets)
@@ -102,9 +103,9 @@ class Weights:
     def _install(self, buckets: Sequence[ParamGroup]) -> None:
         for bucket in buckets:
             bucket.install()
+        self._on_way = buckets
         if not self.runtime.has_streams:
-            for bucket in buckets:
-                bucket.receive()
+            self.wait()
 
     def agree_on_scales(self) -> None:
         """Make scales of weights of which a rank knows a TP shard only, once all have their first values.
@@ -112,15 +113,16 @@ class Weights:
         *Collective* where tensor parallelism has cut weights of 8 bits.
         """
         cut = [each for each in self.buckets if each.codec is not None and each.codec.shares_tiles]
-        for scales in self.scales if cut else ():
-            scales.refresh(step_ended=False)
+        if cut and self.scales is not None:
+            self.scales.refresh(step_ended=False)
         self._install(cut)
         self.wait()
 
     @by_engine
     def wait(self) -> None:
         """Wait until this rank has the weights that others updated."""
-        for bucket in self.buckets:
+        on_way, self._on_way = self._on_way, ()
+        for bucket in on_way:
             bucket.receive()
 
     # -- before main weights are written -----------------------------------------------------------------------------

@@ -414,5 +414,5 @@ def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:
     return None if sharded is None else (sharded, found[1])
 
 
-def sharded_of(param: Tensor) -> Tensor:
-    return cast(Tensor, getattr(param, SHARDED, param))
+def sharded_of(param: Any) -> Any:
+    return getattr(param, SHARDED, param)

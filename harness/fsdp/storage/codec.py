@@ -30,7 +30,7 @@ from dataclasses import InitVar, dataclass, field
 import torch
 from torch import Tensor, nn
 
-from harness.fp8.linear import Fp8Linear, layers_of
+from harness.fp8.linear import Fp8Linear, layers_of as layers_of
 from harness.fp8.quantize import WIDENED, Column, History, Quantized, is_8_bit
 from harness.fp8.tile_scales import TileScales
 from harness.fp8.tp_shards import tp_shard_here
@@ -252,11 +252,6 @@ class Scales:
         self._delayed = [(weakref.ref(each), meshes.of(expert=is_expert(each.weight))) for each in delayed]
         self._held = held
         self._meshes = meshes
-
-    @classmethod
-    def of(cls, module: nn.Module, held: Held, meshes: Meshes, is_expert: Callable[[Tensor], bool]) -> list[Scales]:
-        layers = layers_of(module)
-        return [cls(layers, held, meshes, is_expert)] if layers else []
 
     def refresh(self, *, step_ended: bool) -> None:
         """Compute scales for main weights as they are now. *Collective* where 8-bit weights are cut, and at the end of

@@ -100,7 +100,8 @@ def refuse_split_experts(buckets: Sequence[ParamGroup]) -> None:
     if split := [each.name for each in experts if each.mesh.everyone.size < dist.get_world_size()]:
         raise NotImplementedError(
             f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
-            " the model's names do not say which is which; ShardedModel.local_state() resumes on the same layout"
+            " the model's names do not say which is which: to resume on the same layout, keep on each rank what"
+            " p.to_local() gives of model.parameters(), and optimizer.state_dict()"
         )
 
 

@@ -262,7 +262,3 @@ def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     if bucket.numel() == numel and bucket.dtype == dtype:
         return bucket
     return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))
-
-
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

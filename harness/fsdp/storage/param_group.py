@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Communicator, Part, Pending
+from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import copy_together
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
@@ -244,12 +243,11 @@ class ParamGroup:
 
     def _gather(self, encoding: Encoding) -> Pending:
         comm = self.mesh.gather
-        if comm.shm is not None:  # no storage is taken before its time
-            return comm.gather_late(self.given(encoding), partial(self._copied_in, encoding), encoding.label)
         self.memory.refill(encoding.unsharded)
         with comm.runtime.stream("gather"):
             self.receive()  # of the outer axis
-            self._copy_in(encoding)
+            sources = self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
+            copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
             pending = comm.all_gather(self.cuts.inner_parts(encoding.unsharded), encoding.label)
             if comm.size == 1:  # nothing comes after the copy
                 pending.incoming = [comm.runtime.record()]
@@ -278,26 +276,13 @@ class ParamGroup:
             pending.cancel()
 
     @property
-    def has_room(self) -> bool:
-        return self.memory.has_room(self.compute)
-
-    @property
     def is_whole(self) -> bool:
-        return self._shown >= 0
-
-    @property
-    def _shown(self) -> int:
-        """The first encoding with unsharded weights, by place; -1: none has."""
-        for place, each in enumerate(self.encodings):
-            if each.is_valid:
-                return place
-        return -1
+        return any(each.is_valid for each in self.encodings)
 
     def point_at_weights(self) -> None:
         """Let unsharded parameters be views of the compute weights, and show them; sharded ones without any."""
-        shown = self._shown
-        self.views.point(max(shown, 0))
-        sharded, unsharded = self.views.sharded(), shown >= 0
+        sharded, unsharded = self.views.sharded(), self.is_whole
+        self.views.point(next((place for place, each in enumerate(self.encodings) if each.is_valid), 0))
         if sharded is not None and sharded.shows_unsharded is not unsharded:
             sharded.show(unsharded=unsharded)
 
@@ -312,22 +297,6 @@ class ParamGroup:
         sharded = self.views.sharded()
         if sharded is not None and sharded.shows_unsharded:
             sharded.show(unsharded=False)
-
-    def given(self, encoding: Encoding) -> list[Tensor]:
-        """This rank's part of an all-gather, in the compute dtype, a segment each."""
-        device = self.memory.device
-        return [each.detach().to(device, self.dtypes.compute) for each in self._sources(encoding)]
-
-    def _copied_in(self, encoding: Encoding) -> list[Part]:
-        self.memory.refill(encoding.unsharded)
-        self._copy_in(encoding)
-        return self.cuts.inner_parts(encoding.unsharded)
-
-    def _copy_in(self, encoding: Encoding) -> None:
-        copy_together(self.cuts.inner_shards(encoding.unsharded), self._sources(encoding), follows=False)
-
-    def _sources(self, encoding: Encoding) -> Sequence[Tensor]:
-        return self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
 
     def cast_shards(self, encoding: Encoding) -> Sequence[Tensor]:
         """Sources of a copy into compute weights: main weights, which the copy casts, or their payload in 8 bits."""

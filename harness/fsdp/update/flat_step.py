@@ -290,11 +290,8 @@ class FlatStep:
         return used, max(total - used, 0)
 
     def chosen(self) -> list[str]:
-        found = []
-        for group in self.optimizer.param_groups:
-            own = self.kernels(self.optimizer, group)
-            found.append(f"{kernels_of({**group, **own})}, {'chosen by the engine' if own else 'as given'}")
-        return found
+        pairs = [(group, self.kernels(self.optimizer, group)) for group in self.optimizer.param_groups]
+        return [f"{kernels_of({**g, **own})}, {'chosen by the engine' if own else 'as given'}" for g, own in pairs]
 
     # -- what is stepped together --------------------------------------------------------------------------------------
 
