@@ -16,7 +16,7 @@ MODULES = sorted(
     ".".join(("tests", *path.relative_to(TESTS).with_suffix("").parts))
     for path in TESTS.rglob("*.py")
     if path.parent.name != "support"
-    and re.search(r"from tests\.support\.mutants import|\bareas_of\b", path.read_text(encoding="utf-8"))
+    and re.search(r"from tests\.support\.mutants import|\b(areas_of|each_is_found)\b", path.read_text(encoding="utf-8"))
 )
 """Modules that declare mutants."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from tests.fsdp.pairs import STRATEGIES
@@ -44,9 +45,9 @@ def patched(where: Any, name: str, value: Any = mock.DEFAULT, **more: Any) -> Ca
     return lambda: mock.patch.object(where, name, value, **more)
 
 
-def areas_of(mutants: Mapping[str, Mutant]) -> list[Any]:
-    """Parameters of a test, one a mutant that says its area: its name."""
-    return [param for name, mutant in mutants.items() for param in each(mutant.area, [(name, mutant.breaks)])]
+def areas_of(mutants: Mapping[str, Mutant], area: str = "") -> list[Any]:
+    """Parameters of a test, one a mutant: its name. area: of those that say none."""
+    return [param for name, mutant in mutants.items() for param in each(mutant.area or area, [(name, mutant.breaks)])]
 
 
 def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:
@@ -104,6 +105,27 @@ def checked(module: str) -> list[dict[tuple[str, str], list[str]]]:
 def mutated(module: str) -> list[dict[str, tuple[list[str], float]]]:
     """`check_mutants` of every rank."""
     return run_ranks(check_mutants, world_of(module), module)
+
+
+def each_holds(module: str, checks: Iterable[str]) -> Callable[[str, str], None]:
+    """A test: under every strategy each check of a module finds nothing wrong on any rank."""
+
+    @pytest.mark.parametrize("check", checks)
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test(strategy: str, check: str) -> None:
+        holds(module, strategy, check)
+
+    return test
+
+
+def each_is_found(module: str, mutants: Mapping[str, Mutant], area: str = "") -> Callable[[str, Any], None]:
+    """A test: each mutant of a module is found. area: of those that say none."""
+
+    @pytest.mark.parametrize("name", areas_of(mutants, area))
+    def test(name: str, killed_in: Callable[[float], None]) -> None:
+        is_found(module, name, killed_in)
+
+    return test
 
 
 def holds(module: str, strategy: str, check: str) -> None:

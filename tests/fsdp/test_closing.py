@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp import Transport, build, fully_shard_model
-from tests.fsdp.checked import Mutant, holds, is_found
-from tests.support.mutants import each
+from tests.fsdp.checked import Mutant, each_is_found, holds
 
 GONE_S = 7.0
 WIDTH = 300
@@ -117,6 +116,4 @@ def test_what_a_rank_leaves_holds_nobody_up(strategy: str, check: str) -> None:
     holds(__name__, strategy, check)
 
 
-@pytest.mark.parametrize("name", each("The engine, by how it is closed", ((n, m.breaks) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by how it is closed")

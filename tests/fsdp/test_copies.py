@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer, sharding
-from tests.fsdp.checked import Mutant, holds, is_found
-from tests.fsdp.pairs import STRATEGIES, Model as Tied, close, data, loss_of
-from tests.support.mutants import each
+from tests.fsdp.checked import Mutant, each_holds, each_is_found
+from tests.fsdp.pairs import Model as Tied, close, data, loss_of
 
 RANKS = 2
 
@@ -154,12 +152,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_copy_is_as_in_one_process(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_copy_is_as_in_one_process = each_holds(__name__, CHECKS)
 
 
-@pytest.mark.parametrize("name", each("Copies of sharded models", [(n, m.breaks) for n, m in MUTANTS.items()]))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "Copies of sharded models")

@@ -19,9 +19,8 @@ from torch.profiler import profile
 from harness.fsdp import fully_shard
 from harness.fsdp.comm import events
 from harness.fsdp.runtime import weak_hooks
-from tests.fsdp.checked import Mutant, holds, is_found, patched
+from tests.fsdp.checked import Mutant, each_is_found, holds, patched
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import each
 
 UNITS = ("0", "1", "2")
 
@@ -112,6 +111,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", each("Marks in a profile", [(n, m.breaks) for n, m in MUTANTS.items()]))
-def test_what_a_profile_lacks_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_what_a_profile_lacks_is_found = each_is_found(__name__, MUTANTS, "Marks in a profile")

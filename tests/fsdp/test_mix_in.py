@@ -16,17 +16,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
 from harness.fsdp.runtime import backward_hooks
-from harness.fsdp.state import StateAccess
-from tests.fsdp.checked import Mutant, holds, is_found, said
-from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, Pair, data, loss_of, shard
-from tests.support.mutants import Slip, each
+from harness.fsdp.runtime.weights import Weights
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
+from tests.fsdp.pairs import WIDTH, Block, Model, Pair, data, loss_of, shard
+from tests.support.mutants import Slip
 
 
 class Configured(Model):
@@ -221,13 +220,10 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_sharded_module_is_as_before(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 
 
-KEEPS = Slip(StateAccess, "__init__", "weakref.ref(module)", "lambda: module")
+KEEPS = Slip(Weights, "__init__", "weakref.ref(module)", "lambda: module")
 MUTANTS = {
     "nothing of Join": Mutant(
         "torch's Join ends in an attribute that the module does not have",
@@ -250,8 +246,8 @@ MUTANTS = {
         "deleting",
     ),
     "state keeps the module": Mutant(
-        "What saves a model holds the module, which holds it",
-        lambda: mock.patch.object(StateAccess, "__init__", KEEPS.made()),
+        "What installs weights holds the module, which holds it",
+        lambda: mock.patch.object(Weights, "__init__", KEEPS.made()),
         "deleting",
     ),
     "names of the engine": Mutant(
@@ -272,9 +268,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    each("The engine, by what programs do with its mix-in", [(name, m.breaks) for name, m in MUTANTS.items()]),
-)
-def test_a_wrong_mix_in_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_wrong_mix_in_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs do with its mix-in")

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, create_state, fully_shard, state as states
+from harness.fsdp import ShardedModel, create_state, fully_shard
 from harness.fsdp.storage.layout import Segment
 from harness.fsdp.update import rules
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said
-from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, arguments_of, data, loss_of
-from tests.support.mutants import each
+from harness.fsdp.update.flat_step import FlatStep
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, said
+from tests.fsdp.pairs import Block, Model, Pair, arguments_of, data, loss_of
+from tests.support.mutants import Slip
 
 CHOSEN, DEFAULT = "fused, chosen by the engine", "the optimizer's default, as given"
 
@@ -144,7 +144,8 @@ def counting(rank: int, strategy: str) -> list[str]:
     )
     for number in range(4):
         if number == 3:
-            other.load_local_state(model.local_state())
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(updates.state_dict())
             model, updates = other, resumed
         step(plain, theirs, number, list(range(RANKS)))
         step(model, updates, number, [rank])
@@ -160,17 +161,10 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_is_stepped_as_was_promised(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_an_optimizer_is_stepped_as_was_promised = each_holds(__name__, CHECKS)
 
 
-_held_by = states.held_by
-
-
-def _those_with_rows(*args: Any) -> list[Any]:
-    return [each for each in _held_by(*args) if each[0].layout.local_slice(each[1], each[0].cuts.layout_rank).numel]
+NOBODYS = Slip(FlatStep, "_add", "or key in COUNTERS:", "or (key in COUNTERS and piece.end):")
 
 
 MUTANTS = {
@@ -197,12 +191,10 @@ MUTANTS = {
     ),
     "nobody's count": Mutant(
         "Parameters without a row on a rank are counted from one after a load",
-        lambda: mock.patch.object(states, "held_by", _those_with_rows),
+        lambda: mock.patch.object(FlatStep, "_add", NOBODYS.made()),
         "counting",
     ),
 }
 
 
-@pytest.mark.parametrize("name", each("The engine, by what it chooses", [(n, m.breaks) for n, m in MUTANTS.items()]))
-def test_a_wrong_choice_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_wrong_choice_is_found = each_is_found(__name__, MUTANTS, "The engine, by what it chooses")

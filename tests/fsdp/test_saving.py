@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -25,10 +24,10 @@ from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel, state as state
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import StateAccess, StateMismatch
-from tests.fsdp.checked import RANKS, Mutant, holds, is_found, said
-from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, said
+from tests.fsdp.pairs import WIDTH, Pair, data, loss_of, shard
 from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -271,10 +270,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_state_is_saved_and_loaded_or_refused(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_state_is_saved_and_loaded_or_refused = each_holds(__name__, CHECKS)
 
 
 NO_TIES = Slip(StateAccess, "_load", "{**given, **tied}", "given")
@@ -331,8 +327,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", each("The engine, by what programs save and load", [(name, m.breaks) for name, m in MUTANTS.items()])
-)
-def test_wrong_saving_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_wrong_saving_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs save and load")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from harness.fsdp import ShardedModel, fully_shard_model, module as mix_in, preconditions
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.runtime import hooks
-from tests.fsdp.checked import Mutant, holds, is_found, patched, said
-from tests.fsdp.pairs import STRATEGIES, Block, Model, close, data, loss_of, plain_gradients
-from tests.support.mutants import each
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.pairs import Block, Model, close, data, loss_of, plain_gradients
 
 
 class Parent(nn.Module):
@@ -155,12 +153,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_is_sharded_once(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_model_is_sharded_once = each_holds(__name__, CHECKS)
 
 
-@pytest.mark.parametrize("name", each("Sharded twice", [(name, mutant.breaks) for name, mutant in MUTANTS.items()]))
-def test_a_second_engine_that_is_not_refused_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_second_engine_that_is_not_refused_is_found = each_is_found(__name__, MUTANTS, "Sharded twice")

@@ -21,9 +21,8 @@ from harness.fsdp import fully_shard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage import gradients
 from harness.fsdp.storage.parameter_access import by_engine
-from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.checked import Mutant, each_is_found, holds
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
@@ -106,9 +105,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", each("What a step costs the host", [(n, m.breaks) for n, m in MUTANTS.items()]))
-def test_what_costs_too_much_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_what_costs_too_much_is_found = each_is_found(__name__, MUTANTS, "What a step costs the host")
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

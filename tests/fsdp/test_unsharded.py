@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,10 +20,9 @@ from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import ParameterViews
 from harness.shm.transfer import Transport
-from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched, said
+from tests.fsdp.checked import RANKS, ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.methods import built, released, tokens_of
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 
@@ -274,10 +272,7 @@ CHECKS |= {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_are_right_or_refused(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_weights_are_right_or_refused = each_holds(__name__, CHECKS)
 
 
 def edited_under(rank: int) -> dict[str, list[str]]:
@@ -351,8 +346,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", each("The engine, by what programs edit", [(name, m.breaks) for name, m in MUTANTS.items()])
-)
-def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_wrong_engine_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs edit")

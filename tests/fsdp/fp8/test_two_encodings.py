@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -15,10 +14,8 @@ from harness.fsdp.runtime.gather import PURPOSE, TwoEncodings
 from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, PURPOSE as SCALES, Encoding, Fp8Codec, Fp8Weight
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.checked import Mutant, holds, is_found, patched
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched
 from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, Model, Program, converted, data, follow, loss_of, shard
-from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import each
 
 ELEMENTS = WIDTH * HIDDEN * 2
 """Of the FP8 weights of a block."""
@@ -224,10 +221,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("check", CHECKS)
-def test_it_holds(check: str, strategy: str) -> None:
-    holds(__name__, strategy, check)
+test_it_holds = each_holds(__name__, CHECKS)
 
 
 def _whatever_is_here(self: Fp8Weight, *, transposed: bool) -> Any:
@@ -299,6 +293,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", each("FP8 weights of two payloads", [(n, m.breaks) for n, m in MUTANTS.items()]))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "FP8 weights of two payloads")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -20,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.fsdp import fully_shard
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.storage import at_rest, parameter_access
-from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Block, Habits, Net, Run, differing, run_of
 from tests.fsdp.pairs import STRATEGIES
 
@@ -204,10 +202,7 @@ def moving_to_where_it_is(rank: int, strategy: str) -> list[str]:
     return found + said(partial(model.to, "cpu:0", torch.float64), NotImplementedError, "cannot be cast or moved")
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_right_or_said_at_once(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_is_right_or_said_at_once = each_holds(__name__, CHECKS)
 
 
 _of_programs = partial(Mutant, area="The engine, by habits of programs")
@@ -236,6 +231,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -17,7 +16,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.weak_hooks import ProgramHook
 from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.gradients import Gradients
-from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits, Net, Run, differing, mean_square, plain_sgd, run_of
 from tests.fsdp.pairs import STRATEGIES
 
@@ -135,10 +134,7 @@ def adopting_another_state(rank: int, strategy: str) -> list[str]:
     return told + said(lambda: other.model.adopt_state(state), ValueError, moment)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_right_or_refused(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_is_right_or_refused = each_holds(__name__, CHECKS)
 
 
 def _replaces_nothing(self: ProgramHook, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
@@ -191,6 +187,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.state import StateAccess
 from harness.fsdp.update.flat_step import FlatStep
-from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
@@ -34,7 +32,6 @@ from tests.fsdp.habits.world import (
     plain_sgd,
     run_of,
 )
-from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip
 
 CHECKS = Habits()
@@ -221,10 +218,7 @@ def _counting(module: nn.Module) -> torch.optim.Optimizer:
     return CountingSGD(module.parameters())
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_program_is_right(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_program_is_right = each_holds(__name__, CHECKS)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -283,6 +277,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

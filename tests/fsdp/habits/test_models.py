@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -17,7 +16,7 @@ from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.hooks import Hooks, without_weights
 from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp import methods
-from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
@@ -252,10 +251,7 @@ def yielding(rank: int, strategy: str) -> list[str]:
     return [] if next(model(data([rank], 0))).shape == (4, 6) else ["another output"]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_program_is_right(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_program_is_right = each_holds(__name__, CHECKS)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -326,6 +322,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

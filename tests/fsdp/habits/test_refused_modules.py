@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,9 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from harness.fsdp import UnknownPlan, fully_shard_model, preconditions, sharding, state as states
 from harness.fsdp.storage.at_rest import ShardedParameters
 from harness.fsdp.storage.parameter_access import Whereabouts
-from tests.fsdp.checked import Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Block, Habits, Net, Run, run_of
-from tests.fsdp.pairs import STRATEGIES
 
 CHECKS = Habits()
 
@@ -243,10 +241,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_right_or_says_what_to_do(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 
 
 _cannot_do = partial(Mutant, area="The engine, by what it cannot do")
@@ -304,6 +299,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

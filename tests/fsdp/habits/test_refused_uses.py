@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,9 +22,8 @@ from harness.fsdp.runtime.weak_hooks import ProgramHook
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
-from tests.fsdp.checked import ZERO3, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits, Net, Run, alike, data, mean_square, plain_sgd, run_of, sharded, training
-from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import Slip
 
 CHECKS = Habits()
@@ -310,10 +308,7 @@ def initialising_unseeded(rank: int, strategy: str) -> list[str]:
     return told  # each rank updates a part, and all take that
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_right_or_says_what_to_do(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
 
 
 _begin = LostEdits.begin
@@ -417,6 +412,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,10 +26,10 @@ from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import materialize, weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.param_group import ParamGroup
-from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sgd, sharded, with_optimizer
-from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, data, loss_of, same
+from tests.fsdp.pairs import WIDTH, Model, data, loss_of, same
 
 CHECKS = Habits()
 
@@ -236,10 +234,7 @@ def rewired_wrongly(rank: int, strategy: str) -> list[str]:
     return told + differs(model, plainly(1))
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_name_of_megatron_fsdp_does_what_it_says(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 
 
 def test_the_entries_return_the_model_with_its_names() -> None:
@@ -319,6 +314,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_wrong_name_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_wrong_name_is_found = each_is_found(__name__, MUTANTS)

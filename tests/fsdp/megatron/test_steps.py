@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,7 +16,7 @@ from harness.fsdp import StepError, megatron, sharding
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from harness.fsdp.update import flat_step
-from tests.fsdp.checked import RANKS, Mutant, areas_of, holds, is_found, patched, said
+from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits
 from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, close, data, loss_of, plain_gradients
@@ -267,10 +265,7 @@ def misfits(rank: int, strategy: str) -> list[str]:
     return told + [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_name_of_megatron_fsdp_does_what_it_says(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -346,6 +341,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_wrong_name_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_wrong_name_is_found = each_is_found(__name__, MUTANTS)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,13 +22,11 @@ from torch.utils._pytree import tree_map_only
 
 from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard, tensor_parallel
 from harness.fsdp.guards.replicas import CopiedGradients
-from tests.fsdp.checked import Mutant, holds, is_found
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.checked import Mutant, each_holds, each_is_found
 from tests.fsdp.tensor_parallel import models
 from tests.fsdp.tensor_parallel.models import Shape, loss_of
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
-from tests.support.mutants import each
 
 WORLD = 4
 NARROW = 5
@@ -213,14 +209,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_holds(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_holds = each_holds(__name__, CHECKS)
 
 
-@pytest.mark.parametrize(
-    "name", each("The engine, by cut parameters", ((name, mutant.breaks) for name, mutant in MUTANTS.items()))
-)
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by cut parameters")

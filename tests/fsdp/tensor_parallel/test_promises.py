@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,11 +32,9 @@ from harness.fsdp.runtime.same_data import SameData
 from harness.fsdp.storage import gradients, parameter_access
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.private_torch import version_of
-from tests.fsdp.checked import Mutant, holds, is_found, said
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, alone, mesh_of, rows_of, sharded, train
-from tests.support.mutants import each
 
 WORLD = 4
 SEQUENCE = Shape(layers=1, sequence_parallel=True)
@@ -414,12 +411,7 @@ def each_by_itself(*given: Any) -> Iterator[dict[int, Tensor]]:
 materialize_whole = materialize._whole
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_holds(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_it_holds = each_holds(__name__, CHECKS)
 
 
-@pytest.mark.parametrize("name", each("The engine, by tensor parallelism", ((n, m.breaks) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by tensor parallelism")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,8 +20,7 @@ from torch.distributed.tensor.parallel import (
 from harness.fsdp import CopiesPart
 from harness.fsdp.megatron import fully_shard
 from harness.fsdp.runtime.same_data import SameData
-from tests.fsdp.checked import Check, Mutant, areas_of, holds, is_found, patched, said
-from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.checked import Check, Mutant, each_holds, each_is_found, patched, said
 
 VOCABULARY, WIDTH = 16, 8
 
@@ -107,10 +104,7 @@ def other_labels(rank: int, strategy: str) -> list[str]:
 CHECKS: dict[str, Check] = {each.__name__: each for each in (same_data, other_tokens, other_pixels, other_labels)}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_data_is_told(strategy: str, check: str) -> None:
-    holds(__name__, strategy, check)
+test_other_data_is_told = each_holds(__name__, CHECKS)
 
 
 _add = SameData._add
@@ -134,6 +128,4 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", areas_of(MUTANTS))
-def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    is_found(__name__, name, killed_in)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS)
