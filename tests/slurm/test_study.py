@@ -96,7 +96,7 @@ def test_three_runs_over_two_nodes(cluster: Cluster, tmp_path):
     assert asked.returncode == 0, asked.stderr
     assert "submitted 3 cells" in asked.stdout
     runs = Store(root).runs("three")
-    (script,) = root.glob("three/.submit/*/*_submission.sh")
+    (script,) = root.glob("three/.submit/*/submission.sh")
     assert script.read_text() in shown, "a dry run shows what is submitted, to the letter"
     (dry,) = root.glob("three/.dry_run/*.sh")
     assert dry.read_text() == script.read_text()

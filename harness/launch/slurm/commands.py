@@ -19,8 +19,11 @@ class NoAnswer(SlurmError):
     """A SLURM command did not end within `TIMEOUT_S`."""
 
 
-def ask(*command: str) -> str:
-    """Output of a command. Raises `SlurmError`: it is missing, failed, or timed out."""
+def ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Output of a command, by default without the user's filters.
+
+    Raises `SlurmError`: it is missing, failed, or timed out.
+    """
     try:
         done = subprocess.run(
             command,
@@ -31,7 +34,7 @@ def ask(*command: str) -> str:
             errors="replace",  # names and comments are other people's, in whatever encoding
             timeout=TIMEOUT_S,
             check=False,
-            env=plain_environment(os.environ),
+            env=plain_environment(os.environ) if environment is None else environment,
         )
     except subprocess.TimeoutExpired as error:
         raise NoAnswer(f"{command[0]}: {error}") from error

@@ -6,12 +6,10 @@ between, the next look finds the job by its name, or knows that there is none.
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from harness.config.schema import Backend
 from harness.launch.opening import Opened, Sources, look, open_attempt
 from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
-from harness.launch.slurm.commands import SlurmError
+from harness.launch.slurm.commands import SlurmError, ask
 from harness.launch.slurm.facts import check_facts
 from harness.launch.slurm.scheduler import Scheduler, max_array_size
 from harness.launch.slurm.shape import shapes
@@ -145,7 +143,7 @@ _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connecti
 
 
 def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> StoreError:
-    folder, words = f"\n(folder of the submission: {batch.folder})", _words_of(error)
+    folder, words = f"\n(folder of the submission: {batch.folder})", str(error).removeprefix("sbatch: ").strip()
     if _NO_ANSWER.search(words):
         told = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
         return StoreError(told + folder)
@@ -166,54 +164,35 @@ def _first_status(token: str, index: int) -> Status:
 
 
 def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str]:
-    import submitit
-
-    text = batch.script()
+    text, script = batch.script(), batch.folder / "submission.sh"
     for one in opened:
         same.write(one.run.attempt_dir(one.attempt) / "submit.sh", text)
+    script.write_text(text, encoding="utf-8")  # not by `write_atomic`, which replaces secrets
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
-    executor = submitit.SlurmExecutor(batch.folder)
-    executor.parameters.update(batch.parameters)
-    with outside_any_job(), as_written(text), redirect_stderr(io.StringIO()):  # submitit prints a refusal, as we do
-        job = executor._submit_command(batch.command).job_id
-    return _numbers(job, len(opened))
+    answer = ask("sbatch", str(script), environment=sbatch_environment(text, os.environ))
+    job = re.search(r"\bjob (\d+)", answer)
+    if job is None:
+        raise SlurmError(f"sbatch: no number of a job in {answer!r}")
+    return _numbers(job[1], len(opened))
 
 
-@contextmanager
-def outside_any_job() -> Iterator[None]:
-    """Hide a surrounding job's variables: sbatch would inherit its node counts and memory."""
-    before = dict(os.environ)
-    if "SLURM_JOB_ID" in before:
-        for name in before:
-            if name in FOREIGN or (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in OF_THE_USER):
-                del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)
-
-
-@contextmanager
-def as_written(script: str) -> Iterator[None]:
-    """Hide variables that override the script; those for options it leaves open (`SBATCH_ACCOUNT`) stay."""
+def sbatch_environment(script: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables without those of a surrounding job, whose counts and memory sbatch would inherit, and those that
+    override the script; those for options it leaves open (`SBATCH_ACCOUNT`) stay."""
     said = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
-    hidden = {name: value for name, value in os.environ.items() if name in UNASKED or _option(name) in said}
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+    inside = "SLURM_JOB_ID" in environment
+    return {
+        name: value
+        for name, value in environment.items()
+        if not (inside and _is_of_a_job(name)) and name not in UNASKED and _option(name) not in said
+    }
+
+
+def _is_of_a_job(name: str) -> bool:
+    return name in FOREIGN or (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in OF_THE_USER)
 
 
 def _option(variable: str) -> str:
     prefix, _, name = variable.partition("_")
     plain = name.lower().replace("_", "-")
     return OPTIONS.get(plain, plain) if prefix == "SBATCH" else ""
-
-
-def _words_of(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        output = error.stderr or error.output or ""
-        return (output.decode(errors="replace") if isinstance(output, bytes) else str(output)).strip()
-    return str(error).strip()
