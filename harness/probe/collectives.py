@@ -19,6 +19,7 @@ Bytes are what this rank has to send, whatever the algorithm, N being the size o
 A collective that an engine builds of several operations is announced through `harness.fsdp.Observer`: its
 operations' bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this
 process's memory passes no operation; the engine announces it too, by the tensors it lays out, and it counts as sent.
+So are the host's waits announced, whose sum is exposed communication: on CPU, as on CUDA the host runs ahead.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class CollectiveMeter(Observer):
         _install()
         self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads
         self._counts: dict[tuple[str, str], list[int]] = {}
+        self._waited_s: float | None = None
         self._paused = False
         self._muted = threading.local()
         self.attach()
@@ -87,6 +89,10 @@ class CollectiveMeter(Observer):
         """Count bytes without an operation."""
         self.add(kind, bucket, int(bucket == UNLABELLED), num_bytes)
 
+    def waited(self, seconds: float) -> None:
+        if not self._paused:
+            self._waited_s = (self._waited_s or 0.0) + seconds
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         before, self._paused = self._paused, True
@@ -109,6 +115,11 @@ class CollectiveMeter(Observer):
         with self._guard:
             taken, self._counts = self._counts, {}
         return [Row(kind, bucket, count, num_bytes) for (kind, bucket), (count, num_bytes) in taken.items()]
+
+    def take_waited_s(self) -> float | None:
+        """Seconds of announced waits since the last call; None without any."""
+        taken, self._waited_s = self._waited_s, None
+        return taken
 
 
 def by_kind(rows: list[Row]) -> dict[str, dict[str, int]]:

@@ -11,7 +11,6 @@ from harness.probe.collectives import CollectiveMeter
 from harness.probe.memory import MemoryMeter
 from harness.probe.storage import StorageMeter
 from harness.probe.timers import Timers
-from harness.probe.waits import WaitMeter
 
 
 class Meters:
@@ -19,17 +18,15 @@ class Meters:
         self.storage = StorageMeter() if follow_storage and device.type == "cpu" else None
         self.timers = Timers(device)
         self.collectives = CollectiveMeter()
-        self.waits = WaitMeter(device)
         self.memory = MemoryMeter(device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        with self.collectives.paused(), self.waits.paused():
+        with self.collectives.paused():
             yield
 
     def close(self) -> None:
         self.collectives.close()
-        self.waits.close()
         self.memory.resident.close()
         if self.storage is not None:
             self.storage.close()

@@ -2,6 +2,6 @@
 
 from harness.train.loop import run
 from harness.train.session import Outcome, Progress, Session
-from harness.train.timed import TimedWorkload
+from harness.train.timed import timed_workload
 
-__all__ = ["Outcome", "Progress", "Session", "TimedWorkload", "run"]
+__all__ = ["Outcome", "Progress", "Session", "run", "timed_workload"]

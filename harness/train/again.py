@@ -9,6 +9,11 @@ Sketches of gradients are compared rank by rank.
 It takes a forward, a backward and unsharded weights on each rank, so it runs once; a persistent fault is still there in
 the last step. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's own
 model, which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
+
+[Note: The same function] That step uses the model's present code: a softcap, table, constant or custom backward that
+changed since the begin changes both alike. So each rank computes the plain model's local gradients twice more, for the
+seed's first weights and its own microbatches of step 1: before its first step, and in the recomputed step. Equal
+modules, bits, shapes and threads must agree. Earlier changes, in a previous attempt or in step 1, are not seen.
 """
 
 from __future__ import annotations
@@ -68,6 +73,24 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
         return local_gradients(model, session, names, signs, step, lambda loss: _scaled(loss, seen, session.config))
 
 
+def is_same_function_asked(config: Config, done: int) -> bool:
+    """True if a run resumed after so many steps evaluates the plain model twice."""
+    return step_of(config) > done + 1
+
+
+def same_function(session: Session, control: Control, names: list[str], signs: Signs) -> Sketch | None:
+    """Sketches of the sum of the plain model's gradients [tensors, m] on this rank's microbatches of step 1 at the
+    seed's first weights, and squared norms [tensors]; see [Note: The same function].
+
+    None without memory. Collective over all ranks.
+    """
+    if not have_room(session, control):
+        return None
+    with plain_model(workload_for(session.config), session.config, session.ranks.device) as model:
+        _fill_first(model, session)
+        return local_gradients(model, session, names, signs, 1, lambda loss: loss)
+
+
 def have_room(session: Session, control: Control) -> bool:
     """True if every rank has room for the unsharded model. Collective over all ranks."""
     return all(fits for (fits,) in control.gather([int(_fits(workload_for(session.config), session))]))
@@ -114,6 +137,14 @@ def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
     for name, buffer in Fp8Linear.delayed_state(model).items():
         if name in theirs:  # an engine of one's own may keep them elsewhere
             buffer.copy_(theirs[name])
+
+
+@torch.no_grad()
+def _fill_first(model: nn.Module, session: Session) -> None:
+    workload = workload_for(session.config)
+    for name, weight in model.named_parameters():
+        session.alive()
+        weight.copy_(workload.initial_weight(name, weight.shape))
 
 
 def _scaled(loss: Tensor, seen: Seen, config: Config) -> Tensor:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 from harness.control import Control
-from harness.probe.load import LoadMeter, load_average
 from harness.probe.storage import StepBytes
 from harness.train.session import Session
 
@@ -26,7 +29,8 @@ class Bench:
         self.session = session
         self.control = control
         self.warmup_steps = session.config.measure.warmup_steps
-        self.load = LoadMeter()
+        self.load_at_start = os.getloadavg()[0]
+        self.began = _clocks()
         self.settled: StepBytes | None = None
         self.tensor_bytes: dict[str, Any] | None = None
 
@@ -53,20 +57,20 @@ class Bench:
             del steps
         gc.collect()  # what following left behind is not to be found in a timed step
         self.session.meters.memory.begin()
-        self.load.begin()
+        self.began = _clocks()
         return self.settled
 
     def facts(self) -> dict[str, Any]:
         """Facts for the summary, on rank 0. Collective over all ranks."""
-        own = self.load.take()
+        own = Clocks(*(now - before for now, before in zip(_clocks(), self.began, strict=True)))
         self._gather_timed()
         rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
         return {
             "tensor_bytes": self.tensor_bytes,
             "load": {
-                "at_start": self.load.load_at_start,
-                "at_end": load_average(),
+                "at_start": self.load_at_start,
+                "at_end": os.getloadavg()[0],
                 "others_cores": max(0.0, own.machine_s - here) / own.wall_s,
                 "timed_s": own.wall_s,
             },
@@ -96,3 +100,19 @@ class Bench:
 def _host_id() -> int:
     digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Busy fields of the system's processor times; stolen time is another machine's work on these cores."""
+
+
+class Clocks(NamedTuple):
+    wall_s: float
+    machine_s: float
+    process_s: float
+
+
+def _clocks() -> Clocks:
+    times = psutil.cpu_times()
+    machine = sum(getattr(times, field, 0.0) for field in OTHERS)
+    return Clocks(time.perf_counter(), machine, time.process_time())

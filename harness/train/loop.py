@@ -188,7 +188,7 @@ class Loop:
         session, meters = self.session, self.session.meters
         lr = lr_at(self.config, step)
         meters.collectives.take()  # what was issued, or waited for, between steps is no step's
-        meters.waits.take()
+        meters.collectives.take_waited_s()
         session.engine.counters()
         fetched, self.ahead = self.ahead or self._fetch(step), None
         microbatches = fetched.take()
@@ -207,7 +207,8 @@ class Loop:
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
         step_time_s = fetched.seconds + time.perf_counter() - began - spans[ASIDE]
-        rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
+        rows, waited_s = meters.collectives.take(), meters.collectives.take_waited_s()
+        exposed_comm_s = None if meters.timers.on_device else waited_s
         counters, scaled = session.engine.counters(), session.engine.scaled()
         return losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
 

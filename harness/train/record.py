@@ -69,7 +69,7 @@ class Measured(NamedTuple):
     grad_norm: float
     step_time_s: float
     spans: Mapping[str, float]
-    """Seconds of data, forward_backward, optimizer, and of forward where the engine called a TimedWorkload."""
+    """Seconds of data, forward_backward, optimizer, and of forward where the engine called a `timed_workload`."""
     exposed_comm_s: float | None
     rows: list[Row]
     scaled: Scaled | None

@@ -42,7 +42,7 @@ class Session:
 
     timed = config.measure.mode is MeasureMode.bench
     meters = Meters(ranks.device, follow_storage=timed)  # before the engine: it counts what the engine issues
-    workload = TimedWorkload(workload_for(config), meters.timers)
+    workload = timed_workload(workload_for(config), meters.timers)
     engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
     loader = Loader(config, ranks.data_rank)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None

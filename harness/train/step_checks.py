@@ -7,7 +7,7 @@ sample, which cost a few passes over what a rank holds and nothing on the wire b
                 Weights that a rank keeps whole, and computes with where it keeps them, are looked at by the forward:
                 once is enough of one memory
     again       in the last captured step, local gradients by the plain model (`harness.train.again`); and whether that
-                is the function it was when the run began (`harness.train.drift`)
+                is the function it was when the run began (`harness.train.again`)
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
@@ -48,8 +48,7 @@ from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
 from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
-from harness.train import drift
-from harness.train.again import off_by, step_of, worked_out
+from harness.train.again import is_same_function_asked, off_by, same_function, step_of, worked_out
 from harness.train.callbacks import Callback
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
@@ -102,7 +101,7 @@ class StepChecks(Callback):
         """Moments of the last step before a resume, on the first rank; else None."""
         self.done = done
         self.again_at = step_of(config)
-        self.looks_for_drift = drift.is_looked_for(config, done)
+        self.looks_for_drift = is_same_function_asked(config, done)
         self.first: Sketch | None = None
         self.skipped = _skipped_before(session, control, done)
         self.least = integer_floor(config, [piece.shape for piece in pieces])
@@ -199,7 +198,7 @@ class StepChecks(Callback):
                 self.again = worked_out(*of, step)
                 self.summed.part("blind")[:] = float(self.again is None)
             if self.looks_for_drift:
-                now = drift.asked(*of)
+                now = same_function(*of)
                 self.first, self.drift = (self.first, now) if step == self.again_at else (now, None)
                 self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.config.typed import load_config
-from harness.store import first_failure
+from harness.store import failure
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder
 from harness.store.rundir import RunDir
@@ -67,7 +67,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
 def _mark_failure(run: RunDir, place: RankPlace) -> None:
     with contextlib.suppress(OSError, StoreError):
         if place.job and run.setting("launch.fail_fast"):
-            first_failure.tell(run)
+            failure.tell_study(run.path)
 
 
 def _after_interrupt(place: RankPlace) -> Any:
@@ -89,7 +89,7 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
     if reporter.is_superseded():
         return INTERRUPTED
     decides = config.launch.fail_fast and place.job and place.rank == 0  # srun ends the other ranks
-    if decides and (other := first_failure.since(run, reporter.attempt)):
+    if decides and (other := failure.failed_since(run.path, reporter.attempt)):
         reporter.ended(State.cancelled, f"launch.fail_fast: {other} failed before this run started")
         return INTERRUPTED
     reporter.started()
@@ -196,7 +196,7 @@ def _train(
     from harness.engines.registry import engine_class
     from harness.models.registry import workload_for
     from harness.probe.meters import Meters
-    from harness.train import Session, TimedWorkload, run as train
+    from harness.train import Session, run as train, timed_workload
     from harness.train.faults import build_session
     from harness.worker import origin
 
@@ -210,7 +210,7 @@ def _train(
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
 
         def build() -> Session:
-            workload = TimedWorkload(workload_for(config), meters.timers, signs.alive)
+            workload = timed_workload(workload_for(config), meters.timers, signs.alive)
             engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
             loader = Loader(config, ranks.data_rank)
             return Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs)

@@ -17,7 +17,6 @@ from harness.probe.collectives import CollectiveMeter, Row
 from harness.probe.flops import peak_flops, peak_of_name
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import ASIDE, Timers
-from harness.probe.waits import WaitMeter
 from tests.support.mutants import Slip, each
 from tests.train.runs import described
 
@@ -38,37 +37,36 @@ def test_spans_add_up_and_start_anew() -> None:
 
 
 def test_waits_are_what_engines_announce() -> None:
-    meter = WaitMeter(CPU)
-    assert meter.take() is None
+    meter = CollectiveMeter()
+    assert meter.take_waited_s() is None
     for _ in range(2):
         with Observer.waiting():
             time.sleep(0.01)
-    waited = meter.take()
+    waited = meter.take_waited_s()
     assert waited is not None
     assert waited >= 0.02
     with meter.paused(), Observer.waiting():
         pass
-    assert meter.take() is None
+    assert meter.take_waited_s() is None
     meter.close()
     with Observer.waiting():
         pass
-    assert meter.take() is None
+    assert meter.take_waited_s() is None
 
 
 SEEN = [Row("all_gather", "weights", 1, 0), True, False]
 
 
-def observed() -> tuple[list[object], CollectiveMeter, WaitMeter]:
-    """What meters saw of an engine that announces; once more after they were closed, which they must not see."""
-    collectives, waits = CollectiveMeter(), WaitMeter(CPU)
+def observed() -> tuple[list[object], CollectiveMeter]:
+    """What a meter saw of an engine that announces; once more after it was closed, which it must not see."""
+    meter = CollectiveMeter()
     seen: list[object] = []
     for _ in range(2):
         with Observer.announce("all_gather", "weights"), Observer.waiting():
             pass
-        seen += [*collectives.take(), waits.take() is not None]
-        collectives.close()
-        waits.close()
-    return seen, collectives, waits
+        seen += [*meter.take(), meter.take_waited_s() is not None]
+        meter.close()
+    return seen, meter
 
 
 def test_meters_see_what_any_engine_announces() -> None:
@@ -86,9 +84,8 @@ SLIPS = {
 def test_an_observer_that_is_told_wrongly_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         SLIPS[name].put(patched)
-        seen, *meters = observed()
-    for meter in meters:
-        meter.detach()  # where the mistake left it attached
+        seen, meter = observed()
+    meter.detach()  # where the mistake left it attached
     assert seen != SEEN
 
 

@@ -19,7 +19,7 @@ from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
 from harness.probe.meters import Meters
-from harness.train import Outcome, Progress, Session, TimedWorkload, run
+from harness.train import Outcome, Progress, Session, run, timed_workload
 from harness.train.faults import build_session
 
 torch.set_num_threads(1)  # tests share few cores, and tiny tensors gain nothing from two
@@ -73,7 +73,7 @@ def train(
     with Meters(ranks.device, follow_storage=config.measure.mode is MeasureMode.bench) as meters:
 
         def build() -> Session:
-            workload = TimedWorkload(workload_for(config), meters.timers)
+            workload = timed_workload(workload_for(config), meters.timers)
             engine = engine_class(config.engine.name)(workload, config, ranks)
             loader = Loader(config, ranks.data_rank)
             return Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress)

@@ -21,7 +21,7 @@ from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.train import again, drift, step_checks
+from harness.train import again, step_checks
 from tests.support.factory import freeze, small_config, stopping, train, with_dtypes
 from tests.support.mutants import Slip, each
 
@@ -176,16 +176,16 @@ def test_a_resumed_run_is_asked_twice_too(tmp_path: Path) -> None:
 
 
 def test_nobody_asks_where_no_step_is_worked_out_again_or_nothing_lies_between() -> None:
-    assert drift.is_looked_for(configured("fp32"), 0)
-    assert drift.is_looked_for(configured("fp32"), STEPS - 2)
-    assert not drift.is_looked_for(configured("fp32"), STEPS - 1)
+    assert again.is_same_function_asked(configured("fp32"), 0)
+    assert again.is_same_function_asked(configured("fp32"), STEPS - 2)
+    assert not again.is_same_function_asked(configured("fp32"), STEPS - 1)
     for changes in (
         {"measure__capture_steps": [1]},
         {"measure__capture_steps": []},
         {"mesh__tp": 2},
         {"model__family": ModelFamily.ext},
     ):
-        assert not drift.is_looked_for(configured("fp32", **changes), 0), changes
+        assert not again.is_same_function_asked(configured("fp32", **changes), 0), changes
 
 
 def test_nobody_looks_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def wrong_bounds(root: Path) -> Iterator[str]:
         elsewhere = replace(run, config={**run.config, "cluster.device": "cuda"})
         if not every_step.bounds("drift", elsewhere, run.stream, of)[0] > 1e-5:
             yield f"another device, {kind}"
-    if drift.is_looked_for(configured("fp32"), STEPS - 1):
+    if again.is_same_function_asked(configured("fp32"), STEPS - 1):
         yield "a step is held against itself"
 
 
@@ -231,12 +231,22 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "weights of nobody": (
         wrong_runs,
         Slip(
-            drift, "_fill", "workload.initial_weight(name, weight.shape)", "torch.rand_like(weight)", "They are drawn"
+            again,
+            "_fill_first",
+            "workload.initial_weight(name, weight.shape)",
+            "torch.rand_like(weight)",
+            "They are drawn",
         ),
     ),
     "weights that are nothing": (
         wrong_runs,
-        Slip(drift, "_fill", "workload.initial_weight(name, weight.shape)", "torch.zeros(())", "Nothing is computed"),
+        Slip(
+            again,
+            "_fill_first",
+            "workload.initial_weight(name, weight.shape)",
+            "torch.zeros(())",
+            "Nothing is computed",
+        ),
     ),
     "asked once": (
         wrong_runs,
@@ -284,7 +294,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "a step against itself": (
         wrong_bounds,
-        Slip(drift, "is_looked_for", "> done + 1", "> done", "The first step is asked for twice"),
+        Slip(again, "is_same_function_asked", "> done + 1", "> done", "The first step is asked for twice"),
     ),
 }
 

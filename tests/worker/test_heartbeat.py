@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from harness.train.record import weights_digest
-from harness.train.timed import TimedWorkload
+from harness.train.timed import timed_workload
 from harness.worker import rank
 from harness.worker.rank import heartbeat
 
@@ -49,6 +49,6 @@ def test_every_weight_that_is_digested_or_filled_is_a_sign_of_life() -> None:
         def initial_weight(self, name, shape):
             return torch.zeros(shape)
 
-    workload = TimedWorkload(Inner(), None, lambda: beats.append("fill"))
+    workload = timed_workload(Inner(), None, lambda: beats.append("fill"))
     workload.initial_weight("w", torch.Size([2]))
     assert beats[-1] == "fill"

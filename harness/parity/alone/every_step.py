@@ -12,7 +12,7 @@ more once:
     again      in the last captured step, a rank's gradients against those of the plain    forward and gradient
                model with the same weights and tokens (`harness.train.again`)
     drift      in that step, what the plain model makes of the seed's weights and step 1's  forward and gradient
-               tokens against what it made of them before the first (`harness.train.drift`)
+               tokens against what it made of them before the first (`harness.train.again`)
 
 [Note: Bounds of the stream] `gather`, `kept` and `replicas` compare numbers that were copied or cast, and a cast has
 one result: all that may be left is the fp64 sum of a sketch, `EXACT` (sqrt(n) roundings of 2^-53 of n terms, 1e-11 for
