@@ -45,10 +45,3 @@ def nearest(path: Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Free bytes where `path` lies, or will lie; too high under quotas and thin volumes. Raises `OSError`."""
     return shutil.disk_usage(nearest(path)).free
-
-
-def shown(count: int) -> str:
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.3g} {units[0]}"

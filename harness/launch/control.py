@@ -19,9 +19,8 @@ from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
-from harness.store.status import OWNER_LOCK, Keeper, State, Status
+from harness.store.status import MOVING, OWNER_LOCK, Keeper, State, Status
 
-ALIVE = frozenset({State.queued, State.running, State.preempted})
 CANCEL_TIMEOUT_S = 30.0
 
 
@@ -87,7 +86,7 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
 
 def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
     found = status.effective(run.path, scheduler)
-    if found is None or found.state not in ALIVE:
+    if found is None or found.state not in MOVING:
         return None
     if found.keeper is Keeper.process and found.state is State.preempted:
         return None
@@ -106,7 +105,7 @@ def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler |
         raise StoreError(f"SLURM did not cancel: {error}") from error
     for run, found in living:
         present = run.status()
-        if present is not None and present.attempt == found.attempt and present.state in ALIVE:
+        if present is not None and present.attempt == found.attempt and present.state in MOVING:
             status.move(run.path, found.attempt, State.cancelled, "cancelled on request")
 
 

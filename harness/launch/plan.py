@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.config.schema import Rerun
-from harness.store.status import State, Status
+from harness.store.status import RESTARTS, State, Status
 
 
 class Action(Enum):
@@ -30,15 +30,12 @@ class Decision:
         return self.action in (Action.start, Action.start_over)
 
 
-ALIVE = frozenset({State.queued, State.running})
-
-
 def decide(status: Status | None, *, stale: bool, obstacle: str, rerun: Rerun) -> Decision:
     """Args: status: effective state (`status.effective`); None if never started. stale: sources that can change numbers
     have changed. obstacle: why an earlier attempt cannot be continued, or empty."""
     if status is None:
         return Decision(Action.start, "new")
-    if status.state in ALIVE or (status.state is State.preempted and status.job):
+    if status.state in RESTARTS or (status.state is State.preempted and status.job):
         return Decision(Action.leave, f"{status.state.value}: {status.reason}")
     if status.state is State.done:
         return _decide_done(stale, rerun)

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.config.compose import Cell
-from harness.config.disk import Kept, free_bytes, kept, shown
+from harness.config.disk import Kept, free_bytes, kept
 from harness.config.errors import BadRequest, Violation
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Action
 from harness.launch.slurm.scheduler import probe
 from harness.store.rundir import Store
-from harness.store.screen import counted
+from harness.store.screen import counted, size
 
 FIX = "launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limit_mib, or fewer cells"
 
@@ -56,15 +56,15 @@ def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there:
     """
     free = free_bytes(root)
     if need.total - there > free:
-        left = f", of which {shown(there)} are there" if there else ""
-        problem = f"has {shown(free)} free, and {what} keeps at least {shown(need.total)}{left}: {_told(need)}"
+        left = f", of which {size(there)} are there" if there else ""
+        problem = f"has {size(free)} free, and {what} keeps at least {size(need.total)}{left}: {_told(need)}"
         raise NoRoom([Violation(subject, problem, fix=fix)])
 
 
 def say_room(store: Store, starting: Sequence[Cell]) -> str:
     need = kept_by(starting)
     keep = f"{counted(len(starting), 'run')} keep{'s' * (len(starting) == 1)}"
-    return f"{keep} at least {shown(need.total)}: {_told(need)}; {store.root} has {shown(free_bytes(store.root))} free"
+    return f"{keep} at least {size(need.total)}: {_told(need)}; {store.root} has {size(free_bytes(store.root))} free"
 
 
 def kept_by(cells: Iterable[Cell]) -> Kept:
@@ -85,4 +85,4 @@ def held(folder: Path) -> int:
 
 
 def _told(need: Kept) -> str:
-    return f"checkpoints {shown(need.checkpoints)}, captures {shown(need.captures)}"
+    return f"checkpoints {size(need.checkpoints)}, captures {size(need.captures)}"

@@ -17,21 +17,6 @@ PLAIN_PAUSE_S = 15.0
 RECENT_STEPS = 20
 
 
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def quantity(value: float) -> str:
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"
-
-
 def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
     left = (message["steps"] - message["step"]) * recent_s
     speed = message["tokens"] / recent_s if recent_s else 0.0
@@ -39,10 +24,10 @@ def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
     return (
         f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
         + (f"held out {float(held_out):.4f}  " if held_out is not None else "")
-        + f"{1e3 * recent_s:.0f} ms/step  {quantity(speed)} tokens/s  "
+        + f"{1e3 * recent_s:.0f} ms/step  {screen.quantity(speed)} tokens/s  "
         + (f"{rate / recent_s / 1e12:.3g} TFLOP/s  " if rate and recent_s else "")
         + (f"MFU {100 * rate / recent_s / peak:.1f} %  " if rate and recent_s and peak else "")
-        + f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
+        + f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {screen.duration(left)}"
     )
 
 

@@ -11,12 +11,10 @@ from harness.launch.terminal import Terminal
 from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
-from harness.store.status import JobProbe, State
+from harness.store.status import MOVING, JobProbe, State
 
 POLL_S = 5.0
 CODES = {State.done: 0, State.cancelled: 130}
-
-WAITING = frozenset({State.queued, State.running, State.preempted})
 
 
 def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL_S) -> list[int]:
@@ -33,7 +31,7 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL
         if text != shown:
             terminal.line(text)
             shown = text
-        if not any(state in WAITING for state in states):
+        if not any(state in MOVING for state in states):
             return [CODES.get(state, 1) for state in states]
         time.sleep(poll_s)
 

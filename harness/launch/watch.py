@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.launch.slurm.scheduler import probe
-from harness.launch.terminal import Terminal, duration, quantity
+from harness.launch.terminal import Terminal
 from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.labels import named
 from harness.store.metrics import last_record, newest_held_out
 from harness.store.rundir import RunDir, Store
-from harness.store.status import JobProbe, State
-from harness.store.step_time import median_step_time
+from harness.store.status import MOVING, JobProbe, State
+from harness.store.step_time import median_step_time, rates
 
 POLL_S = 2.0
-MOVING = frozenset({State.queued, State.running, State.preempted})
 HEADER = ("run", "state", "step", "loss", "held out", "ms/step", "tokens/s", "TFLOP/s", "MFU", "left", "reason")
 REASON = HEADER.index("reason")
 LEGIBLE = 24
@@ -41,11 +39,12 @@ class Row:
     reason: str
     held_out: float | None = None
     """Newest loss on held-out data."""
-    tokens: int | None = None
-    """Tokens of a step."""
+    tokens: float | None = None
+    """Tokens a second; rates are those at the median step time."""
     tflops: float | None = None
-    """TFLOP/s of a rank at the median step time."""
+    """TFLOP/s of a rank."""
     mfu: float | None = None
+    """Per cent."""
 
     @property
     def bad(self) -> bool:
@@ -66,10 +65,10 @@ class Row:
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if self.held_out is None else f"{self.held_out:.4f}",
             "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
-            "" if not (self.step_time_s and self.tokens) else quantity(self.tokens / self.step_time_s),
+            "" if self.tokens is None else screen.quantity(self.tokens),
             "" if self.tflops is None else f"{self.tflops:.3g}",
-            "" if self.mfu is None else f"{100 * self.mfu:.1f} %",
-            "" if self.left_s is None else duration(self.left_s),
+            "" if self.mfu is None else f"{self.mfu:.1f} %",
+            "" if self.left_s is None else screen.duration(self.left_s),
             "" if self.reason in (f"{self.steps} steps", "1 step") else " ".join(self.reason.split()),
         )
 
@@ -92,17 +91,9 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         loss=last.get("loss"),
         step_time_s=step_time_s,
         held_out=newest_held_out(run.metrics),
-        tokens=last.get("tokens"),
-        **_speed(last, step_time_s),
+        **rates(last, step_time_s),
         reason="never started" if found is None else found.reason,
     )
-
-
-def _speed(last: Mapping[str, Any], step_time_s: float | None) -> dict[str, float]:
-    """TFLOP/s and MFU of a rank at the median step time, from the last step's."""
-    share = (last.get("step_time_s") or 0.0) / step_time_s if step_time_s else 0.0
-    told = {"tflops": last.get("tflops_per_rank"), "mfu": last.get("mfu")}
-    return {name: value * share for name, value in told.items() if value is not None}
 
 
 def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:

@@ -133,8 +133,19 @@ def _read(facts: NcclFacts, line: str) -> None:
             return
 
 
-def _version(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.version = match["version"]
+def _fields(facts: NcclFacts, match: re.Match[str]) -> None:
+    """Set the fields that groups of the pattern are named by."""
+    for name, value in match.groupdict().items():
+        setattr(facts, name, value)
+
+
+def _flag(name: str) -> Reader:
+    """Set a field to False where the pattern's group `not` has found something, else to True."""
+
+    def note(facts: NcclFacts, match: re.Match[str]) -> None:
+        setattr(facts, name, match.groupdict().get("not") is None)
+
+    return note
 
 
 def _complete(facts: NcclFacts, match: re.Match[str]) -> None:
@@ -146,28 +157,8 @@ def _channels(facts: NcclFacts, match: re.Match[str]) -> None:
     facts.nvls_channels = max(facts.nvls_channels, int(match["nvls"] or 0))
 
 
-def _nvls(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.nvls_available = match["not"] is None
-
-
-def _plugin(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.collnet_plugin = match["name"]
-
-
-def _connected(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.collnet_connected = True
-
-
 def _refused(facts: NcclFacts, match: re.Match[str]) -> None:
     facts.collnet_refused = facts.collnet_refused or match[0].strip()
-
-
-def _gin(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.gin_plugin = match["name"]
-
-
-def _symmetric(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.symmetric_memory = match["not"] is None
 
 
 def _setting(facts: NcclFacts, match: re.Match[str]) -> None:
@@ -253,16 +244,20 @@ _READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
             r"(?P<coll>\d+) coll channels, (?:\d+ collnet channels, )?(?:(?P<nvls>\d+) nvls channels)?",
             _channels,
         ),
-        ("NVLS multicast", r"NVLS multicast support is (?P<not>not )?available", _nvls),
-        ("collnet plugin", r"Loaded coll(?:net|Net) plugin (?P<name>.+?)(?: \(v\d+\))?$", _plugin),
-        ("CollNet", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/", _connected),
+        ("NVLS multicast", r"NVLS multicast support is (?P<not>not )?available", _flag("nvls_available")),
+        ("collnet plugin", r"Loaded coll(?:net|Net) plugin (?P<collnet_plugin>.+?)(?: \(v\d+\))?$", _fields),
+        ("CollNet", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/", _flag("collnet_connected")),
         ("CollNet node threshold", r"Communicator has \d+ nodes which is less than CollNet node threshold.*", _refused),
         ("SHARP", r"(?:SHARP coll init error: .*|Cannot create SHARP job.*|sharp_create_job failed.*)", _refused),
-        ("GIN/Plugin", r"GIN/Plugin: Assigned plugin (?P<name>\S+)", _gin),
-        ("Symmetric", r"Symmetric VA size=|Symmetric registration is (?P<not>not) supported", _symmetric),
+        ("GIN/Plugin", r"GIN/Plugin: Assigned plugin (?P<gin_plugin>\S+)", _fields),
+        (
+            "Symmetric",
+            r"Symmetric VA size=|Symmetric registration is (?P<not>not) supported",
+            _flag("symmetric_memory"),
+        ),
         ("set by environment", r"(?P<name>NCCL_\w+) set by environment to (?P<value>\S+?)\.?\s*$", _setting),
         ("environment variable", r"Parsed environment variable (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
         ("reset to NCCL_", r"reset to (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
-        ("NCCL version", r"NCCL version (?P<version>\S+)", _version),
+        ("NCCL version", r"NCCL version (?P<version>\S+)", _fields),
     )
 )

@@ -17,12 +17,10 @@ from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.reading import folder_names, read_text
 from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, RunDir, Store
-from harness.store.screen import counted
-from harness.store.status import JobProbe, State, Status
+from harness.store.screen import counted, size
+from harness.store.status import MOVING, JobProbe, State, Status
 
 SETTLED_S = 3600.0
-
-MOVING = frozenset({State.queued, State.running, State.preempted})
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,10 @@ def gc(
     """Print each item, remove it with `apply`, and print the sum."""
     items = garbage(store, jobs, checkpoints=checkpoints)
     for item in items:
-        say(f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})")
+        say(f"{size(item.size):>9}  {item.path}  ({item.why})")
     gone = [item for item in items if _removed(item.path)] if apply else items
     verb = "removed" if apply else "could go; run again with --yes to remove"
-    say(f"{counted(len(gone), 'item')}, {sum(item.size for item in gone) / 2**20:.1f} MiB {verb}")
+    say(f"{counted(len(gone), 'item')}, {size(sum(item.size for item in gone))} {verb}")
     if len(gone) < len(items):
         say(f"{len(items) - len(gone)} cannot be removed")
 

@@ -1,4 +1,4 @@
-"""Text for a terminal: short names, tables and sentences within its width, colours.
+"""Text for a terminal: numbers, short names, tables and sentences within its width, colours.
 
 Where output is no terminal and COLUMNS is not set, nothing is shortened, wrapped or coloured.
 """
@@ -113,12 +113,34 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def shorten(text: str, size: int) -> str:
-    """Text in at most `size` characters without its middle, because ends distinguish runs."""
-    if len(text) <= size:
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def quantity(value: float) -> str:
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def size(count: int) -> str:
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.3g} {units[0]}"
+
+
+def shorten(text: str, most: int) -> str:
+    """Text in at most `most` characters without its middle, because ends distinguish runs."""
+    if len(text) <= most:
         return text
-    tail = min(TAIL, size - 3)
-    return f"{text[: size - tail - 1]}…{text[-tail:]}"
+    tail = min(TAIL, most - 3)
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
 def fold(text: str, columns: int, indent: str = "", head: str = "") -> list[str]:

@@ -15,7 +15,9 @@ from harness.store.metrics import last_record
 from harness.store.reading import read_text
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.status import JobProbe, State
-from harness.store.step_time import median_step_time
+from harness.store.step_time import median_step_time, rates
+
+SPEEDS = {"tokens": "{:,.0f} tokens/s", "tflops": "{:.3g} TFLOP/s a rank", "mfu": "MFU {:.1f} %"}
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
@@ -122,11 +124,7 @@ def _progress(run: RunDir) -> list[str]:
 
 
 def _speed(last: Mapping[str, Any], seconds: float) -> list[str]:
-    """Rates at the median step time, from the arithmetic of the last step."""
-    share = (last.get("step_time_s") or 0.0) / seconds
-    told = [f"{last['tokens'] / seconds:,.0f} tokens/s"] if last.get("tokens") else []
-    told += [f"{rate * share:.3g} TFLOP/s a rank"] if (rate := last.get("tflops_per_rank")) else []
-    told += [f"MFU {100 * mfu * share:.1f} %"] if (mfu := last.get("mfu")) else []
+    told = [SPEEDS[name].format(value) for name, value in rates(last, seconds).items()]
     return [_field("speed", ", ".join(told))] if told else []
 
 

@@ -59,6 +59,9 @@ MOVES: dict[State, frozenset[State]] = {
 
 RESTARTS = frozenset({State.queued, State.running})
 
+MOVING = frozenset({State.queued, State.running, State.preempted})
+"""States of a run that may go on by itself."""
+
 
 @dataclass(frozen=True)
 class Status:

@@ -26,10 +26,10 @@ from harness.store.reading import read_json
 from harness.store.rundir import RunDir
 from harness.store.study import read_study
 from harness.wandb_sync.dashboard import VERDICTS, as_json, dashboard
-from harness.wandb_sync.pictures import pictures
 from harness.wandb_sync.run import check_place, drop_others, opened, outcome, quiet_settings, settle, wandb_id
 from harness.wandb_sync.sync import margin
 
+DPI = 150
 EVIDENCE = "evidence"
 FILES = "verdicts"
 DASHBOARD, VIEW = "dashboard.json", "view.json"
@@ -226,3 +226,20 @@ def _save(board: Any, remembered: Path) -> str:
     write_json(remembered, {"name": board._internal_name, "id": board._internal_id, "project": project})
     address: str = board.url
     return address
+
+
+def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:
+    """The figures of a study's report as PNG files; none where matplotlib is not installed."""
+    try:
+        from matplotlib import pyplot as plt
+
+        from harness.analysis import drawing, figures, judge
+    except ImportError:
+        return []
+    drawn = []
+    with drawing.quietly():
+        for each in figures.figures(judge.study(root, found.study, verdict=found)):
+            drawn.append(folder / f"{each.title.lower().replace(' ', '_')}.png")
+            each.figure.savefig(drawn[-1], dpi=DPI)
+            plt.close(each.figure)
+    return drawn

@@ -14,11 +14,10 @@ from harness.store import checksums, status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
 from harness.store.rundir import RunDir, read_summary
-from harness.store.status import JobProbe, State, Status
+from harness.store.status import RESTARTS, JobProbe, State, Status
 from harness.wandb_sync.run import WandbFailed, WandbRun, check_place, outcome, settle
 
 LAST_STEP = 2**31 - 1
-MOVING = (State.queued, State.running)
 DONE = {WandbMode.online: "sent", WandbMode.offline: "written"}
 
 
@@ -96,7 +95,7 @@ def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:
 
 def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
-    if found is not None and found.state in MOVING:
+    if found is not None and found.state in RESTARTS:
         return f"left alone, it is {found.state.value}"
     checksums.demand(run.path, *checksums.TOLD)
     last = _last_step(run)

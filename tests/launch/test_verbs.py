@@ -16,7 +16,7 @@ from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.launch import control
-from harness.launch.terminal import RunDisplay, Terminal, duration, quantity
+from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.watch import render, rows, watch
 from harness.store import provenance, status
 from harness.store.errors import StoreError
@@ -24,6 +24,7 @@ from harness.store.files import Lock
 from harness.store.gc import garbage, gc
 from harness.store.metrics import MetricsWriter
 from harness.store.rundir import Store, cancel_requested
+from harness.store.screen import duration, quantity
 from harness.store.show import diff, show
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell

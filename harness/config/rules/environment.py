@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
-from harness.config.disk import free_bytes, nearest, shown, written
+from harness.config.disk import free_bytes, nearest, written
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
 from harness.config.rules.request import Request, rule
@@ -22,7 +22,7 @@ from harness.config.schema import Backend, Device, EngineName, Registration, Wan
 from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.store import commands, interpreter
 from harness.store.provenance import versions
-from harness.store.screen import counted
+from harness.store.screen import counted, size
 
 ALLOCATORS = ("megatron", "apex")
 
@@ -163,7 +163,7 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
         return
     need, have = persistent_bytes_per_rank(cfg) * cfg.mesh.world_size, _memory_bytes()
     if have and need > have:
-        problem = f"needs {shown(need)} without activations, for all its ranks; this machine has {shown(have)}"
+        problem = f"needs {size(need)} without activations, for all its ranks; this machine has {size(have)}"
         yield Violation(f"model={cfg.model.name}", problem, fix="model=tiny, or a cluster with more machines")
 
 
@@ -186,7 +186,7 @@ def room(root: Path, need: int) -> str:
         free = free_bytes(folder)
     except OSError as error:
         return f"cannot be a folder: {error.strerror}"
-    return f"{folder} has {shown(free)} free, and the run writes about {shown(need)}" if free < need else ""
+    return f"{folder} has {size(free)} free, and the run writes about {size(need)}" if free < need else ""
 
 
 def _memory_bytes() -> int:
