@@ -9,21 +9,25 @@ from harness.config.compose import Cell
 from harness.launch import preview
 from harness.launch.local.inline import run_inline
 from harness.launch.local.pool import Pool, exit_code
-from harness.launch.local.run import Ended
+from harness.launch.local.run import EXIT_CODES, Ended
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
 from harness.launch.slurm import scheduler, steps, submission
 from harness.launch.terminal import RunDisplay, Terminal
-from harness.launch.waiting import wait_for
+from harness.launch.watch import wait_for
 from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
+from harness.store.files import Lock
 from harness.store.identity import directory_name
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from harness.store.study import judging_verb
+
+Listener = Callable[[dict[str, Any]], None]
+PREEMPTED = EXIT_CODES[State.preempted]
 
 
 def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
@@ -81,26 +85,22 @@ class _Request:
         steps.check_allocation(cells)
         codes: list[int] = []
         for cell in cells:
-            opened = open_here(self._store, cell, self._sources, self._jobs)
-            if isinstance(opened, Decision):
-                self._on_decision(cell, opened)
-                codes += [EXIT_BUSY] if opened.action is Action.leave else []
-                continue
-            self._on_start(opened[0])
-            ended = steps.run_step(*opened)
-            self._on_end(opened[0], ended)
-            codes.append(ended.exit_code)
-            if ended.state is State.preempted:
+            codes += self._run_one(cell, lambda opened, lock, _: steps.run_step(opened, lock))
+            if codes[-1:] == [PREEMPTED]:
                 break
         return codes
 
     def _run_inline(self, cell: Cell) -> list[int]:
         with stop_signals_blocked():  # until the rank listens
-            opened = open_here(self._store, cell, self._sources, self._jobs)
-            if isinstance(opened, Decision):
-                self._on_decision(cell, opened)
-                return [EXIT_BUSY] if opened.action is Action.leave else []
-            ended = run_inline(*opened, self._on_start(opened[0]))
+            return self._run_one(cell, run_inline)
+
+    def _run_one(self, cell: Cell, run: Callable[[Opened, Lock, Listener], Ended]) -> list[int]:
+        """Exit code of a cell that is run here and now; none if it is done."""
+        opened = open_here(self._store, cell, self._sources, self._jobs)
+        if isinstance(opened, Decision):
+            self._on_decision(cell, opened)
+            return [EXIT_BUSY] if opened.action is Action.leave else []
+        ended = run(*opened, self._on_start(opened[0]))
         self._on_end(opened[0], ended)
         return [ended.exit_code]
 
@@ -118,7 +118,7 @@ class _Request:
     def _on_decision(self, cell: Cell, decision: Decision) -> None:
         self._terminal.settle(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
 
-    def _on_start(self, opened: Opened) -> Callable[[dict[str, Any]], None]:
+    def _on_start(self, opened: Opened) -> Listener:
         world_size = opened.cell.typed.mesh.world_size
         if opened.over:
             self._terminal.settle(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")

@@ -109,9 +109,12 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 def render(found: Sequence[Row], width: int) -> str:
     lines = _table(found, width)
     lines += [line for each in _groups(found) for line in screen.fold(each, width, " " * 6)]
-    counts = Counter(one.state for one in found)
-    lines += screen.fold(", ".join(f"{count} {state}" for state, count in sorted(counts.items())), width)
+    lines += screen.fold(_counts(one.state for one in found), width)
     return "\n".join(lines)
+
+
+def _counts(states: Iterable[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in sorted(Counter(states).items()))
 
 
 def _table(found: Sequence[Row], width: int) -> list[str]:
@@ -172,3 +175,33 @@ def watch(
         if not (follow and terminal.moving and moving):
             return found
         time.sleep(POLL_S)
+
+
+WAIT_S = 5.0
+CODES = {State.done: 0, State.cancelled: 130}
+
+
+def wait_for(runs: Sequence[RunDir], terminal: Terminal) -> list[int]:
+    """Wait until every run has ended (launch.wait=true), with messages on changes; returns their exit codes.
+
+    Ctrl-C ends the waiting, not the jobs.
+    """
+    shown = ""
+    while True:
+        jobs = probe()
+        states = [_state(run, jobs) for run in runs]
+        text = _counts(state.value for state in states)
+        if text != shown:
+            terminal.line(text)
+            shown = text
+        if not any(state in MOVING for state in states):
+            return [CODES.get(state, 1) for state in states]
+        time.sleep(WAIT_S)
+
+
+def _state(run: RunDir, jobs: JobProbe | None) -> State:
+    try:
+        found = status.effective(run.path, jobs)
+    except StoreError:
+        return State.lost
+    return State.lost if found is None else found.state

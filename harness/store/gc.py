@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.store import status
-from harness.store.batch_log import SUBMISSIONS
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.reading import folder_names, read_text
 from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, RunDir, Store
 from harness.store.screen import counted, size
-from harness.store.status import MOVING, JobProbe, State, Status
+from harness.store.status import MOVING, SUBMISSIONS, JobProbe, State, Status
 
 SETTLED_S = 3600.0
 

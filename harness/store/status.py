@@ -7,6 +7,7 @@ that owner lives: `effective` checks, and calls the run lost otherwise.
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,10 +15,9 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
-from harness.store import batch_log
 from harness.store.errors import StoreError
 from harness.store.files import held, is_held, write_json
-from harness.store.reading import read_json
+from harness.store.reading import open_regular, read_json
 from harness.store.shapes import STATUS
 
 FILE = "status.json"
@@ -25,6 +25,15 @@ OWNER_LOCK = ".lock"
 WRITE_LOCK = ".status.lock"
 FULL_BYTES = 2**20
 """Free bytes below which a disk is full: neither a checkpoint nor an end could be written."""
+
+
+SUBMISSIONS = ".submit"
+"""Folder under a study: scripts and logs of its submissions."""
+
+TAIL_BYTES = 1 << 16
+
+_MEMORY = re.compile(rb"exceeded (?:job |step )?memory limit|oom[-_ ]kill", re.IGNORECASE)
+"""Words of slurmstepd for its own memory limit (`OverMemoryKill`), and for the kernel's (cgroups)."""
 
 
 class State(Enum):
@@ -190,7 +199,7 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
         return newest
     more = ""
     if answer[0] in (State.failed, State.lost):
-        more = batch_log.memory(run, status.submission, status.job) + _if_full(run)
+        more = _if_out_of_memory(run, status.submission, status.job) + _if_full(run)
     return replace(status, state=answer[0], reason=answer[1] + more)
 
 
@@ -211,3 +220,17 @@ def _if_full(run: Path) -> str:
     except OSError:
         return ""
     return f"; its disk is full ({free} bytes left): make room, then ask again" if free < FULL_BYTES else ""
+
+
+def _if_out_of_memory(run: Path, submission: str, job: str) -> str:
+    """From the batch script's log: SLURM calls a job FAILED whose step it killed for its memory."""
+    try:
+        file = open_regular(run.parent / SUBMISSIONS / submission / f"{job}_0_log.out")
+    except (OSError, StoreError):
+        return ""
+    if file is None:
+        return ""
+    with file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+        found = _MEMORY.search(file.read(TAIL_BYTES))
+    return "; SLURM ended it for the memory it used: ask for more (cluster.mem_gb)" if found else ""

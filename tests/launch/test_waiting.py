@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import waiting
+from harness.launch import watch
 from harness.launch.terminal import Terminal
-from harness.launch.waiting import wait_for
+from harness.launch.watch import wait_for
 from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
@@ -20,7 +20,7 @@ from tests.support.mutants import Slip, kills
 
 @pytest.fixture
 def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
-    monkeypatch.setattr(waiting, "probe", lambda: None)
+    monkeypatch.setattr(watch, "probe", lambda: None)
     runs = [Store(tmp_path).create(make_cell(tmp_path, f"train.replicate={number}")) for number in (0, 1, 2)]
     for run in runs:
         status.write(run.path, Status(State.done, "1 step", 0))
@@ -36,6 +36,6 @@ def test_a_run_that_is_gone_or_damaged_is_not_done(done: list[RunDir]) -> None:
 
 @kills("launching", "gone is done", "A run whose folder is gone counts as done")
 def test_a_run_that_is_gone_counting_as_done_is_found(done: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(waiting, "_state", "State.lost if found is None", "State.done if found is None").put(monkeypatch)
+    Slip(watch, "_state", "State.lost if found is None", "State.done if found is None").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_a_run_that_is_gone_or_damaged_is_not_done(done)

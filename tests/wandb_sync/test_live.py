@@ -26,7 +26,7 @@ from harness.store.rundir import RunDir
 from harness.store.status import State, Status
 from harness.train.wandb_sync import WandbSync
 from harness.wandb_sync import run as wandb_run
-from harness.wandb_sync.follow import follow
+from harness.wandb_sync.__main__ import follow
 from harness.wandb_sync.run import WandbFailed, outcome, wandb_id
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
@@ -88,7 +88,7 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
 
 @kills("wandb", "a file that is not awaited", "The wandb copy ends while wandb's service still writes its file")
 def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.wandb_sync.follow.settle", lambda: None)
+    monkeypatch.setattr("harness.wandb_sync.__main__.settle", lambda: None)
     with pytest.raises(AssertionError):
         test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
 

@@ -16,8 +16,8 @@ from typing import Any
 from harness.config.compose import Cell
 from harness.launch.plan import Decision
 from harness.launch.slurm.shape import Shape, shapes
-from harness.store.batch_log import SUBMISSIONS
 from harness.store.rundir import DRY_RUN, RunDir, Store
+from harness.store.status import SUBMISSIONS
 
 Wanted = Sequence[tuple[Cell, Decision]]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 
 from harness.launch.slurm.records import Job
-from harness.store.batch_log import SUBMISSIONS
-from harness.store.status import State, Status
+from harness.store.status import SUBMISSIONS, State, Status
 
 WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from harness.launch.slurm.commands import NoAnswer, SlurmError, ask
 from harness.launch.slurm.judgement import RUNNING, WAITING, judge
 from harness.launch.slurm.records import SACCT, SQUEUE, Job, parse_sacct, parse_scontrol, parse_squeue
-from harness.store.batch_log import SUBMISSIONS
-from harness.store.status import State, Status, age_s
+from harness.store.status import SUBMISSIONS, State, Status, age_s
 
 SUBMISSION_GRACE_S = 60.0
 """Seconds for a submission without a job: sbatch is running, or accounting late."""
