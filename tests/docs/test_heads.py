@@ -64,6 +64,13 @@ def test_the_command_that_makes_a_page_exists(page: str) -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
+@pytest.mark.parametrize("study", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+def test_what_a_study_names_exists(study: Path) -> None:
+    text = study.read_text(encoding="utf-8")
+    for name in re.findall(r"(?:python |data in |: )((?:benchmarks|docs)/[\w/]+\.\w+)", text):
+        assert (ROOT / name).exists(), name
+
+
 def test_every_page_is_listed_under_its_kind() -> None:
     expected: dict[str, set[str]] = {"Guide": set(), "Reference": set(), "Record": set()}
     for page in PAGES:
