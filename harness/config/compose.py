@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import own, rules
 from harness.config.catalog import ROOT, load_catalog, own_folder
-from harness.config.errors import BadRequest, refuse
+from harness.config.errors import BadRequest, Violation, refuse
+from harness.config.fixes import completed
 from harness.config.option import declared_option
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.schema import Config, TrainConfig
-from harness.config.typed import MISSING, load_config, load_within, tables
+from harness.config.typed import MISSING, load_config, load_within, put, tables
 from harness.config.words import quote
 from harness.store.errors import StoreError
 from harness.store.identity import run_name, signature
@@ -82,7 +84,25 @@ def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence
 
     Raises `BadRequest` with every violation; nothing was written or started.
     """
-    return freeze(unresolved(cfg), overrides, earlier=earlier)
+    values = unresolved(cfg)
+    try:
+        return freeze(values, overrides, earlier=earlier)
+    except BadRequest as error:
+        refused = functools.partial(_refused, values, [*earlier, *overrides])
+        raise BadRequest(completed(error.violations, refused)) from None
+
+
+def _refused(values: Mapping[str, Any], overrides: Sequence[str], words: Sequence[str]) -> Sequence[Violation]:
+    """Violations of a request with other values of some settings."""
+    changed = deepcopy(dict(values))
+    for word in words:
+        key, _, value = word.partition("=")
+        put(changed, key, OmegaConf.create(f"- {value}")[0])
+    try:
+        freeze(changed, [*overrides, *words])
+    except BadRequest as error:
+        return error.violations
+    return ()
 
 
 def unresolved(cfg: DictConfig) -> dict[str, Any]:

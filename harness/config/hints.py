@@ -157,8 +157,7 @@ def explain_range(path: str, value: Any) -> Violation:
     fix = f"{path}={as_typed(setting.default or [setting.range.low])}"
     if not isinstance(value, list):
         nearest = setting.range.nearest(value)
-        end = "smallest" if nearest == setting.range.low else "largest"
-        fix = "" if nearest is None else f"{path}={nearest} is the {end}"
+        fix = "" if nearest is None else f"{path}={nearest}"
     return Violation(f"{path}={as_typed(value)}", "is out of range", setting.valid, fix)
 
 

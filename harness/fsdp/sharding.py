@@ -65,8 +65,10 @@ def shard(
     refuse_unknown(options, "fully_shard", shard.__kwdefaults__ or ())
     chosen = Options(**dict[str, Any](options))
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
+        same = {name: getattr(mp_policy, name, None) for name in ("param_dtype", "reduce_dtype")}
+        said = ", ".join(f"{name}={value}" for name, value in same.items() if value is not None)
         raise TypeError(
-            f"the policy is a {type(mp_policy).__module__} one; harness.fsdp.MixedPrecisionPolicy takes its names"
+            f"the policy is a {type(mp_policy).__module__} one: give harness.fsdp.MixedPrecisionPolicy({said})"
         )
     classes = resolve_classes(unit_modules or ())
     check_request(module, classes, grad_divisor)

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import fsdp as fsdp2
 
 from harness.config.derived import accumulate_dtype
 from harness.config.rules.engine import gradients_keep_their_precision, main_weights_are_no_narrower
 from harness.config.rules.request import Request
 from harness.config.schema import Config, Dtype
-from harness.fsdp import Dtypes, MixedPrecisionPolicy
+from harness.fsdp import Dtypes, MixedPrecisionPolicy, fully_shard
 from harness.fsdp.policy import FORMATS, holds
 
 TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp64: torch.float64}
@@ -123,6 +124,14 @@ def test_names_of_fsdp2_are_understood() -> None:
     assert replace(policy, main_grads_dtype=torch.float32).grad_comm_dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"reduce_dtype=torch\.bfloat16 is grad_comm_dtype=torch\.float32: give one"):
         MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
+
+
+def test_a_policy_of_fsdp2_is_translated() -> None:
+    given = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with pytest.raises(TypeError) as refused:
+        fully_shard(torch.nn.Linear(2, 2), mp_policy=given)
+    written = str(refused.value).partition("give harness.fsdp.")[2]
+    assert eval(written) == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def test_a_policy_is_a_value() -> None:
