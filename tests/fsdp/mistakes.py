@@ -202,8 +202,8 @@ def _root_is_forgotten(self: GatherPipeline) -> None:
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
-    given = ParamGroup.given
-    with mock.patch.object(ParamGroup, "given", lambda *call: [torch.zeros_like(each) for each in given(*call)]):
+    cast = ParamGroup.cast_shards
+    with mock.patch.object(ParamGroup, "cast_shards", lambda *call: [torch.zeros_like(each) for each in cast(*call)]):
         _prefetch(self)
 
 
@@ -350,7 +350,7 @@ MUTANTS = {
     "slots overlap": Mutant(
         "A slot of the double buffer is handed out while the unit in it is in use",
         patched(BucketMemory, "refill", _slots_overlap),
-        "edited inside a forward",
+        "gradient of",
         trained(ZERO3, model="odd", options=(("double_buffer", True),)),
     ),
     "tied to a unit": Mutant(
