@@ -44,8 +44,8 @@ SILENCE = f"the store of the process group does not answer within {PATIENCE_S:g}
 SUSPECT_S, NOTICE_S = 5.0, 60.0
 MARGIN_S = 30.0
 """Seconds, a tenth of the timeout at most, that ranks have to agree on a message before the backend gives up."""
-EXIT_S = 1.0
-"""Seconds that the program's end waits for a thread; one that came back later would abort the interpreter."""
+EXIT_S = 5.0
+"""Seconds that the program's end waits for a thread: one that leaves a call of torch later aborts the interpreter."""
 NEVER_SENT = (1 << 31) - 3
 SUSPICION, NOTICE, ALARM = 1, 2, 3
 """Reasons of a roll call."""
@@ -140,19 +140,14 @@ class Watchdog:
         self._check = CollectiveCheck(others[0], self.ranks, self.rank) if check else None
         Waits.live.add(self.waits)
         self._threads = [_thread(self._watch, "watchdog"), _thread(self._listen, "watchdog-store")]
-        atexit.register(self._leave)
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Stop watching; a second call does nothing."""
         self._is_closed = True
         self._wake.set()
-        atexit.unregister(self._leave)
+        atexit.unregister(self.close)
         Waits.live.discard(self.waits)
-
-    def _leave(self) -> None:
-        self.close()
-        for thread in self._threads:
-            thread.join(EXIT_S)
 
     def __enter__(self) -> Watchdog:
         return self
@@ -315,6 +310,15 @@ class Watchdog:
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
+    """A started thread that the program's end waits for, also after `close`."""
+
+    def run() -> None:
+        try:
+            target()
+        finally:
+            atexit.unregister(thread.join)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    atexit.register(thread.join, EXIT_S)
     thread.start()
     return thread

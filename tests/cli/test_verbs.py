@@ -266,7 +266,7 @@ def test_another_persons_runs_are_told_as_far_as_they_are_open(root: Path) -> No
     shown, tidied, *codes = re.split(r"^(?=\d+$)", done.stdout, flags=re.MULTILINE)
     assert "error.txt cannot be read: Permission denied" in " ".join(shown.split())
     assert "next: python -m harness retry" in shown
-    assert "0 items, 0.0 MiB removed\n1 cannot be removed\n" in tidied
+    assert "0 items, 0 B removed\n1 cannot be removed\n" in tidied
     assert [code.strip() for code in codes] == ["0", "2"]
     assert done.stderr == f"refused:\n  {root} cannot be read: Permission denied\n"
 

@@ -16,6 +16,7 @@ def test_each_recipe_trains(tmp_path: Path) -> None:
     (tmp_path / "my_recipes.py").write_text(FILES["my_recipes.py"], encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)  # what a rank prints is written at once, at its end
     done = subprocess.run(
         [*command, "my_recipes.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
