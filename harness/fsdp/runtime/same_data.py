@@ -85,9 +85,8 @@ class SameData:
         self._begin()
         norms = sums[..., -1].sqrt()
         largest = norms.nan_to_num(0.0, 0.0).amax(0)
-        apart = (sums[..., :-1].amax(0) - sums[..., :-1].amin(0)).amax(
-            -1
-        ) > CLOSE * largest  # never so where one is NaN
+        spread = (sums[..., :-1].amax(0) - sums[..., :-1].amin(0)).amax(-1)
+        apart = spread > CLOSE * largest  # never so where one is NaN
         apart |= norms.amax(0) - norms.amin(0) > CLOSE * largest
         apart[:, 1] &= largest[:, 1] > SMALL * largest[:, 1].max()
         apart[:, 0] |= (bits != bits[0]).any(0)
