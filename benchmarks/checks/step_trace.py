@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -185,7 +186,8 @@ def at(revision: str) -> dict[str, dict[str, dict[str, int]]]:
         helper = folder / "benchmarks" / "pages" / "tables.py"
         helper.write_bytes(Path(tables.__file__).read_bytes())
         command = [sys.executable, str(script), "--counts"]
-        told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        environment = os.environ | {"PYTHONPATH": str(folder)}  # before the checkout that is installed
+        told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     found: dict[str, dict[str, dict[str, int]]] = json.loads(told.stdout)
     return found
 
