@@ -1,6 +1,8 @@
-"""Step time of the engine of another revision against the one that lies here. Writes data/engine_versions.json.
+"""Step time of the engine of another revision against the one that lies here.
 
-    python benchmarks/costs/engine_versions.py                   against 9fd760c, in about 15 minutes on two idle cores
+Writes data/engine_versions.json and docs/records/engine_versions.md.
+
+    python benchmarks/costs/engine_versions.py                   against f5f18313, in about 15 minutes on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
     python benchmarks/costs/engine_versions.py --regimes apart       of apart, together, start
 
@@ -44,6 +46,20 @@ from harness.bench.stats import median_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "data" / "engine_versions.json"
+PAGE = ROOT / "docs" / "records" / "engine_versions.md"
+HEAD = """# The engine beside an earlier one
+
+*Record. How long a step takes, beside the engine of another revision. Made by `{command}`; the data are in
+`benchmarks/data/engine_versions.json`.*
+
+Two ranks of one thread on {cores} cores, torch {torch}, Python {python}: revision {here} beside {base}. A figure is the
+ratio of medians over {turns} turns of {steps} steps, with its bootstrap interval. *apart*: each arm in processes of its
+own; *together*: all arms in the same ones. *start* is construction and first step, the least of {starts}. DDP and FSDP2
+are the same on both sides: what they differ by is the noise of the machine. Load before and after: {load}.
+
+| shape | regime | arm | ms before | ms here | here / before |
+|---|---|---|---|---|---|
+"""
 RANKS = 2
 APART, TOGETHER, START = "apart", "together", "start"
 REGIMES = tuple(itertools.product(peers_step.SHAPES, (APART, TOGETHER)))
@@ -182,6 +198,32 @@ def starts(base: Path, shape: str, name: str) -> dict[str, float]:
     return {**least, "ratio": round(least["here"] / least["base"], 3)}
 
 
+def page(facts: dict[str, Any]) -> str:
+    """The page of a record."""
+    command = f"python benchmarks/costs/engine_versions.py --base {facts['base'][:8]}"
+    versions, load = facts["versions"], facts["load_average"]
+    lines = []
+    for shape, regimes in facts["rows"].items():
+        for regime, arms in regimes.items():
+            for name, each in arms.items():
+                if regime == START:
+                    before, here, ratio = 1e3 * each["base"], 1e3 * each["here"], f"{each['ratio']:.3f}"
+                else:
+                    before, here = each["base_ms"], each["here_ms"]
+                    ratio = "{value:.3f} ({low:.3f} to {high:.3f})".format(**each["ratio"])
+                lines.append(f"| {shape} | {regime} | {name} | {before:.1f} | {here:.1f} | {ratio} |")
+    head = HEAD.format(
+        **{key: facts[key] for key in ("cores", "turns", "steps")},
+        **versions,
+        command=command,
+        here=facts["here"][:8],
+        base=facts["base"][:8],
+        starts=STARTS,
+        load=f"{load['before']:.1f}, {load['after']:.1f}",
+    )
+    return head + "\n".join(lines) + "\n"
+
+
 def revision_of(name: str) -> str:
     """The full hash of a revision."""
     told = subprocess.run(["git", "rev-parse", name], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
@@ -191,7 +233,7 @@ def revision_of(name: str) -> str:
 def main() -> None:
     """Compare all arms in every regime, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", default="9fd760c", help="revision to compare with (default: %(default)s)")
+    parser.add_argument("--base", default="f5f18313", help="revision to compare with (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=12, help="turns of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--regimes", default=",".join((APART, TOGETHER, START)), help="default: %(default)s")
@@ -236,6 +278,8 @@ def main() -> None:
         "rows": rows,
     }
     chosen.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if chosen.out == OUTPUT:
+        PAGE.write_text(page(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

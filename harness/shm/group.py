@@ -131,7 +131,7 @@ class ShmGroup(dist.ProcessGroup):
         """Nothing: what was allocated is known to all peers."""
 
     def settle(self) -> None:
-        """Wait until peers have read all copies of complete collectives; raises as `Work.wait`."""
+        """Wait until peers have read all that complete collectives have given them; raises as `Work.wait`."""
         if self.transport is not None:
             self.transport.settle()
 
@@ -141,13 +141,18 @@ class ShmGroup(dist.ProcessGroup):
 
     # -- all-gather ----------------------------------------------------------------------------------------------------
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several gathers at once; ranks may give tensors of different lengths."""
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None, *, until_settled: bool = False
+    ) -> Any:
+        """Several gathers at once; ranks may give tensors of different lengths.
+
+        until_settled: inputs of `allocate` stay as they are until `settle`, not only until this is waited for.
+        """
         if self.transport is None:
             return self.gloo.allgather(outputs, inputs)
         outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
         given = [each.detach().contiguous() for each in inputs]
-        return Work(self.transport, self.transport.gather(given, outs), outputs)
+        return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given])

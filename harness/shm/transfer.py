@@ -131,12 +131,15 @@ class Transport:
 
     # -- issuing -------------------------------------------------------------------------------------------------------
 
-    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]]) -> Transfer:
-        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*"""
+    def gather(self, own: Sequence[Tensor], outs: dict[int, list[Tensor]], *, until_settled: bool = False) -> Transfer:
+        """Give `own` to all ranks, and get every rank's into `outs`. *Collective.*
+
+        until_settled: `own` stays as it is until `settle`, so that nobody waits for its readers before.
+        """
         for out, given in zip(outs[self.rank], own, strict=True):
             if out.data_ptr() != given.data_ptr():
                 out.data.copy_(given)
-        return self._issue(GATHER, dict.fromkeys(self._order, own), outs, outs)
+        return self._issue(GATHER, dict.fromkeys(self._order, own), outs, outs, until_settled=until_settled)
 
     def reduce_scatter(self, given: dict[int, list[Tensor]], outs: Sequence[Tensor], *, divisor: int = 1) -> Transfer:
         """Sum what all ranks give to this one, in rank order and in the dtype of `outs`, flat tensors. *Collective.*
@@ -153,6 +156,8 @@ class Transport:
         sources: dict[int, list[Tensor]],
         outs: dict[int, list[Tensor]],
         divisor: int = 1,
+        *,
+        until_settled: bool = False,
     ) -> Transfer:
         with self._guard:
             if self._is_aborted:
@@ -164,7 +169,7 @@ class Transport:
             unread = set(self._order) - self._early.pop(number, set())
             if unread:
                 self._unread[number] = keeps, unread
-            if in_place or kind == REDUCE:
+            if (in_place and not until_settled) or kind == REDUCE:
                 transfer.readers = unread
         for peer in self._order:
             if peer in unread:
@@ -318,7 +323,7 @@ class Transport:
         self._wait_until(lambda: self.is_done(transfer), transfer.missing | transfer.readers, limit, transfer)
 
     def settle(self) -> None:
-        """Wait until peers have read what this rank copied for collectives that are complete here.
+        """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here.
 
         Raises:
             RuntimeError: as `wait`.

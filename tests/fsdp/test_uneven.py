@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
-from harness.fsdp.runtime.gradient_sync import Usage
+from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
@@ -162,8 +162,8 @@ def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
 
 
 UNCOUNTED = Slip(
-    Usage,
-    "_count",
+    gradient_sync,
+    "_read",
     "num_updates * comm.size for each",
     "each // _UPDATE for each",
     "Two steps are summed",
@@ -180,7 +180,7 @@ def _first_come(self: ReducePipeline, unit: Any) -> None:
 
 
 MUTANTS = {
-    "steps uncounted": (UNCOUNTED.breaks, Usage, "_count", UNCOUNTED.made, "one more backward", "no_shard"),
+    "steps uncounted": (UNCOUNTED.breaks, gradient_sync, "_read", UNCOUNTED.made, "one more backward", "no_shard"),
     "first come": (
         "A unit is reduced when its gradients are ready, not when its turn comes",
         ReducePipeline,

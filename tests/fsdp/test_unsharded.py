@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import ReplicaDrift, ShardedModel
+from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.at_rest import ShardedParameters
@@ -27,7 +28,7 @@ from tests.support.spawn import run_ranks
 
 
 def in_turn(rank: int, strategy: str) -> list[str]:
-    """An edit right after a forward waits for ranks that are still taking this rank's weights."""
+    """An edit right after a forward, or inside unsharded(), waits for ranks that still take this rank's weights."""
     model, optimizer = built(strategy)
     model(tokens_of(rank)).square().mean().backward()
     with slow_to_take(0.1) if rank == 1 else nullcontext(), torch.no_grad():
@@ -35,6 +36,9 @@ def in_turn(rank: int, strategy: str) -> list[str]:
         out = model(tokens_of(0))
         for param in model.parameters():
             param.mul_(2)
+        with model.unsharded():
+            for param in model.parameters():
+                param.add_(1)
     with model.unsharded():
         mine = {name: param.detach().clone() for name, param in model.named_parameters()} | {"the output": out}
     everyone: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
@@ -326,6 +330,12 @@ MUTANTS = {
     ),
     "not compared": Mutant(
         "Ranks may edit differently", patched(Weights, "_compare", lambda self, buckets: None), "refusing"
+    ),
+    "readers forgotten": Mutant(
+        "Weights are edited while other ranks still read them where they are",
+        patched(GatherPipeline, "wait_for_peers", lambda self: None),
+        "in_turn",
+        "optim",
     ),
     "edits uncounted": Mutant(
         "Edits of sharded parameters do not reach compute weights that are kept",

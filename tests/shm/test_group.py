@@ -162,6 +162,27 @@ def test_inputs_may_change_when_they_may_with_gloo() -> None:
     assert run_ranks(inputs_may_change, 2) == [[0.0] * 40] * 2
 
 
+def left_in_place(rank: int) -> list[float]:
+    """Rank 0 has what it gathers before rank 1 has read, and changes its input when it has settled."""
+    shm, store = made(), dist.distributed_c10d._get_default_store()
+    own, out = shm.allocate(1 << 16, torch.float32).fill_(rank + 1.0), torch.empty(2, 1 << 16)
+    work = shm.allgather([list(out)], [own], until_settled=True)
+    if rank == 0:
+        work.wait(timedelta(seconds=10))
+        store.set("rank 0 has waited", "")
+        shm.settle()
+        own.fill_(-1.0)
+    else:
+        store.wait(["rank 0 has waited"])
+        time.sleep(0.1)
+        work.wait()
+    return out.mean(dim=1).tolist()
+
+
+def test_an_input_left_in_place_is_waited_for_where_it_may_change() -> None:
+    assert run_ranks(left_in_place, 2) == [[1.0, 2.0]] * 2
+
+
 def without_room(rank: int, how: str) -> tuple[str, list[float]]:
     if rank == 1 and how == "a limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))

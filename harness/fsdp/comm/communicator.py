@@ -204,20 +204,28 @@ class Communicator:
         return self.shm is not None
 
     def settle(self) -> None:
-        """Wait until peers have read what this rank copied to shared memory for them."""
+        """Wait until peers have read this rank's part of all gathers that are complete here."""
         if self.shm is not None:
             with events.waiting():
                 self.shm.settle()
 
-    def all_gather(self, parts: Sequence[Part], label: Label) -> Pending:
-        """Fill every rank's chunk of each part from that rank; this rank's own chunk must hold its data already.
+    def all_gather(self, parts: Sequence[Part], label: Label, own: Sequence[Tensor] | None = None) -> Pending:
+        """Fill every rank's chunk of each part from that rank.
 
         The parts belong to the returned handle until it is waited for.
+
+        Args:
+            own: what this rank's chunks are filled from, which `reads` must be true of; None: they hold their data.
+                Peers may read either until `settle`.
         """
         if self.size == 1:
             return Pending([])
         with events.begin(label, parts):
-            return self._gather(parts)
+            return self._gather(parts, own, until_settled=True)
+
+    def reads(self, own: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """True if peers read these in place, for parts of this dtype."""
+        return self.shm is not None and all(each.dtype == dtype and self.shm.holds(each) for each in own)
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
         """An all-gather that is part of a collective announced before."""
@@ -226,12 +234,14 @@ class Communicator:
         with events.resume(label):
             return self._gather(parts)
 
-    def _gather(self, parts: Sequence[Part]) -> Pending:
+    def _gather(
+        self, parts: Sequence[Part], own: Sequence[Tensor] | None = None, *, until_settled: bool = False
+    ) -> Pending:
         if self.shm is not None:
             rows = [part.by_rank() for part in parts]
-            own = [row[self.rank] for row in rows]
+            own = own or [row[self.rank] for row in rows]
             events.offer(sum([each.nbytes for each in own]) * (self.size - 1))
-            return Pending([self.shm.allgather(rows, own)], parts)
+            return Pending([self.shm.allgather(rows, list(own), until_settled=until_settled)], parts)
         evened = [Evened(part) for part in parts]
         for each in evened:
             each.copy_in(self.rank)
@@ -274,12 +284,16 @@ class Communicator:
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:
-            label = Label("all_reduce", purpose)
-            with events.waiting(label):
-                with events.begin(label, [values]):
-                    work = self.group.allreduce([values])
-                work.wait()
+            with events.waiting(Label("all_reduce", purpose)):
+                self.begin_sum(values, purpose).wait()
         return values
+
+    def begin_sum(self, values: Tensor, purpose: str) -> Pending:
+        """As `sum_scalars`; the values are sums once this is waited for."""
+        if self.size == 1:
+            return Pending([])
+        with events.begin(Label("all_reduce", purpose), [values]):
+            return Pending([self.group.allreduce([values])], [values])
 
     def largest(self, values: Tensor, purpose: str) -> Tensor:
         """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""

@@ -39,7 +39,8 @@ class GatherPipeline:
         self.num_alive_peak = 0
         self._gathered = frozenset(self.order)
         self._roots = {unit for unit in self.order if unit.is_root}
-        self._groups = {bucket.mesh.gather: None for unit in units for bucket in unit.buckets}
+        meshes = {bucket.mesh: None for unit in units for bucket in unit.buckets}
+        self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
         self._resting: list[Unit] = []
@@ -283,15 +284,20 @@ class GatherPipeline:
                 self._wait_for_unshard(unit)
             if unit in self._whole:
                 self._reshard(unit)
-        for group in self._groups:
-            group.settle()
+        self.wait_for_peers()
 
     def wait_for_readers(self) -> None:
-        """Have no gather under way that reads main weights, which are written next."""
+        """Have no gather under way that reads main weights, here or on peers: they are written next."""
         on_way = list(self._on_way)
         for unit in on_way:
             self._wait_for_unshard(unit)
         rest(on_way)
+        self.wait_for_peers()
+
+    def wait_for_peers(self) -> None:
+        """Wait until peers have read this rank's part of what was gathered."""
+        for group in self._groups:
+            group.settle()
 
     def cancel(self) -> None:
         for unit in self._on_way:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import is_queued
+from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.guards.replicas import CopiedGradients
@@ -26,6 +28,7 @@ from harness.fsdp.storage.parameter_access import by_engine
 
 Kept = tuple[ShardedParameters, list[Tensor], set[int]]
 _UPDATE = 1 << 20
+USED = "used parameters"
 
 
 class GradientSync:
@@ -252,11 +255,14 @@ class Usage:
     A parameter is used if any rank had a gradient of it in any microbatch of the step; then all ranks update it, those
     that had none with the others' sum. Ranks sum one int64 a parameter, in the message that also carries the counters
     of numerics=exact. Each of these numbers tells the step, too: `_UPDATE` for each update of the weights so far.
+    A rank that had a gradient of every parameter knows that none is unused, and reads the sums a step later.
     """
 
     def __init__(self, meshes: Meshes, units: Sequence[Unit]) -> None:
         self.meshes = meshes
         self.units = units
+        # sums that nobody has waited for, and how many updates there had been
+        self._unread: list[tuple[Communicator, Pending, Tensor, int]] = []
 
     def find(self, num_updates: int, beyond: Tensor | None = None) -> int:
         """Set `unused` of all gradients. *Collective.*
@@ -270,6 +276,9 @@ class Usage:
         Raises:
             StepError: ranks are in different steps.
         """
+        unread, self._unread = self._unread, []
+        for each in unread:
+            _read(*each)
         trained = [bucket for unit in self.units for bucket in unit.trainable]
         sums: list[int] = []
         for mesh in self.meshes:  # of dense parameters first, then of experts
@@ -288,20 +297,29 @@ class Usage:
             sums = torch.full((len(had),), 1 + updates, dtype=torch.int64, device=device)
         else:
             sums = torch.tensor([each + updates for each in had], dtype=torch.int64, device=device)
-        what = "used parameters" if beyond is None else "gradients beyond the fixed point"
-        sums = sums if beyond is None else torch.cat([beyond, sums])
-        comm.sum_scalars(sums, what)
-        if beyond is None and all(had) and is_queued(device):  # no sum is zero, and the host would wait for the device
+        sent = sums if beyond is None else torch.cat([beyond, sums])
+        pending = comm.begin_sum(sent, USED if beyond is None else "gradients beyond the fixed point")
+        if beyond is None and all(had):  # no sum is zero
+            if is_queued(device):  # the host would wait for the device to read them
+                pending.wait()
+            else:
+                self._unread.append((comm, pending, sums, num_updates))
             return 0
-        totals: list[int] = sums.tolist()
-        found = 0 if beyond is None else totals.pop(0)
-        if any(each // _UPDATE != num_updates * comm.size for each in totals):
-            raise StepError(
-                f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
-                " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
-                " synchronisation in each step"
-            )
-        counts = iter([each % _UPDATE for each in totals])
+        counts = iter(_read(comm, pending, sent[len(sent) - len(had) :], num_updates))
         for group in gradients:
             group.unused = frozenset(index for index in range(len(group.params)) if not next(counts))
-        return found
+        return 0 if beyond is None else int(sent[0])
+
+
+def _read(comm: Communicator, pending: Pending, sums: Tensor, num_updates: int) -> list[int]:
+    """How many ranks had a gradient, by parameter. Raises StepError where ranks are in different steps."""
+    with events.waiting(Label("all_reduce", USED)):
+        pending.wait()
+    totals: list[int] = sums.tolist()
+    if any(each // _UPDATE != num_updates * comm.size for each in totals):
+        raise StepError(
+            f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
+            " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
+            " synchronisation in each step"
+        )
+    return [each % _UPDATE for each in totals]

@@ -173,6 +173,7 @@ class Weights:
         self.bring_up_to_date()
         self.wait()
         held, buckets = self.gather.hold(units), list(buckets_of(units))
+        self.gather.wait_for_peers()  # the program may edit what they read
         for bucket in buckets_of(held):
             bucket.views.forget_edits()  # those from before
         for bucket in buckets:

@@ -156,6 +156,12 @@ class BucketMemory:
         with self.allocating():
             return torch.zeros(numel, dtype=dtype, device=self.device)
 
+    def weights(self, numel: int, dtype: torch.dtype, shm: ShmGroup | None) -> Tensor:
+        """As `persistent`; ranks of one host read it in place, unless it is a user buffer."""
+        if shm is None or self.registers:
+            return self.persistent(numel, dtype)
+        return shm.allocate(numel, dtype).zero_()
+
     def unmoved(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         """Zeros that stay and that no collective moves, shape [numel].
 

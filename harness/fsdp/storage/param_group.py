@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,12 +183,12 @@ class ParamGroup:
     def _build_compute_weights(self) -> None:
         memory, resting, dtype = self.memory, self.placements.resting_weights, self.dtypes.compute
         self.is_resident = resting == WHOLE  # compute weights are whole between uses
-        make = memory.persistent if self.is_resident else memory.transient
+        make = partial(memory.weights, shm=self.mesh.gather.shm) if self.is_resident else memory.transient
         for each in self.encodings:
             each.unsharded = make(self.layout.bucket_numel, dtype)
             each.is_valid, each.kept = self.is_resident, each.unsharded if self.is_resident else None
             if self.placements.resting_weights_are_kept and not self.is_resident:
-                each.kept = memory.persistent(self.cuts.numel(resting), dtype)
+                each.kept = memory.weights(self.cuts.numel(resting), dtype, self.mesh.gather.shm)
         # unsharded compute weights: those of a forward, where a backward has others
         self.compute = self.encodings[0].unsharded
         self.views.build([views_of(each.unsharded, self.layout) for each in self.encodings])
@@ -199,12 +200,16 @@ class ParamGroup:
         offload = self.plan.offload if self.trainable else None
         # main weights in storage of their own; None where they are the compute weights that are kept
         self.main_storage: Tensor | None = None
+        kept, is_sent = self.encodings[0].kept, stored == self.dtypes.compute and offload is None
         may_share = not (self.memory.registers and SHARD in self.cuts.own)
-        if self.encodings[0].kept is not None and stored == self.dtypes.compute and offload is None and may_share:
+        if kept is not None and is_sent and may_share:
             self.main_shards = self.cuts.own_shards(self.kept_shards(self.encodings[0]))
         else:
             numel = self.cuts.numel(self.placements.main_weights)
-            self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
+            if kept is None and is_sent and may_share:
+                self.main_storage = self.memory.weights(numel, stored, self.mesh.gather.shm)
+            else:
+                self.main_storage = self.memory.unmoved(numel, stored, on_host=offload is not None)
             self.main_shards = self.cuts.split_own(self.main_storage)
         # main weights are (a part of) the whole compute weights, so that an edit of these is one of them
         self.computes_with_main_weights = self.is_resident and self.main_storage is None
@@ -247,8 +252,11 @@ class ParamGroup:
         with comm.runtime.stream("gather"):
             self.receive()  # of the outer axis
             sources = self.cast_shards(encoding) if encoding.kept is None else self.kept_shards(encoding)
-            copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
-            pending = comm.all_gather(self.cuts.inner_parts(encoding.unsharded), encoding.label)
+            in_place = comm.size > 1 and comm.reads(sources, self.dtypes.compute)
+            if not in_place:
+                copy_together(self.cuts.inner_shards(encoding.unsharded), sources, follows=False)
+            parts = self.cuts.inner_parts(encoding.unsharded)
+            pending = comm.all_gather(parts, encoding.label, own=sources if in_place else None)
             if comm.size == 1:  # nothing comes after the copy
                 pending.incoming = [comm.runtime.record()]
         return pending

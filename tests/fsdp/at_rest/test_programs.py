@@ -53,7 +53,12 @@ SLIPS = {
         "tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))",
         "func(*args_, **kwargs_)",
     ),
-    "weights registered": Slip(param_group.ParamGroup, "_build_main_weights", " and may_share", ""),
+    "weights registered": Slip(
+        param_group.ParamGroup,
+        "_build_main_weights",
+        "if kept is not None and is_sent and may_share",
+        "if kept is not None and is_sent",
+    ),
     "gradients registered": Slip(Gradients, "__init__", " or (SHARD in cuts.own and self.memory.registers)", ""),
     "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
 }
