@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
-from harness.fsdp.comm.communicator import Communicator, Cut
+from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
@@ -48,15 +48,16 @@ def believing_in(ranks: int) -> Iterator[None]:
         for module in (build, trainability):
             patches.enter_context(mock.patch.object(module, "check_agreed"))
         patches.enter_context(mock.patch.object(build, "watch_groups", return_value=None))
-        patches.enter_context(mock.patch.object(Communicator, "sum_scalars", _as_if_alike))
+        patches.enter_context(mock.patch.object(Communicator, "begin_sum", _as_if_alike))
         yield
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
-def _as_if_alike(self: Communicator, values: Tensor, _: str) -> Tensor:
+def _as_if_alike(self: Communicator, values: Tensor, _: str) -> Pending:
     """Every rank says the same."""
-    return values.mul_(self.size)
+    values.mul_(self.size)
+    return Pending([])
 
 
 class Lines:
