@@ -147,6 +147,7 @@ PROVENANCE: Shape = {
     "versions?": Each(dict, str),
     "environment?": Each(dict, str),
     "hosts?": Each(list, str),
+    "kernels?": Each(dict, str),
     "git?": Maybe({"sha": str, "dirty": bool}),
     "own?": Each(list, _OWN),
 }

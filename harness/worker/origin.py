@@ -28,6 +28,42 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
         provenance.merge(run, facts)
 
 
+def kernels() -> dict[str, str]:
+    """Switches of torch that choose kernels or what they round to, and that no setting of a run moves."""
+    backends = torch.backends
+    tiny = torch.full((1,), torch.finfo(torch.float32).tiny)
+    return {
+        "mkldnn": str(backends.mkldnn.enabled),
+        "denormals": str(bool((tiny / 2).item())),
+        "threads": str(torch.get_num_threads()),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "sdp": ", ".join(
+            name
+            for name, is_on in (
+                ("flash", backends.cuda.flash_sdp_enabled()),
+                ("memory-efficient", backends.cuda.mem_efficient_sdp_enabled()),
+                ("math", backends.cuda.math_sdp_enabled()),
+                ("cudnn", backends.cuda.cudnn_sdp_enabled()),
+            )
+            if is_on
+        ),
+        "cudnn": f"enabled {backends.cudnn.enabled}, benchmark {backends.cudnn.benchmark}",
+        "reduced_precision_reduction": str(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+    }
+
+
+def record_kernels(run: Path, rank: int, control: dist.ProcessGroup | None, begun: dict[str, str]) -> None:
+    """Add to `provenance.json` what `kernels` were, with those that a rank or the program changed since `begun`.
+
+    Collective over all ranks.
+    """
+    ended = kernels()
+    mine = {key: was if was == ended[key] else f"{was}, then {ended[key]}" for key, was in begun.items()}
+    every = gather_json(mine, control)
+    if rank == 0:
+        provenance.merge(run, {"kernels": {key: " | ".join(sorted({each[key] for each in every})) for key in mine}})
+
+
 def find_own(run: Path) -> None:
     for each in provenance.read(run).get("own", ()):
         if (folder := each.get("copy", each["root"])) not in sys.path:

@@ -206,6 +206,7 @@ def _train(
     if config.launch.preempt_at and not resuming:
         stop.rehearse(config.launch.preempt_at)
     origin.find_own(run.path)
+    begun = origin.kernels()
     timed = config.measure.mode is MeasureMode.bench
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
 
@@ -217,9 +218,11 @@ def _train(
 
         session = build_session(config, build)
         try:
-            return train(session)
+            outcome = train(session)
         finally:
             session.engine.close()
+    origin.record_kernels(run.path, ranks.rank, control, begun)
+    return outcome
 
 
 def _finish(

@@ -14,7 +14,10 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.config.schema import Config
 from harness.parity import Outcome, Verdict, compare
+from harness.parity.outcome import Finding, Grade
+from harness.parity.record import load
 from harness.parity.telling import deciding
+from harness.parity.tiers import comparable
 from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
 from harness.store.rundir import flatten
@@ -119,6 +122,28 @@ def test_what_must_agree_is_named_and_refused(bench: Bench, tmp_path: Path, name
     assert verdict.exit_code == 4
     assert says in verdict.sentence
     assert verdict.commands
+
+
+def with_kernels(bench: Bench, left: dict[str, str], right: dict[str, str]) -> list[Finding]:
+    """Findings of T0 about two runs whose records have these switches."""
+    arm, control = (
+        replace(record, provenance={**record.provenance, "kernels": kernels})
+        for record, kernels in ((load(bench.run(OURS)), left), (load(bench.run(FP32)), right))
+    )
+    return [found for found in comparable.check(arm, control) if found.grade is Grade.bad]
+
+
+def test_switches_that_choose_kernels_must_agree(bench: Bench) -> None:
+    assert not with_kernels(bench, {"mkldnn": "True"}, {"mkldnn": "True", "sdp": "math"})
+    (found,) = with_kernels(bench, {"mkldnn": "True, then False"}, {"mkldnn": "True"})
+    assert (found.check, found.observed, found.allowed) == ("torch's mkldnn", "True, then False", "True")
+
+
+@kills("The comparator", "kernels unread", "Runs are compared whose program has chosen other kernels")
+def test_kernels_that_nobody_reads_are_missed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparable, "_kernels", lambda arm, control: [])
+    with pytest.raises((AssertionError, ValueError)):
+        test_switches_that_choose_kernels_must_agree(bench)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def check(arm: Record, control: Record) -> list[Finding]:
         _same("sources", Stage.record, arm, control, lambda run: str(run.provenance["sources_digest"])),
         *_config(arm, control),
         *_origin(arm, control),
+        *_kernels(arm, control),
         *_own(arm, control),
         _same("initial weights", Stage.weights, arm, control, lambda run: str(run.summary["initial_weights"])),
         *(_steps(key, arm, control) for key in ("tokens", "lr", "data_digest")),
@@ -87,6 +88,16 @@ def _own(arm: Record, control: Record) -> list[Finding]:
         for run in (arm, control)
     )
     return [finding(f"files of {name}", Stage.record, left.get(name), right.get(name)) for name in {**left, **right}]
+
+
+def _kernels(arm: Record, control: Record) -> list[Finding]:
+    """Switches of torch that both records have; runs of versions before do not say."""
+    left, right = (run.provenance.get("kernels") or {} for run in (arm, control))
+    note = "a switch of torch that chooses kernels; the program, or a package that it imports, has set it"
+    return [
+        finding(f"torch's {key}", Stage.record, left[key], right[key], note=note if left[key] != right[key] else "")
+        for key in sorted(left.keys() & right.keys())
+    ]
 
 
 def _facts(origin: Mapping[str, Any]) -> dict[str, object]:
