@@ -82,6 +82,15 @@ def _export(arguments: argparse.Namespace) -> str:
     if arguments.step is not None and arguments.step not in held:
         raise foreign.Unfit(f"{run.ckpt} has checkpoints of steps {held}, not {arguments.step}")
     source = folders.path_of(run.ckpt, held[-1] if arguments.step is None else arguments.step)
+    try:
+        return _exported(run, source, arguments)
+    except Damaged as error:
+        found = folders.newest_intact(run.ckpt)
+        beside = f"--step {int(found.name.removeprefix(folders.PREFIX))}, beside it, is" if found else "no other is"
+        raise Damaged(f"{error}; {beside} intact") from error
+
+
+def _exported(run: RunDir, source: Path, arguments: argparse.Namespace) -> str:
     if arguments.format == "dcp":
         print(PICKLE.format("whoever reads what is written here runs it"), file=sys.stderr)
         keys = foreign.export_dcp(source, arguments.target, foreign.parse_renames(arguments.rename))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from harness.checkpoint import tensor_file
@@ -93,3 +94,13 @@ def read_verified(path: Path) -> Manifest:
     if wrong := damage(path, manifest, manifest.files):
         raise Damaged(f"{path}: {'; '.join(wrong)}")
     return manifest
+
+
+def newest_intact(folder: Path, ends: Iterable[str] = ("",)) -> Path | None:
+    """Newest checkpoint all bytes of which are right, in one process. ends: of names, such as `UNFINISHED`."""
+    for end in ends:
+        for path in sorted(folder.glob(f"{PREFIX}*[0-9]{end}"), reverse=True):
+            with suppress(Damaged):
+                read_verified(path)
+                return path
+    return None

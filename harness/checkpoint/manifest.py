@@ -79,7 +79,7 @@ class Manifest:
         try:
             body = read_json(path, dict)
         except StoreError as error:
-            raise Damaged(str(error)) from error
+            raise Damaged(str(error).partition("; ")[0]) from error  # without advice, which is about a run's own files
         if body is None:
             raise Damaged(f"{path} is missing")
         if _sum(body) != body.pop("sha256", None):

@@ -8,6 +8,7 @@ loads anything, and compares the engine with the files afterwards.
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -170,16 +171,24 @@ class Checkpoints:
             step = self.control.gather([steps.pop() if steps else -1])[0][0]
             if step < 0:
                 if passed:
-                    raise StoreError(_none_intact(folder, passed, only))
+                    raise StoreError(self._none_intact(folder, passed, only))
                 return None
             path = folders.path_of(folder, step)
             manifest, wrong = self._verified(path)
             if manifest is None or wrong:
                 passed.append(f"{path.name}: {wrong or 'another rank finds it damaged; see its log'}")
-                if self.ranks.rank == 0:
-                    self.warn(f"checkpoint {path} is damaged and passed over: {passed[-1]}")
                 continue
+            if passed and self.ranks.rank == 0:
+                self.warn(f"in {folder}, damaged and passed over: {'; '.join(passed)}. {path.name} is intact and used")
             return self._take(path, manifest, engine, tuple(passed))
+
+    def _none_intact(self, folder: Path, passed: Sequence[str], only: Path | None) -> str:
+        """As rank 0 finds it, which alone reads what else lies there."""
+        source = self.config.ckpt.load
+        begins = "begins at step 0" if source is None or folder != self.folder else f"begins from ckpt.load={source}"
+        how = shlex.join(["rm", "-r", str(folder)]) if folder == self.folder else "ckpt.load=null"
+        told = _none_intact(folder, passed, only, f"{how} {begins}") if self.ranks.rank == 0 else ""
+        return str(_everyone(told, self.control)[0])
 
     def _verified(self, path: Path) -> tuple[Manifest | None, str]:
         wrong, manifest = "", None
@@ -190,7 +199,7 @@ class Checkpoints:
         except Damaged as error:
             wrong = str(error)
         found = _everyone(wrong, self.control)
-        return manifest, "; ".join(each for each in found if each)
+        return manifest, "; ".join(dict.fromkeys(each for each in found if each))
 
     def _take(self, path: Path, manifest: Manifest, engine: Engine, passed: tuple[str, ...]) -> Checkpoint:
         values, state = manifest.values, engine.state()
@@ -395,11 +404,17 @@ def _casts(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[str, ...]
     return tuple(sorted(f"{a} to {b}" for a, b in names))
 
 
-def _none_intact(folder: Path, passed: Sequence[str], only: Path | None) -> str:
+def _none_intact(folder: Path, passed: Sequence[str], only: Path | None, instead: str) -> str:
+    """Damage of each, and a way out. instead: how a run begins without them, and where."""
     told = "; ".join(passed)
-    if only is None:
-        return f"no checkpoint in {folder} is intact: {told}. Remove it to begin at step 0"
-    others = [folders.path_of(folder, step).name for step in folders.steps(folder)]
-    beside = [name for name in others if name != only.name]
-    instead = f"name another one beside it ({', '.join(beside[-3:])})" if beside else "ckpt.load=null begins at step 0"
-    return f"ckpt.load={only} is damaged: {told}. Nothing else was tried; {instead}"
+    if only is not None:
+        found = folders.newest_intact(folder)
+        way = f"ckpt.load={found} is intact" if found else f"No other in {folder} is intact; {instead}"
+        return f"ckpt.load={only} is damaged: {told}. {way}"
+    found = folders.newest_intact(folder, (folders.UNFINISHED, folders.REPLACED))
+    if found is None:
+        return f"no checkpoint in {folder} is intact: {told}. {instead}"
+    final = found.with_suffix("")
+    put = shlex.join(["mv", str(found), str(final)])
+    clear = f"{shlex.join(['rm', '-r', str(final)])} && " if final.exists() else ""
+    return f"no checkpoint in {folder} is intact: {told}. An interrupted save left {found.name}, which is: {clear}{put}"

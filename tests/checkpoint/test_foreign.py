@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,18 @@ def test_names_that_nobody_explained_are_refused(tmp_path: Path, capsys: pytest.
     assert tool.main(["export", str(run), str(tmp_path / "y"), "--format", "hf", "--step", "3"]) == 2
     assert "has checkpoints of steps [4], not 3" in capsys.readouterr().err
     assert not (tmp_path / "y").exists()
+
+
+def test_export_of_a_damaged_one_names_an_intact_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _, _ = saved(tmp_path / "run", ckpt__keep=2)
+    shutil.copytree(path_of(run / "ckpt", 4), path_of(run / "ckpt", 5))
+    (path_of(run / "ckpt", 5) / "rank-00000.safetensors").write_bytes(b"")
+    words = [str(run), str(tmp_path / "y"), "--format", "hf"]
+    assert tool.main(["export", *words]) == 2
+    said = capsys.readouterr().err
+    assert "step-000005: rank-00000.safetensors has 0 bytes" in said
+    assert "; --step 4, beside it, is intact" in said
+    assert tool.main(["export", *words, "--step", "4"]) == 0
 
 
 def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint import manifest, tensor_file
+from harness.checkpoint import folder as folders, manifest, tensor_file
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.policy import Checkpoint, Checkpoints
 from harness.config.schema import OptimizerName
@@ -21,6 +22,7 @@ from harness.probe.collectives import CollectiveMeter
 from harness.store.errors import StoreError
 from tests.engines.test_replicated import build
 from tests.support.factory import ranks_of, small_config
+from tests.support.mutants import Slip, each
 
 RANK_FILE = "rank-00000.safetensors"
 
@@ -141,9 +143,11 @@ def test_falls_back_to_the_newest_intact_one_and_says_so(folder: Path, how: str)
     if how == "unpublished":
         return  # a torn save is nobody's checkpoint
     assert len(passed) == len(told) == 1
-    assert "step-000002" in told[0]
+    assert "step-000002: " in told[0]
+    assert told[0].endswith("step-000001 is intact and used")
+    assert "remove" not in told[0]
     DAMAGE[how](folder / "step-000001")
-    with pytest.raises(StoreError, match=r"is intact: step-000002: .*step-000001: .*Remove it to begin at step 0"):
+    with pytest.raises(StoreError, match=r"is intact: step-000002: .*step-000001: .*rm -r \S+/ckpt begins at step 0$"):
         checkpoints(folder).load_newest(engine)
 
 
@@ -346,12 +350,52 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(tmp_path: Path) -> No
         checkpoints(tmp_path / "other", ckpt__load=str(tmp_path / "ckpt")).load_newest(build(small_config()))
 
 
-def test_a_damaged_step_that_was_named_is_told_with_those_beside_it(tmp_path: Path) -> None:
+def advice(folder: Path, own: Path, load: Path | None = None) -> str:
+    """Last sentence of what is said where nothing could be loaded."""
+    with pytest.raises(StoreError, match=r"is (intact|damaged)") as told:
+        checkpoints(own, ckpt__load=load and str(load)).load_newest(build(small_config()))
+    assert str(folder) in str(told.value)
+    return str(told.value).rpartition(". ")[2]
+
+
+def test_an_intact_one_beside_a_damaged_one_that_was_named_is_told(tmp_path: Path) -> None:
     """The same load of what it names instead works."""
     folder = tmp_path / "ckpt"
     keep_both(folder)
     DAMAGE["cut short"](folder / "step-000002")
-    own = checkpoints(tmp_path / "own", ckpt__load=str(folder / "step-000002"))
-    with pytest.raises(StoreError, match=r"step-000002 is damaged: .*another one beside it \(step-000001\)"):
-        own.load_newest(build(small_config()))
-    assert checkpoints(tmp_path / "own", ckpt__load=str(folder / "step-000001")).load_newest(build(small_config()))
+    said = advice(folder, tmp_path / "own", folder / "step-000002")
+    assert said == f"ckpt.load={folder / 'step-000001'} is intact"
+    DAMAGE["cut short"](folder / "step-000001")
+    said = advice(folder, tmp_path / "own", folder / "step-000002")
+    assert said == f"No other in {folder} is intact; ckpt.load=null begins at step 0"
+    assert advice(folder, tmp_path / "own", folder) == "ckpt.load=null begins at step 0"
+    assert advice(folder, folder) == f"rm -r {folder} begins at step 0"
+    assert advice(folder, folder, tmp_path / "x") == f"rm -r {folder} begins from ckpt.load={tmp_path / 'x'}"
+
+
+@pytest.mark.parametrize("left", [".tmp", ".old"])
+def test_what_an_interrupted_save_left_is_told_with_the_command_that_takes_it(tmp_path: Path, left: str) -> None:
+    folder = tmp_path / "ckpt"
+    keep_both(folder)
+    shutil.rmtree(folder / "step-000001")
+    shutil.copytree(folder / "step-000002", folder / f"step-000002{left}")
+    DAMAGE["torn manifest"](folder / "step-000002")
+    said = advice(folder, folder)
+    assert said.startswith(f"An interrupted save left step-000002{left}, which is: ")
+    subprocess.run(said.partition(": ")[2], shell=True, check=True)
+    assert loaded(checkpoints(folder), build(small_config())) == (2, ())
+
+
+@pytest.mark.parametrize(
+    "name",
+    each(
+        "checkpoint files",
+        [("another damaged one is named", "Damaged, too, is what is named instead")],
+    ),
+)
+def test_a_damaged_one_that_is_named_instead_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Slip(folders, "newest_intact", "read_verified(path)", "Manifest.read(path)").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_an_intact_one_beside_a_damaged_one_that_was_named_is_told(tmp_path)
