@@ -7,7 +7,8 @@ else is copied to a block of the segment first, which stays as long as it is not
 
 Nothing runs in the background. Whoever waits, for whichever collective, also completes others that peers have offered:
 so no rank waits for one that waits for it, if all issue the same collectives. A waiting rank looks again and again,
-with pauses of an eighth of the time it has waited, at most a millisecond.
+with pauses of an eighth of the time it has waited, at most a millisecond. In longer waits it completes what came in
+other groups of this process, too: where ranks differ, each then waits for what another has not issued.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from mmap import mmap
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -108,6 +112,8 @@ class Transport:
         limit: how long a wait may last; asked when one begins.
     """
 
+    _all: ClassVar[WeakSet[Transport]] = WeakSet()
+
     def __init__(self, rank: int, segment: Segment, peers: dict[int, Peer], limit: Callable[[], timedelta]) -> None:
         self.rank = rank
         self.size = len(peers) + 1
@@ -128,6 +134,7 @@ class Transport:
         self._unread: dict[int, tuple[object, set[int]]] = {}
         self._early: dict[int, set[int]] = defaultdict(set)  # peers that will not read what has not been offered yet
         self._is_aborted = False
+        self._all.add(self)
 
     # -- issuing -------------------------------------------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class Transport:
         """Complete what peers have offered, of one kind or all, without waiting."""
         with self._guard:
             self._receive()
-            for transfer in list(self._open.values()):
+            for transfer in () if self._is_aborted else list(self._open.values()):
                 if kind in (None, transfer.kind):
                     self._advance(transfer)
 
@@ -354,6 +361,9 @@ class Transport:
             now = time.monotonic()
             if now - looked > LOOK_S:
                 looked = now
+                for each in list(self._all) if advances else ():
+                    with suppress(RuntimeError):  # who waits there raises it
+                        each._advance_ready()
                 awaited = peers if transfer is None else transfer.missing | transfer.readers
                 gone = self._gone(awaited)
                 if gone and not is_over():

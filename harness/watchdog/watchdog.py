@@ -75,10 +75,18 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
 def main_thread_place() -> str:
     """The line outside torch that the program's main thread has come to."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _main_thread_place()[0]
+
+
+def _main_thread_place() -> tuple[str, str]:
+    """Line outside torch of the main thread, and the function of torch.distributed that it called, if any."""
+    frame, called = sys._current_frames().get(threading.main_thread().ident or 0), ""
     while frame is not None and frame.f_code.co_filename.startswith(str(Path(torch.__file__).parent)):
+        called = frame.f_code.co_name if frame.f_code.co_filename == dist.distributed_c10d.__file__ else called
         frame = frame.f_back
-    return f"in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    if frame is None:
+        return "", called
+    return f"in {frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})", called
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -278,9 +286,11 @@ class Watchdog:
     def position(self) -> Position:
         late = self.waits.late(self.timeout_s)
         *_, wait = [None, *(late or self.waits.all())]
+        line, called = _main_thread_place()
+        is_elsewhere = wait is None and called  # in a collective of the program's own, which nobody announced
         waited, begun = self.waits.blocked(SUSPECT_S) if self._suspects else ([], {})
         return Position(
-            where=self._where(),
+            where=f"in torch's {called}, {line}" if is_elsewhere else self._where(),
             waits=None if wait is None else (" and ".join(map(str, wait.labels)) or "a collective begun before"),
             number=None if wait is None else self.waits.number_of(wait),
             seconds=0.0 if wait is None else time.monotonic() - wait.since,
@@ -303,6 +313,8 @@ class Watchdog:
             if self._is_closed or self._message is not None:
                 return
             self._message = message
+        if not any(wait.is_main for wait in self.waits.all()):
+            LOG.error(message)  # a collective of the program's own will fail in torch's words
         for group in (*self.groups, *(wait.group for wait in self.waits.all() if wait.group is not None)):
             self._abort(group)
         self._concluded.set()

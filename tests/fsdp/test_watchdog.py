@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,65 @@ def test_a_rank_that_leaves_out_a_batch_is_told_at_once(strategy: str) -> None:
     assert message.startswith("ranks wait for each other")
     assert "mismatch, collective number" in message
     assert message.endswith("leaves a batch out, runs one with its loss times 0")
+
+
+TRANSPORT = "shared memory", "gloo"
+UNEVEN_S = 12.0
+"""The search begins where the limit is twice what it waits for, and more."""
+
+
+def uneven(rank: int, transport: str) -> Told:
+    """The second rank has a microbatch less under ZeRO-3."""
+    options = {"transport": "backend"} if transport == "gloo" else {}
+    with impatient():
+        _, wrapped, optimizer = build(
+            dist.new_group([0, 1]), "optim_grads_params", watchdog_timeout_s=UNEVEN_S, **options
+        )
+
+        def steps() -> None:
+            for microbatches in ([False, True], [False, True][rank:]):
+                for last in microbatches:
+                    with nullcontext() if last else wrapped.no_sync():
+                        wrapped(torch.ones(2, 6)).sum().backward()
+                wrapped.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        told = provoke(steps)
+        provoke(wrapped.close)
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("transport", TRANSPORT)
+def test_uneven_microbatches_are_told_at_once(transport: str) -> None:
+    message = agree(run_ranks(uneven, 2, transport))
+    assert message.startswith("ranks wait for each other")
+    assert "rank 0 at all_gather blocks.0/float32; rank 1 at all_reduce " in message
+
+
+def in_an_exchange_of_its_own(rank: int) -> tuple[Told, list[str]]:
+    """The second rank sums something of its own where the first one begins a step."""
+    with logged() as lines:
+        _, wrapped, optimizer = build(dist.new_group([0, 1]), "optim_grads_params", watchdog_timeout_s=LIMIT_S)
+        step(wrapped, optimizer)
+
+        def differ() -> None:
+            step(wrapped, optimizer) if rank == 0 else dist.all_reduce(torch.ones(1))
+
+        if rank == 1:
+            threading.Timer(LIMIT_S + 3.0, lambda: watchdog.abort_group(dist.group.WORLD)).start()
+        told = provoke(differ)
+        provoke(wrapped.close)
+    return told, lines
+
+
+def test_a_collective_of_the_programs_own_is_named_on_both_ranks() -> None:
+    (first, _), (second, lines) = run_ranks(in_an_exchange_of_its_own, 2)
+    assert first.error == "CollectiveError"
+    assert "rank 1 has not come: it is in torch's all_reduce, in differ (test_watchdog.py:" in first.message
+    assert second.error == "RuntimeError", "of torch, whose collective it is"
+    assert lines == [first.message], "and ours was said before"
 
 
 def blind(rank: int) -> list[Told]:

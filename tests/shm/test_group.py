@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -23,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import harness.shm
 from harness.shm import ShmGroup, group, segment, transfer
 from tests.support.forking import fork_ranks
-from tests.support.mutants import each
-from tests.support.spawn import run_ranks
+from tests.support.mutants import each, kills
+from tests.support.spawn import RankFailed, run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 LENGTHS = (0, 1, 3, 17, 1000, 65_536 * 2 + 5)
@@ -321,6 +322,30 @@ def far_ahead(rank: int) -> float:
 
 def test_a_rank_that_is_far_behind_is_waited_for() -> None:
     assert run_ranks(far_ahead, 2) == [199 * 200.0] * 2
+
+
+def read_from_another_wait(rank: int, alone: bool) -> float:
+    """Seconds for which rank 0 waits for its sums; rank 1, which has them to read, waits in another group meanwhile."""
+    with mock.patch.object(transfer.Transport, "_all", mock.MagicMock()) if alone else nullcontext():
+        one, other = made(), made()
+        row = [other.allocate(2, torch.float32).fill_(rank) for _ in range(2)]
+        time.sleep(0.3 * (rank == 0))  # it has nothing to read yet where the other one issues its own
+        sums = other.reduce_scatter([torch.empty(2)], [row])
+        began = time.monotonic()
+        if rank == 0:
+            sums.wait(timedelta(seconds=2))
+        one.allgather([[torch.empty(1), torch.empty(1)]], [torch.ones(1)]).wait(timedelta(seconds=5))
+        return time.monotonic() - began
+
+
+def test_a_wait_in_one_group_completes_what_came_in_another() -> None:
+    assert run_ranks(read_from_another_wait, 2, False)[0] < 1.0
+
+
+@kills("Shared memory", "one group at a time", "Who waits in one group completes nothing that came in another")
+def test_waits_in_one_group_alone_are_found() -> None:
+    with pytest.raises(RankFailed, match="Timed out waiting"):
+        run_ranks(read_from_another_wait, 2, True)
 
 
 def beside_a_late_rank(rank: int, completes: bool) -> bool:
