@@ -60,7 +60,7 @@ def _ddp(program: Program) -> str:
 def _by_module(program: Program) -> str:
     """With the module's own attributes reached by `module` where the wrapper does not pass them on."""
     before, wrap, after = text_of(replace(program, order="wrapped")).partition("model, optimizer = fully_shard(model")
-    for inner in ("pieces", "norm", "named_parameters"):
+    for inner in ("pieces", "norm", "head", "embed", "named_parameters"):
         after = after.replace(f"model.{inner}", f"model.module.{inner}")
     return before + wrap + after
 

@@ -168,7 +168,25 @@ class CheckpointedInside(Piece):
 
 class Reentrant(Piece):
     def change(self, h: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = checkpoint(super().change, h, batch, use_reentrant=True)
+        out: Tensor = checkpoint(self._computed, h, batch, use_reentrant=True)
+        return out
+
+    def _computed(self, h: Tensor, batch: Batch) -> Tensor:
+        return super().change(h, batch)
+
+
+class Adapted(Reentrant):
+    """Two small matrices beside frozen ones, inside a reentrant checkpoint, which needs an input that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False))
+
+    def change(self, h: Tensor, batch: Batch) -> Tensor:
+        return super().change(h if h.requires_grad else h.detach().requires_grad_(), batch)
+
+    def _computed(self, h: Tensor, batch: Batch) -> Tensor:
+        out: Tensor = super()._computed(h, batch) + self.adapter(h)
         return out
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -57,6 +58,7 @@ class Raised:
         return f"{self.kind}: {self.sentence}"
 
 
+WRAPPED = "_checkpoint_wrapped_module."
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 Outcome = Trained | Raised | Lost
 
@@ -110,6 +112,9 @@ class World:
             "get_model_state_dict": get_model_state_dict,
             "set_model_state_dict": set_model_state_dict,
             "FULL": StateDictOptions(full_state_dict=True),
+            "OF_FIRST": StateDictOptions(full_state_dict=True, broadcast_from_rank0=len(self.ranks) == 1),
+            "is_first": 0 in self.ranks,
+            "checkpoint_wrapper": checkpoint_wrapper,
             "right": lambda batch: nn.functional.one_hot(batch.targets, WORDS).to(self.dtype),
             "observe": self.observe,
             "batches": partial(batches, self.program, self.ranks),
@@ -173,7 +178,8 @@ def execute(
         warnings.simplefilter("ignore")
         exec(compile(text, place, "exec"), space)
     models = [name for name in ("model", "critic") if name in space]
-    trained = {f"{name}.{key}": value for name in models for key, value in weights(space[name]).items()}
+    named = [(f"{name}.{key}", value) for name in models for key, value in weights(space[name]).items()]
+    trained = {name.replace(WRAPPED, ""): value for name, value in named}
     for name in models:
         if isinstance(space[name], ShardedModel):
             space[name].close()

@@ -89,6 +89,17 @@ SCENARIOS: dict[str, dict[str, Program]] = {
         "all but biases": _of(freezing="biases_only"),
         "a layer, between steps": _of(freezing="later"),
     },
+    "Adapters and late changes": {
+        "a gradient edited in a post-accumulate hook, accumulation": _of(aside="edits_gradients", k=2),
+        "an optimizer of some weights, `optimizer.zero_grad()`, clipping": _of(given="pieces", clip="torch"),
+        "LoRA in reentrant checkpoints": _of(
+            pieces=("Adapted", "Adapted"), freezing="all_but_adapters", given="trained", optimizer="adamw"
+        ),
+        "`checkpoint_wrapper` after sharding": _of(aside="checkpoints_late"),
+        "weights tied after sharding": _of(aside="ties_late"),
+        "blocks swapped after sharding": _of(aside="swaps_late"),
+        "`set_model_state_dict(broadcast_from_rank0=True)`": _of(aside="loads_of_first"),
+    },
     "Optimizers": {
         "built after sharding": _of(order="after"),
         "built after sharding, clipping, branches in turns": _of(

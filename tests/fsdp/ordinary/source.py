@@ -14,6 +14,7 @@ FREEZING = {
     "norms": "model.norm.requires_grad_(False)\n"
     "for name, p in model.pieces.named_parameters():\n"
     "    p.requires_grad_(not any(kind in name for kind in ('layer', 'rms', 'group', 'gain')))",
+    "all_but_adapters": "for name, p in model.named_parameters():\n    p.requires_grad_('adapter' in name)",
     "biases_only": "for name, p in model.named_parameters():\n    p.requires_grad_('bias' in name)",
     "first_piece": "model.pieces[0].requires_grad_(False)",
 }
@@ -86,6 +87,7 @@ def _parameters(program: Program) -> tuple[str, str]:
         return f"[p for n, p in model.named_parameters() if not n.startswith('{LATE[6:]}')]", ""
     return {
         "parameters": "model.parameters()",
+        "pieces": "model.pieces.parameters()",
         "trained": "[p for p in model.parameters() if p.requires_grad]",
         "named": "model.named_parameters()",
         "groups": "[{'params': [p for p in model.parameters() if p.dim() > 1]},"
@@ -101,6 +103,13 @@ BEFORE = {
     "gathered_ema": ["average = [torch.zeros_like(p) for p in model.parameters()]"],
     "scaler": ["scaler = torch.amp.GradScaler('cpu', init_scale=4.0)"],
     "scaler_off": ["scaler = torch.amp.GradScaler('cpu', enabled=False)"],
+    "edits_gradients": [
+        "def edit(p):\n    p.grad.mul_(0.0)",
+        "for p in model.norm.parameters():\n    p.register_post_accumulate_grad_hook(edit)",
+    ],
+    "checkpoints_late": ["for i, piece in enumerate(model.pieces):\n    model.pieces[i] = checkpoint_wrapper(piece)"],
+    "ties_late": ["model.head.weight = model.embed.weight"],
+    "swaps_late": ["model.pieces[0], model.pieces[1] = model.pieces[1], model.pieces[0]"],
 }
 AFTER = {
     "scheduler": "scheduler.step()",
@@ -112,6 +121,9 @@ AFTER = {
     "saves": "if step == 1:\n"
     "    saved = {k: v.clone() for k, v in get_model_state_dict(model, options=FULL).items()}\n"
     "if step == 2:\n    set_model_state_dict(model, saved, options=FULL)",
+    "loads_of_first": "if step == 1:\n"
+    "    saved = {k: v.clone() for k, v in get_model_state_dict(model, options=FULL).items()}\n"
+    "if step == 2:\n    set_model_state_dict(model, saved if is_first else {}, options=OF_FIRST)",
     "saves_optimizer": "if step == 1:\n    saved = optimizer.state_dict()",
     "copies": "if step == 1:\n    average = copy.deepcopy(model)",
     "adds_group": f"if step == 1:\n    optimizer.add_param_group({{'params': list({LATE}.parameters()), 'lr': 0.01}})",
