@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.own.guide import FILES, ROOT
 
 RANKS = 2
 
 
-def test_each_recipe_trains(tmp_path: Path) -> None:
-    (tmp_path / "my_recipes.py").write_text(FILES["my_recipes.py"], encoding="utf-8")
+def printed(folder: Path, name: str) -> dict[str, list[float]]:
+    """What each rank printed of a file of the guide: words and numbers."""
+    (folder / name).write_text(FILES[name], encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += ["--log-dir=logs", "--redirects=1"]  # a file for each rank: in one, their lines run into each other
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "my_recipes.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [*command, name], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told: dict[str, list[float]] = {}
-    for log in tmp_path.glob("logs/*/attempt_0/*/stdout.log"):
-        for name, value in map(str.split, log.read_text().splitlines()):
-            told.setdefault(name, []).append(float(value))
+    for log in folder.glob("logs/*/attempt_0/*/stdout.log"):
+        for word, value in map(str.split, log.read_text().splitlines()):
+            told.setdefault(word, []).append(float(value))
+    return told
+
+
+def test_each_recipe_trains(tmp_path: Path) -> None:
+    told = printed(tmp_path, "my_recipes.py")
     assert {name: len(values) for name, values in told.items()} == dict.fromkeys(
-        ("average", "judge", "scale", "preferences"), RANKS
+        ("average", "judge", "scale", "preferences", "adapters"), RANKS
     )
     assert len(set(told["average"])) == 1  # of ones, through the same weights on both ranks
     assert told["scale"] == [2.0**16] * RANKS
     assert all(value < 0.6931 for value in told["preferences"])  # log 2 before the first step
+    assert len(set(told["adapters"])) == 1
+    assert 0 < told["adapters"][0] < 0.5
+
+
+def test_the_gpt_trains_in_our_loop(tmp_path: Path) -> None:
+    """Small, and on one rank; the guide's own command is among those of `test_guide.py`."""
+    (tmp_path / "my_gpt.py").write_text(FILES["my_gpt.py"], encoding="utf-8")
+    (tmp_path / "text.txt").write_text(FILES["my_gpt.py"] * 20, encoding="utf-8")
+    words = ["model=ext", "model.target=my_gpt:Workload", "model.max_seq_len=16", "model.dim=16", "model.num_layers=1"]
+    words += ["data=text", "data.path=text.txt", "data.seq_len=16", "mesh=one", "launch.inline=true", "train.steps=30"]
+    words += ["train.global_batch_size=8", "train.microbatch_size=8", "optimizer.lr=0.01", "run.name=gpt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *words],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs" / "adhoc").glob("gpt-*")
+    losses = [float(line.partition('"loss":')[2].partition(",")[0]) for line in (run / "metrics.jsonl").open()]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.02)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.full
+def test_the_hugging_face_model_trains_and_is_saved(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    told = printed(tmp_path, "my_llama.py")
+    assert all(value < math.log(64) - 0.5 for value in told["llama"])
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    assert all(value.isfinite().all() for value in model.state_dict().values())
