@@ -19,7 +19,6 @@ from harness.store.judged import outcomes
 from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
-from harness.store.study import read_study
 
 SETTINGS = {
     "model": "model.name",
@@ -119,22 +118,13 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
     rows = [_run_row(run) for run in store.runs(study)]
     for name in dict.fromkeys(row["study"] for row, _ in rows):
         mine = {row["path"]: (row, config) for row, config in rows if row["study"] == name}
-        controls = _controls(store.root, name)
         known = {path: config for path, (_, config) in mine.items() if config}
-        named = labels(known, controls & known.keys()) if len(known) > 1 or len(mine) == 1 else {}
+        named = labels(known) if len(known) > 1 or len(mine) == 1 else {}
         judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
         for path, (row, _) in mine.items():
             found = None if row["state"] == DAMAGED else judged.get(path)
             row |= {"label": named.get(path, Path(path).name), "verdict": found}
     return pd.DataFrame([row for row, _ in rows], columns=list(RUN_COLUMNS))
-
-
-def _controls(root: Path, study: str) -> set[str]:
-    try:
-        told = read_study(root, study) or {"cells": []}
-    except StoreError:
-        return set()
-    return {str(root / study / cell["directory"]) for cell in told["cells"] if not cell["control"]}
 
 
 def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -365,6 +365,15 @@ class StudyConfig(Group):
 
 
 @dataclass
+class RunConfig(Group):
+    """The run's own name. Never part of the signature."""
+
+    name: str | None = None
+    """Name of the run's folder, before its signature. null: made of the run's settings. A run that has begun keeps its
+    folder."""
+
+
+@dataclass
 class Config(Group):
     """A complete cell."""
 
@@ -386,5 +395,6 @@ class Config(Group):
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
+    run: RunConfig = field(default_factory=RunConfig)
     notes: str = ""
     """Free text; never part of the signature."""

@@ -19,7 +19,6 @@ from harness.launch.watch import wait_for
 from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
 from harness.store.files import Lock
-from harness.store.identity import directory_name
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import RunDir, Store
@@ -50,8 +49,8 @@ class _Request:
         self._cells = cells
         self._terminal = terminal
         self._several = len(cells) > 1
-        self._labels = _labels(cells)
         self._store = Store(cells[0].config["launch"]["root"])
+        self._labels = _labels(self._store, cells)
         self._sources = Sources.gather()
         self._jobs = scheduler.probe()
         self._submitted: Sequence[Cell] = ()
@@ -166,7 +165,7 @@ class _Request:
         return [commands.verb(verb, self._store.root) for verb in verbs]
 
 
-def _labels(cells: Sequence[Cell]) -> dict[str, str]:
-    names = {cell.signature: directory_name(cell.config) for cell in cells}
+def _labels(store: Store, cells: Sequence[Cell]) -> dict[str, str]:
+    names = {cell.signature: store.path_of(cell).name for cell in cells}
     short = named(set(names.values()))
     return {signature: short[name] for signature, name in names.items()}

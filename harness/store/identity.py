@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
 from harness.fsdp.vocabulary import OuterStrategy
 
-EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
+EXCLUDED = ("cluster", "launch", "wandb", "notes", "study", "run")
 
 AXES = (
     "engine",
@@ -32,6 +33,7 @@ AXES = (
     "study",
     "cluster",
     "notes",
+    "run",
 )
 """Groups that may differ in a comparison: axes of a study, and groups without numeric effect.
 
@@ -81,7 +83,10 @@ RENAMED: dict[tuple[str, str], str] = {
 
 SHORT = 8
 
-MAX_NAME = 80
+MAX_NAME = 100
+
+USUAL = {"data.kind": "stdlib", "optimizer.name": "adamw", "optimizer.lr": 0.001, "train.steps": 20}
+"""Defaults, which names leave out."""
 
 
 @cache
@@ -129,17 +134,23 @@ def slug(text: str) -> str:
 
 
 def run_name(config: dict[str, Any]) -> str:
-    """Name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-r1`; the signature makes it unique."""
+    """Name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-lr0.01-r1`; the signature makes it unique.
+
+    `run.name` replaces it.
+    """
+    if own := config.get("run", {}).get("name"):
+        return str(own)
     train, mesh = config["train"], config["mesh"]
     world_size = mesh["world_size"] // mesh.get("tp", 1)
     microbatches = train["global_batch_size"] // max(1, train["microbatch_size"] * world_size)
     parts = [
-        config["model"]["name"],
+        _of_ones_own(config["model"], "name"),
         config["engine"]["name"],
         config["sharding"]["strategy"],
         config["dtype"]["name"],
         _mesh(config),
         f"k{microbatches}",
+        *_unusual(config),
     ]
     if config["fault"]["name"] != "none":
         parts.append(f"{config['fault']['name'].rpartition(':')[2]}-{config['fault']['strength']}")
@@ -155,6 +166,24 @@ def run_name(config: dict[str, Any]) -> str:
     if train["replicate"]:
         parts.append(f"r{train['replicate']}")
     return slug("-".join(str(part) for part in parts))[:MAX_NAME]
+
+
+def _unusual(config: dict[str, Any]) -> list[str]:
+    """Data, optimizer, rate, steps and callbacks, where they are no defaults."""
+    said = {
+        "data.kind": _of_ones_own(config["data"], "kind"),
+        "optimizer.name": _of_ones_own(config["optimizer"], "name"),
+        "optimizer.lr": f"lr{Decimal(repr(config['optimizer']['lr'])).normalize():f}",
+        "train.steps": f"steps{config['train']['steps']}",
+    }
+    chosen = {key: config[key.partition(".")[0]][key.partition(".")[2]] for key in said}
+    callbacks = [each.rpartition(":")[2] for each in config["measure"].get("callbacks", ())]
+    return [text for key, text in said.items() if chosen[key] != USUAL[key]] + callbacks
+
+
+def _of_ones_own(group: dict[str, Any], key: str) -> str:
+    """An option's name, or one's own class: `my_model.workload`."""
+    return str(group.get("target") or group[key]).replace(":", ".") if group[key] == "ext" else str(group[key])
 
 
 def _mesh(config: dict[str, Any]) -> str:

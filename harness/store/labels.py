@@ -60,20 +60,16 @@ def strategy_of(config: Mapping[str, Any]) -> str:
     return OuterStrategy[outer].hybrid if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
 
 
-def labels(configs: Mapping[Key, Mapping[str, Any]], controls: Collection[Key] = ()) -> dict[Key, str]:
-    """A label a run, such as `optim_grads, bf16`: its values of the settings that differ between runs.
+def labels(configs: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
+    """A label a run, such as `native, optim_grads, bf16`: its values of the settings that differ between runs.
 
-    Args: configs: frozen configurations, nested or dotted. controls: keys of controls, which do not influence labels of
-    several arms.
+    What all arms share is said where their control differs in it. configs: frozen, nested or dotted.
 
     Returns labels that differ wherever the defining configurations differ; `the only run` for a single one.
     """
     flat = {key: _told(config) for key, config in configs.items()}
-    arms = {key: own for key, own in flat.items() if key not in controls}
-    of_all = _keys(flat)
-    of_arms = _keys(arms) if len(arms) > 1 else of_all
-    found = {key: _label(own, of_arms if key in arms else of_all) for key, own in flat.items()}
-    return _distinct(found, flat)
+    keys = _keys(flat)
+    return _distinct({key: _label(own, keys) for key, own in flat.items()}, flat)
 
 
 def differing(configs: Collection[Flat]) -> list[str]:

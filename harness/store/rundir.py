@@ -245,8 +245,15 @@ class Store:
         self.root = _anchored(root)
 
     def path_of(self, cell: CellLike) -> Path:
+        """Folder of a cell's run: the one of its signature, whatever name it was begun under."""
         study = check_name("study.name", identity.study_name(cell.config))
-        return self.root / study / identity.directory_name(cell.config)
+        usual = self.root / study / identity.directory_name(cell.config)
+        if usual.exists():
+            return usual
+        end = usual.name[-1 - identity.SHORT :]
+        others = (usual.with_name(name) for name in folder_names(usual.parent) if name.endswith(end))
+        found = (path for path in others if (path / CONFIG).is_file())
+        return next((path for path in found if RunDir(path).signature() == identity.signature(cell.config)), usual)
 
     def create(self, cell: CellLike) -> RunDir:
         """Run of a cell, made if missing, once also for concurrent processes.

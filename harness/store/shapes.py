@@ -118,6 +118,7 @@ CONFIG: Shape = {
     "dtype?": {"name?": str},
     "mesh?": {"world_size?": int},
     "study?": {"name?": str},
+    "run?": {"name?": Maybe(str)},
     "train?": {"steps?": int, "replicate?": int},
     "measure?": {
         "capture_steps?": Maybe(Each(list, int)),

@@ -12,7 +12,7 @@ from typing import Any
 from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.files import write_json
-from harness.store.identity import directory_name, must_agree, signature, study_name
+from harness.store.identity import must_agree, signature, study_name
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store, flatten
 from harness.store.shapes import STUDY
@@ -31,10 +31,12 @@ def write_study(
     """
     folder = root / study_name(cells[0].config)
     folder.mkdir(SHARED, parents=True, exist_ok=True)
-    write_json(folder / FILE, study_record(cells, controls, request))
+    write_json(folder / FILE, study_record(Store(root), cells, controls, request))
 
 
-def study_record(cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()) -> dict[str, Any]:
+def study_record(
+    store: Store, cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()
+) -> dict[str, Any]:
     """Record as plain values.
 
     `cells` are in order of start, shuffled with `order_seed` if timed. Each has `signature`, `directory` (under the
@@ -53,7 +55,7 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str], request
         "cells": [
             {
                 "signature": (own := signature(cell.config)),
-                "directory": directory_name(cell.config),
+                "directory": store.path_of(cell).name,
                 "overrides": list(cell.overrides),
                 "control": controls.get(own),
             }

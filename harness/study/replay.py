@@ -34,12 +34,14 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
     words = check_overrides(overrides)
     options = [word for word in words if word.is_group]
     values = deepcopy(frozen)
+    values.pop("run", None)  # its name is its own
     if options:
         _choose(values, [text for word in options for text in word.cells])
     for word in words:
         if not word.is_group:
             put(values, word.key, OverridesParser.create().parse_override(word.cells[0]).value())
-    return freeze(values, overrides, earlier=[text for text in earlier if not _overridden(text, words)])
+    kept = [text for text in earlier if not text.startswith("run.") and not _overridden(text, words)]
+    return freeze(values, overrides, earlier=kept)
 
 
 def replay_run(reference: str, overrides: Sequence[str]) -> Cell:

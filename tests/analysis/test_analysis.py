@@ -318,15 +318,16 @@ def test_a_picture_of_the_first_runs_is_found(store: Path, monkeypatch: pytest.M
         test_a_picture_of_some_runs_shows_the_control_and_what_failed(store, monkeypatch)
 
 
-def test_runs_are_named_by_what_differs_between_arms() -> None:
+def test_runs_are_labelled_by_what_differs_between_them() -> None:
     arms = [Arm(engine="single", ranks=1), Arm(wire="bf16"), Arm(strategy="optim"), Arm(seed=1)]
     configs = {str(number): arm.config() for number, arm in enumerate(arms)}
-    found = labels.labels(configs, controls=["0"])
-    assert found["1"] == "optim_grads_params, fp32-bf16, seed 0"
-    assert found["2"] == "optim, fp32-fp32, seed 0"
-    assert found["3"] == "optim_grads_params, fp32-fp32, seed 1"
-    assert found["0"].startswith("single, optim_grads_params, fp32-fp32, ")
-    assert "1 rank" in found["0"]
+    found = labels.labels(configs)
+    assert found["1"] == "native, optim_grads_params, fp32-bf16, microbatch_size=4, 2 ranks, seed 0", (
+        "the control differs in two of them"
+    )
+    assert found["2"] == "native, optim, fp32-fp32, microbatch_size=4, 2 ranks, seed 0"
+    assert found["3"] == "native, optim_grads_params, fp32-fp32, microbatch_size=4, 2 ranks, seed 1"
+    assert found["0"] == "single, optim_grads_params, fp32-fp32, microbatch_size=8, 1 rank, seed 0"
     assert labels.labels({"x": configs["0"]}) == {"x": "the only run"}
     again = {"a": Arm().config(), "b": Arm(replicate=1).config()}
     assert labels.labels(again) == {"a": "repetition 0", "b": "repetition 1"}

@@ -235,6 +235,10 @@ def violations(*overrides: str) -> dict[str, str]:
         ("study.name=../x", "study.name", "study.name=x", "study.name=x"),
         ("study.name=", "study.name", "adhoc", "study.name=a.b-c_1"),
         ("study.name=Big", "study.name", "big", "study.name=big"),
+        ("run.name=../x", "run.name", "run.name=x", "run.name=x"),
+        ("run.name=My_run", "run.name", "run.name=my_run", "run.name=null"),
+        ("run.name=''", "run.name", "run.name=null", "run.name=a.b-c_1"),
+        (f"run.name={'x' * 101}", "run.name", "100 lower-case", f"run.name={'x' * 100}"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9,0.95]", "optimizer.betas=[0,0]"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,0.95]", ""),
         (

@@ -70,11 +70,12 @@ def test_the_guides_commands_do_what_it_says(tmp_path: Path) -> None:
             done = typed(folder, program, *words)
             assert "EQUAL: " in done.stdout or "EQUIVALENT: " in done.stdout
         else:
-            control, arm = sorted(folder.glob("runs/adhoc/ext-*dp2*"), key=lambda path: "ddp" in path.name)
+            both = folder.glob("runs/adhoc/my_model.workload-*dp2*")
+            control, arm = sorted(both, key=lambda path: "ddp" in path.name)
             done = typed(folder, program, *[{"ARM": str(arm), "CONTROL": str(control)}.get(w, w) for w in words])
             assert "EQUIVALENT" in done.stdout
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    shutil.rmtree(next(folder.glob("runs/adhoc/ext-single*")))
+    shutil.rmtree(next(folder.glob("runs/adhoc/my_model.workload-single*")))
     refused = typed(folder, "-m", "harness", "compare", str(arm), str(control))
     assert refused.returncode == 4
     assert "nothing says how far rounding moves my_model:Workload" in refused.stdout

@@ -46,10 +46,10 @@ def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
     found = verdict(store, "lab", sources=CLEAN)
     outcomes = sorted((Path(arm.arm).name.rpartition("-")[0], arm.outcome) for arm in found.arms)
     assert outcomes == [
-        ("tiny-ddp-no_shard-fp32-fp32-dp2-k2-r1", Outcome.EQUAL),
-        ("tiny-native-optim-fp32-fp32-dp2-k2", Outcome.DIFFERENT),
-        ("tiny-native-optim_grads-fp32-fp32-dp2-k2", Outcome.EQUIVALENT),
-        ("tiny-native-optim_grads-fp32-fp32-dp2-k2-s1", Outcome.EQUIVALENT),
+        ("tiny-ddp-no_shard-fp32-fp32-dp2-k2-synthetic-lr0.003-steps12-r1", Outcome.EQUAL),
+        ("tiny-native-optim-fp32-fp32-dp2-k2-synthetic-lr0.003-steps12", Outcome.DIFFERENT),
+        ("tiny-native-optim_grads-fp32-fp32-dp2-k2-synthetic-lr0.003-steps12", Outcome.EQUIVALENT),
+        ("tiny-native-optim_grads-fp32-fp32-dp2-k2-synthetic-lr0.003-steps12-s1", Outcome.EQUIVALENT),
     ]
     assert found.exit_code == 1
     shown = study_text(found)
@@ -71,7 +71,7 @@ def test_a_control_is_read_once_for_all_its_arms(store: Path, monkeypatch: pytes
 
 def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
-    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
+    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
     edit_json(victim / "status.json", state="failed", reason="out of memory")
     found = verdict(tmp_path / "copy", "lab", sources=CLEAN)
     assert found.exit_code == 4
@@ -114,7 +114,7 @@ def test_a_record_that_nobody_checks_is_found(store: Path, tmp_path: Path, monke
 def test_a_study_asks_for_damaged_runs_alone(store: Path, tmp_path: Path) -> None:
     """Asking for the study leaves a run that is done as it is; the damaged one is named."""
     shutil.copytree(store, tmp_path / "copy")
-    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
+    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
     edit_lines(victim, lambda lines: lines.pop())
     last = study_text(verdict(tmp_path / "copy", "lab", sources=CLEAN)).splitlines()[-1]
     assert victim.name in last
@@ -123,7 +123,7 @@ def test_a_study_asks_for_damaged_runs_alone(store: Path, tmp_path: Path) -> Non
 
 def test_a_cell_that_was_never_started_is_named(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
-    gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
+    gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-*-steps12-[!s]*"))
     shutil.rmtree(gone)
     with pytest.raises(BadRequest, match=f"1 of 6 cells was never started, or was removed: {gone.name}"):
         verdict(tmp_path / "copy", "lab", sources=CLEAN)

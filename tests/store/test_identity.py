@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
+from harness.config.compose import compose
 from harness.config.schema import Config
 from harness.store import identity
+from harness.store.rundir import flatten
+from tests.support.mutants import Slip, each
 
 
 @pytest.fixture
@@ -42,6 +46,7 @@ def test_key_order_does_not_matter(config):
         ("launch", "root", "/elsewhere"),
         ("wandb", "mode", "offline"),
         ("study", "question", "why?"),
+        ("run", "name", "mine"),
     ],
 )
 def test_where_and_why_a_cell_runs_is_no_part_of_it(config, group, key, value):
@@ -99,6 +104,59 @@ def test_name_says_what_the_cell_is(config):
     assert identity.run_name(config) == "tiny-native-optim_grads_params-fp32-hsdp3x2-k1"
     config["sharding"]["outer"] = "optim"
     assert identity.run_name(config) == "tiny-native-optim_grads_params-fp32-hfsdp3x2-k1"
+
+
+UNUSUAL = {
+    "data.kind=text": "text",
+    "data.kind=ext data.target=my_data:Words": "my_data.words",
+    "optimizer.name=sgd": "sgd",
+    "optimizer.name=ext optimizer.target=my_optimizer:Lion": "my_optimizer.lion",
+    "optimizer.lr=1e-5": "lr0.00001",
+    "optimizer.lr=100.0": "lr100",
+    "train.steps=1000": "steps1000",
+    "measure.callbacks=[my_callbacks:Sparsity,b:Second]": "sparsity-second",
+    "run.name=my_run.1": None,
+}
+
+
+def named(config, words):
+    for word in words.split():
+        path, _, value = word.partition("=")
+        group, _, key = path.partition(".")
+        config[group][key] = yaml.safe_load(value) if "e-" not in value else float(value)
+    return identity.run_name(config)
+
+
+@pytest.mark.parametrize("words", UNUSUAL)
+def test_name_says_what_is_not_as_usual(config, words):
+    usual = identity.run_name(config)
+    expected = "my_run.1" if UNUSUAL[words] is None else f"{usual}-{UNUSUAL[words]}"
+    assert named(config, words) == expected
+
+
+def test_what_is_usual_is_the_default():
+    config = flatten(compose().config)
+    assert {key: config[key] for key in identity.USUAL} == identity.USUAL
+
+
+SLIPS = {
+    "rates are left out": Slip(identity, "_unusual", "if chosen[key]", 'if "lr" not in text and chosen[key]'),
+    "callbacks are left out": Slip(identity, "_unusual", "] + callbacks", "]"),
+    "a class of one's own is ext": Slip(identity, "_of_ones_own", 'group.get("target") or ', ""),
+    "run.name is ignored": Slip(identity, "run_name", 'get("name")', 'get("names")'),
+}
+
+
+@pytest.mark.parametrize("name", each("names of runs", [(name, f"In names of runs {name}") for name in SLIPS]))
+def test_a_name_that_says_too_little_is_found(config, monkeypatch, name):
+    SLIPS[name].put(monkeypatch)
+    wrong = []
+    for words in UNUSUAL:
+        try:
+            test_name_says_what_is_not_as_usual(copy.deepcopy(config), words)
+        except AssertionError:
+            wrong.append(words)
+    assert 0 < len(wrong) < len(UNUSUAL)
 
 
 @pytest.mark.parametrize("text", ["../up", "a/b", "q\"u'o", "new\nline", "%j", "$(x)", ".hidden", "Ünïcode", "-rf"])

@@ -12,6 +12,7 @@ from harness.store import identity
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, kills
 
 NASTY = [
     "with space",
@@ -32,9 +33,29 @@ def test_the_same_cell_twice_is_one_run(tmp_path):
     run = store.create(make_cell(tmp_path, "train.steps=7"))
     assert store.create(make_cell(tmp_path, "train.steps=7")) == run
     assert len(store.runs()) == 1
-    assert run.path.name == f"tiny-ddp-no_shard-fp32-dp2-k2-{run.signature()[:8]}"
+    assert run.path.name == f"tiny-ddp-no_shard-fp32-dp2-k2-synthetic-steps7-{run.signature()[:8]}"
     assert run.overrides() == ("train.steps=7",)
     assert load_config(run.config()).train.steps == 7
+
+
+def test_a_run_is_found_under_whatever_name_it_was_begun(tmp_path):
+    """One of a former version, whose names said less, and one that was named."""
+    store = Store(tmp_path)
+    run = store.create(make_cell(tmp_path, "train.steps=7"))
+    former = run.path.rename(run.path.with_name(f"tiny-ddp-{run.path.name.rpartition('-')[2]}"))
+    stranger = store.create(make_cell(tmp_path, "train.steps=8")).path
+    stranger.rename(stranger.with_name(f"stranger-{former.name.rpartition('-')[2]}"))
+    assert store.path_of(make_cell(tmp_path, "train.steps=7")) == former
+    named = make_cell(tmp_path, "train.steps=7", "run.name=mine")
+    assert store.create(named).path == store.create(make_cell(tmp_path, "train.steps=7")).path == former
+    assert store.path_of(make_cell(tmp_path, "train.steps=9", "run.name=mine")).name.startswith("mine-")
+
+
+@kills("names of runs", "only the present name", "A run that was begun under another name is made again")
+def test_a_run_that_is_made_again_is_found(tmp_path, monkeypatch):
+    Slip(Store, "path_of", "if usual.exists():", "if usual:").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_run_is_found_under_whatever_name_it_was_begun(tmp_path)
 
 
 def test_from_many_threads_at_once_too(tmp_path):

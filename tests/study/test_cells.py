@@ -272,7 +272,7 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blo
     hybrid = [c for c in configs if c.mesh.dp_outer > 1]
     assert len({arm_of(c)[1:] for c in hybrid}) == 5
     assert {c.model.name for c in hybrid} == {"bench_comm"}, "they ask about communication"
-    record = study_record(wanted.cells, wanted.controls)
+    record = study_record(Store("runs"), wanted.cells, wanted.controls)
     assert record["order_seed"] == 0
     assert [cell["signature"] for cell in record["cells"]] == [cell.signature for cell in wanted.cells]
     block = {cell.signature: cell.typed.train.replicate for cell in wanted.cells}

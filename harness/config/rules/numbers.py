@@ -15,7 +15,7 @@ STEP_LISTS = ("measure.capture_steps", "measure.update_steps", "measure.trace_st
 T3_MEASURES = ("loss", "grad_norm")
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_STUDY_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
+_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
 
 
 def check(request: Request) -> dict[str, Violation]:
@@ -54,12 +54,12 @@ def _texts(request: Request) -> dict[str, Violation]:
 
 
 def _names(request: Request) -> dict[str, Violation]:
-    name = request.config.study.name
-    if _STUDY_NAME.fullmatch(name):
-        return {}
+    config = request.config
     choices = "100 lower-case letters and digits at most, and . _ - among them"
     return {
-        "study.name": Violation(
-            f"study.name={name!r}", "must be a folder's name", choices, f"study.name={slug(name)[:100] or 'adhoc'}"
+        path: Violation(
+            f"{path}={name!r}", "must be a folder's name", choices, f"{path}={slug(name)[:100].strip('-.') or default}"
         )
+        for path, name, default in (("study.name", config.study.name, "adhoc"), ("run.name", config.run.name, "null"))
+        if name is not None and not _NAME.fullmatch(name)
     }
