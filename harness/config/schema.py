@@ -290,6 +290,9 @@ class MeasureConfig(Group):
     sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
     step_checks_limit_mib: Annotated[int, Range(1, 2**30, "MiB"), RECORD, Only("measure.step_checks", True)] = 256
     """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
+    again: Annotated[float, Range(0, 1, "of the steps"), RECORD, Only("measure.step_checks", True)] = 0.01
+    """Share of steps, drawn by train.seed, whose forwards and backwards are worked out again by the plain model, beside
+    every captured step. It finds what is wrong in a single step; each costs a forward and a backward on every rank."""
 
 
 @dataclass

@@ -177,6 +177,7 @@ SUMMARY: Shape = {
     "tensor_bytes?": Maybe({"persistent": Each(list, int), "peak": Each(list, int), "growth": Each(list, int)}),
     "other_replicas?": Maybe(Each(list, int)),
     "restored?": Maybe(_RESTORED),
+    "worked_out_again?": {"steps": int, "seconds": NUMBER},
     "decayed?": Maybe(Each(list, str)),
     "structure?": Maybe(_STRUCTURE),
 }

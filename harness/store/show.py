@@ -114,6 +114,9 @@ def _progress(run: RunDir) -> list[str]:
     if summary is not None:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
+        if again := summary.get("worked_out_again"):
+            told = f"{screen.counted(again['steps'], 'step')} in {again['seconds']:.2f} s, beside the steps' own time"
+            lines.append(_field("again", told))
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     traces = sorted(each.name for each in (run.path / "trace").glob("step-*"))
     return (

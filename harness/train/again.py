@@ -1,26 +1,29 @@
 """A step's local gradients, recomputed beside the engine with the plain model.
 
 [Note: Worked out again] Observers compare everything with autograd's gradients, but cannot know that these belong to
-the model, weights and tokens. So in the last captured step each rank builds the model in plain torch, fills it with the
-engine's main weights, reads its part of the batch from the source again, and runs the same microbatches. Equal modules
-then see equal bits, shapes, dtypes and threads; differences come from the feed, the computation, a gather or a buffer.
-Sketches of gradients are compared rank by rank.
+the model, weights and tokens. So in chosen steps each rank builds the model in plain torch, fills it with the engine's
+main weights, reads its part of the batch from the source again, and runs the same microbatches. Equal modules then see
+equal bits, shapes, dtypes and threads; differences come from the feed, the computation, a gather or a buffer. Sketches
+of gradients are compared rank by rank.
 
-It takes a forward, a backward and unsharded weights on each rank, so it runs once; a persistent fault is still there in
-the last step. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's own
-model, which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
+It takes a forward, a backward and unsharded weights on each rank. So it runs in captured steps, the last of which still
+has a persistent fault, and in a share of the others (`measure.again`), drawn by the seed: runs that are compared have
+the same. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's own model,
+which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
 
-[Note: The same function] That step uses the model's present code: a softcap, table, constant or custom backward that
+[Note: The same function] These steps use the model's present code: a softcap, table, constant or custom backward that
 changed since the begin changes both alike. So each rank computes the plain model's local gradients twice more, for the
-seed's first weights and its own microbatches of step 1: before its first step, and in the recomputed step. Equal
+seed's first weights and its own microbatches of step 1: before its first step, and in the last recomputed one. Equal
 modules, bits, shapes and threads must agree. Earlier changes, in a previous attempt or in step 1, are not seen.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +43,9 @@ from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.sketch import Signs, Sketch
 from harness.train.session import Session
 
+DRAWN = 0x616761696E
+"""Beside the seed: no other draw of a run begins with it."""
+
 HANDFUL = 32
 """Least elements of a compared tensor: smaller ones may cancel, and others of their module speak for them."""
 
@@ -50,11 +56,13 @@ A device that runs out of memory beyond that skips the check.
 """
 
 
-def step_of(config: Config) -> int:
-    """Step that is recomputed; 0 for none."""
+def steps_of(config: Config) -> frozenset[int]:
+    """Steps that are recomputed: captured ones, and others drawn by the seed."""
     if config.model.family is ModelFamily.ext or config.mesh.tp > 1:
-        return 0
-    return max(captured(config).gradients, default=0)
+        return frozenset()
+    count = math.ceil(config.measure.again * config.train.steps)
+    drawn = np.random.default_rng([config.train.seed, DRAWN]).permutation(config.train.steps)[:count] + 1
+    return frozenset((*captured(config).gradients, *drawn.tolist()))
 
 
 def worked_out(session: Session, control: Control, names: list[str], signs: Signs, step: int) -> Sketch | None:
@@ -75,7 +83,7 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
 
 def is_same_function_asked(config: Config, done: int) -> bool:
     """True if a run resumed after so many steps evaluates the plain model twice."""
-    return step_of(config) > done + 1
+    return max(steps_of(config), default=0) > done + 1
 
 
 def same_function(session: Session, control: Control, names: list[str], signs: Signs) -> Sketch | None:

@@ -74,6 +74,7 @@ class Loop:
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
+        self.step_checks: StepChecks | None = None
         self.callbacks = Callbacks(session, ())
         self.evaluation: Evaluation
         self.feed = Feed(self.config, session.ranks.data_rank)
@@ -122,7 +123,7 @@ class Loop:
 
     def _open_callbacks(self, start: int) -> None:
         with self.session.meters.paused():
-            checks = StepChecks.open(self.session, self.control, start)
+            self.step_checks = checks = StepChecks.open(self.session, self.control, start)
         captures = self.captures if self.captures.steps or self.captures.update_steps else None
         own = [each for each in (captures, checks) if each is not None]
         self.callbacks = Callbacks(self.session, [*own, *made(self.config)])
@@ -235,6 +236,11 @@ class Loop:
         with self.session.meters.paused(), self.session.meters.timers.aside():
             work()
 
+    def _worked_out_again(self) -> dict[str, Any]:
+        """Cost of the steps that this attempt has recomputed, which no step's time contains."""
+        seconds = {} if self.step_checks is None else self.step_checks.again_s
+        return {"worked_out_again": {"steps": len(seconds), "seconds": sum(seconds.values())}} if seconds else {}
+
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every
         if not every or step % every or self.bench is not None:
@@ -308,6 +314,7 @@ class Loop:
             **({} if decayed is None else {"decayed": decayed}),
             **({} if self.captures.structure is None else {"structure": self.captures.structure}),
             **({} if self.restored is None else {"restored": self.restored}),
+            **self._worked_out_again(),
             "wall_s": wall_s,
             **benched,
         }

@@ -6,8 +6,8 @@ sample, which cost a few passes over what a rank holds and nothing on the wire b
     before      weights and a sample of moments against what the step before left; weights as forwards should see them.
                 Weights that a rank keeps whole, and computes with where it keeps them, are looked at by the forward:
                 once is enough of one memory
-    again       in the last captured step, local gradients by the plain model (`harness.train.again`); and whether that
-                is the function it was when the run began (`harness.train.again`)
+    again       in captured and drawn steps, local gradients by the plain model (`harness.train.again`); in the last of
+                them also whether that is the function it was when the run began
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
@@ -19,6 +19,7 @@ is loaded, give the first rank the numbers of the whole model, which it writes i
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
@@ -48,7 +49,7 @@ from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
 from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
-from harness.train.again import is_same_function_asked, off_by, same_function, step_of, worked_out
+from harness.train.again import is_same_function_asked, off_by, same_function, steps_of, worked_out
 from harness.train.callbacks import Callback
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
@@ -100,7 +101,9 @@ class StepChecks(Callback):
         self.moments: Table | None = None
         """Moments of the last step before a resume, on the first rank; else None."""
         self.done = done
-        self.again_at = step_of(config)
+        self.again_at = steps_of(config)
+        self.again_s: dict[int, float] = {}
+        """Seconds of the recomputed steps of this attempt."""
         self.looks_for_drift = is_same_function_asked(config, done)
         self.first: Sketch | None = None
         self.skipped = _skipped_before(session, control, done)
@@ -188,18 +191,21 @@ class StepChecks(Callback):
             self.summed.put("cast", sketches, self.counted)
 
     def work_out_again(self, step: int) -> None:
-        """Recompute local gradients with the plain model, in the last captured step, and evaluate it twice. Collective
-        over all ranks, before `watch`."""
-        if step not in (self.done + 1, self.again_at) or self.session.engine.seen() is None:
+        """Recompute local gradients with the plain model in chosen steps, and evaluate it in the first and the last of
+        them. Collective over all ranks, before `watch`."""
+        if step not in (self.done + 1, *self.again_at) or self.session.engine.seen() is None:
             return
         of = self.session, self.control, self.names, self.signs
         with self.session.meters.memory.apart():
-            if step == self.again_at:
+            if step in self.again_at:
+                began = time.perf_counter()
                 self.again = worked_out(*of, step)
                 self.summed.part("blind")[:] = float(self.again is None)
-            if self.looks_for_drift:
+                self.again_s[step] = time.perf_counter() - began
+            is_last = step == max(self.again_at, default=0)
+            if self.looks_for_drift and (is_last or step == self.done + 1):
                 now = same_function(*of)
-                self.first, self.drift = (self.first, now) if step == self.again_at else (now, None)
+                self.first, self.drift = (self.first, now) if is_last else (now, None)
                 self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
 
     def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:

@@ -97,12 +97,13 @@ FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "
 
 def configured(kind: str, **changes: Any) -> Config:
     usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [1, STEPS]}
+    usual["measure__again"] = 0.0
     return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
 
 
-def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
+def trained(path: Path, kind: str, fault: str = "", spoils: type[Spoiled] = Spoiled, **changes: Any) -> Record:
     config = configured(kind, **changes)
-    spoiled = (lambda engine: Spoiled(engine, FAULTS[fault])) if fault else (lambda engine: engine)
+    spoiled = (lambda engine: spoils(engine, FAULTS[fault])) if fault else (lambda engine: engine)
     train(config, path, wrap_engine=spoiled)
     freeze(config, path)
     return load(path)
@@ -141,7 +142,7 @@ def test_what_began_late_is_found_in_the_run_itself(tmp_path: Path, kind: str, f
     """In 16 bits what a few roundings could explain is in doubt: that a CPU's kernels are the same is no promise."""
     run = trained(tmp_path, kind, fault)
     assert found(run) == [(STEPS, Grade.doubt if (kind, fault) == ("bf16", "table") else Grade.bad)]
-    (finding,) = [f for f in every_step.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
+    (finding,) = [f for f in every_step.check(run, Arithmetic.of(run.config)) if f.check == CHECK and f.step == STEPS]
     assert finding.place == "between forward and gradient"
     assert Stage.forward in finding.stages
 
@@ -154,11 +155,44 @@ def test_a_small_factor_is_in_doubt_in_hot_training(
     assert found(trained(tmp_path, "fp32", fault, optimizer__lr=0.06)) == wanted
 
 
+class Once(Spoiled):
+    """Spoils one step alone."""
+
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
+        given = self.fault(self, batch) if self.number == BEGINS - 1 else batch
+        self.last = batch
+        return self.engine.forward_backward(given, last=last)
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(1.0, [(BEGINS - 1, Grade.bad)]), (0.0, [])])
+def test_one_wrong_step_is_found_if_it_is_worked_out_again(
+    tmp_path: Path, share: float, wanted: list[tuple[int, Grade]]
+) -> None:
+    run = trained(tmp_path, "fp32", "tokens", Once, measure__again=share)
+    assert found(run) == wanted
+    assert run.summary["worked_out_again"]["steps"] == (STEPS if share else 2)
+
+
 def test_nobody_works_out_what_may_come_to_something_else() -> None:
-    assert again.step_of(configured("fp32")) == STEPS
-    assert again.step_of(configured("fp32", measure__capture_steps=[])) == 0
-    assert again.step_of(configured("fp32", mesh__tp=2)) == 0
-    assert again.step_of(configured("fp32", model__family=ModelFamily.ext)) == 0
+    everything = {"measure__again": 1.0}
+    assert again.steps_of(configured("fp32", mesh__tp=2, **everything)) == frozenset()
+    assert again.steps_of(configured("fp32", model__family=ModelFamily.ext, **everything)) == frozenset()
+
+
+def test_captured_steps_are_worked_out_again_and_a_share_of_the_others() -> None:
+    def steps(share: float, **changes: Any) -> list[int]:
+        return sorted(again.steps_of(configured("fp32", measure__again=share, **changes)))
+
+    assert steps(0.0) == [1, STEPS]
+    assert steps(0.0, measure__capture_steps=[2, 3]) == [2, 3]
+    assert steps(0.0, measure__capture_steps=[]) == []
+    assert steps(1.0) == [1, 2, 3, STEPS]
+    long = {"train__steps": 1000, "measure__capture_steps": []}
+    drawn = steps(0.01, **long)
+    assert len(drawn) == 10
+    assert 1 <= drawn[0] <= drawn[-1] <= 1000
+    assert drawn == steps(0.01, **long) != steps(0.01, **long, train__seed=5)
+    assert set(drawn) < set(steps(0.02, **long))
 
 
 def test_nobody_looks_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +307,13 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "the first captured step": (
         wrong_runs,
-        Slip(again, "step_of", "max(captured", "min(captured", "The first captured step is worked out again"),
+        Slip(
+            again,
+            "steps_of",
+            "(*captured(config).gradients, *drawn.tolist())",
+            "captured(config).gradients[:1]",
+            "The first captured step alone is worked out again",
+        ),
     ),
     "the batch before": (
         wrong_runs,

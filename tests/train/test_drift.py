@@ -106,7 +106,8 @@ FAULTS: dict[str, Patch] = {
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [1, STEPS]}
+    usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [STEPS]}
+    usual["measure__again"] = 0.0
     return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
 
 
@@ -253,8 +254,8 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
         Slip(
             step_checks.StepChecks,
             "work_out_again",
-            "step not in (self.done + 1, self.again_at)",
-            "step != self.again_at",
+            "step not in (self.done + 1, *self.again_at)",
+            "step not in self.again_at",
             "Nobody asks before the first step",
         ),
     ),

@@ -40,7 +40,7 @@ SEEN: dict[str, dict[str, Any]] = {
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"mesh__world_size": 2, "measure__step_checks": True, "train__steps": 5}
+    usual = {"mesh__world_size": 2, "measure__step_checks": True, "measure__again": 0.0, "train__steps": 5}
     return small_config(**{**usual, **SEEN[kind], **changes})
 
 

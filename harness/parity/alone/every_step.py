@@ -9,7 +9,7 @@ more once:
     replicas   what ranks hold after it that keep copies of one piece       from gradient to optimizer
     rule       what the optimizer did to a sample of elements against its rule             optimizer
     norm       the norm that is logged and clipped by against that of the gradient         clipping
-    again      in the last captured step, a rank's gradients against those of the plain    forward and gradient
+    again      in captured and drawn steps, a rank's gradients against those of the plain   forward and gradient
                model with the same weights and tokens (`harness.train.again`)
     drift      in that step, what the plain model makes of the seed's weights and step 1's  forward and gradient
                tokens against what it made of them before the first (`harness.train.again`)
@@ -31,12 +31,12 @@ which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2. U
 to it: a gradient smaller than what integers hold to that accuracy is told relative to one that is not
 (`integer_floor`).
 
-`again` is the largest of m sketches of T tensors on N ranks, of two gradients that the same modules
-made of the same bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in
+`again` is the largest of m sketches of T tensors on N ranks in S steps, of two gradients that the same modules made of
+the same bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in
 `tiers.forward`), all bits are; where a library may choose by more than shapes, each of the two errs by e =
 `Arithmetic.local`, so
 
-    refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N))
+    refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N S))
 
 Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
 doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A parameter that a forward uses twice may
@@ -246,12 +246,15 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
 
 def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
     """Largest value of a column that rounding explains; see [Note: Bounds of the stream]."""
+    import numpy as np
+
     if name == "rule":
         return 1.0
     if name == "norm":
         return arithmetic.logged_norm
     if name in ONCE:
-        draws = stream.sketches * len(stream.tensors) * arithmetic.ranks
+        times = max(1, int(np.count_nonzero(~np.isnan(stream.column(name)))))
+        draws = stream.sketches * len(stream.tensors) * arithmetic.ranks * times
         return math.sqrt(2) * SAFETY * arithmetic.local * _deviations(draws)
     if name != "sum":
         return EXACT

@@ -103,9 +103,14 @@ def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
     return "".join(f"; {each}" for each in told)
 
 
+NAMED_STEPS = 8
+
+
 def _of_steps(steps: Sequence[int], length: int) -> str:
     if len(steps) < 2:
         return f"at step {steps[0]} alone" if steps else "at no step"
+    if len(steps) <= NAMED_STEPS:
+        return f"at steps {', '.join(map(str, steps[:-1]))} and {steps[-1]} of {length}"
     return f"at {len(steps)} of {length} steps"
 
 
