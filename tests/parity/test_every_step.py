@@ -14,7 +14,7 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
-from harness.parity.telling import wording
+from harness.parity.telling import deciding, wording
 from harness.parity.tiers import apart, divergence
 from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
@@ -141,6 +141,53 @@ def test_a_late_backward_is_in_doubt_where_it_begins(bench: Bench, name: str) ->
     assert (found.step, found.place) == (AT, "between forward and gradient")
     assert name == "1 % noise" or found.tensor == NAME
     assert f'"measure.capture_steps=[1,{AT - 1},{AT}]"' in verdict.commands[0]
+
+
+def wrong_onsets(bench: Bench, folder: Path) -> Iterator[str]:
+    """Wrong first steps in sentences and commands, of a forward that is worked out again in the last step alone."""
+    columns = step_columns(SKETCHES)
+
+    def wrong_last(rows: Any) -> None:
+        rows[11, columns.index("again")] = 0.5
+
+    def told(name: str, arm: Arm) -> Verdict:
+        return compare(damaged(bench.run(arm), folder / name / "lab" / "arm", wrong_last), control, sources=CLEAN)
+
+    control = bench.run(CONTROL)
+    last = "at step 12, gradient worked out again (between forward and gradient"
+    lost = BACKWARDS["a tenth missing in one tensor"]
+    late_fault = told("late", broken(SEEN, local=lost))
+    begins, _, rest = late_fault.sentence.partition("; certain ")
+    jump = f"at step {AT}, local gradient given the weights (between forward and gradient, first in {NAME})"
+    if late_fault.outcome is not Outcome.DIFFERENT or jump not in begins or not rest.startswith(last):
+        yield late_fault.sentence
+    if f'"measure.capture_steps=[1,{AT - 1},{AT}]"' not in " ".join(late_fault.commands):
+        yield f"captures other steps: {late_fault.commands}"
+    at_the_end = told("end", SEEN)
+    if "certain" in at_the_end.sentence or f": {last}" not in at_the_end.sentence:
+        yield f"nothing jumped before: {at_the_end.sentence}"
+    other = held(bench, broken(SEEN, local=lost, between=larger), CONTROL)
+    if "certain" in other.sentence or ": at step 12, weights after the last step" not in other.sentence:
+        yield f"another stage: {other.sentence}"
+
+
+def test_a_sentence_names_the_step_in_which_a_fault_begins(bench: Bench, tmp_path: Path) -> None:
+    assert list(wrong_onsets(bench, tmp_path)) == []
+
+
+ONSETS = {
+    "certain alone": Slip(deciding, "onset", "f.check in JUMPS", "False", "Only the step that is certain is named"),
+    "of any stage": Slip(deciding, "onset", "set(f.stages) & set(first.stages)", "True", "Any jump begins a fault"),
+    "captured late": Slip(
+        deciding, "_deciding", "onset(first, findings) or first", "first", "The last step's captures are asked for"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Where a fault begins", ((name, slip.breaks) for name, slip in ONSETS.items())))
+def test_a_wrong_onset_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ONSETS[name].put(monkeypatch)
+    assert any(wrong_onsets(bench, tmp_path)), f"{name} survives"
 
 
 SHARPER: dict[str, tuple[Arm, Arm]] = {

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from harness.parity.outcome import Finding, Grade, Outcome
 from harness.parity.record import IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.reference import BOUNDS
+from harness.parity.tiers.divergence import JUMPS
 from harness.store.commands import request, shown, verb
 from harness.store.rundir import CONFIG
 
@@ -58,7 +59,7 @@ def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence
         return ()
     if first.check == "resolution":
         return tuple(_same_dtype(arm, control))
-    wanted = _steps(first, arm)
+    wanted = _steps(onset(first, findings) or first, arm)
     if missing := [run for run in (arm, control) if not wanted <= run.captures.keys()]:
         return tuple(_again(run, _capturing(run, wanted)) for run in missing)
     if silent := [run for run in (arm, control) if run.stream is None and run.config.get(STEP_CHECKS) is False]:
@@ -67,6 +68,12 @@ def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence
         seed = int(arm.config["train.seed"]) + 1
         return tuple(_again(run, f"train.seed={seed}") for run in (arm, control))
     return ()
+
+
+def onset(first: Finding, findings: Iterable[Finding]) -> Finding | None:
+    """Earliest jump before `first` in a stage that may be its own; forwards are worked out again in few steps."""
+    jumps = (f for f in findings if f.check in JUMPS and f.grade is not Grade.ok and set(f.stages) & set(first.stages))
+    return min((f for f in jumps if (f.step or 0) < (first.step or 0)), key=lambda f: f.step or 0, default=None)
 
 
 def _steps(finding: Finding, run: Record) -> set[int]:

@@ -90,7 +90,9 @@ def _sentence(
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     named = first if first.tensor else _named(first, findings, grave)
-    return f"{pair}: {describe(first, named, _hint(first, findings))}"
+    told = describe(first, named, _hint(first, findings))
+    begins = deciding.onset(first, findings)
+    return f"{pair}: {told}" if begins is None else f"{pair}: {describe(begins, begins, '')}; certain {told}"
 
 
 def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 GIVEN = "{} given the weights"
 WEIGHTS = "weights given those before"
+JUMPS = (*(GIVEN.format(what) for what in ("local gradient", "gradient", "loss")), WEIGHTS)
+"""Checks of a jump: they raise a doubt at the step where it begins, and refute nothing."""
 
 
 @dataclass(frozen=True)
