@@ -17,14 +17,15 @@ from harness.config.errors import BadRequest
 from harness.parity import Outcome, compare, so_far, study_text, text, verdict, zoom
 from harness.parity.outcome import Stage
 from harness.parity.record import load
+from harness.parity.telling import zoom as telling_zoom
 from harness.store import study as records
 from harness.store.errors import StoreError
-from tests.parity.arms import broken
+from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
-from tests.support.mutants import Slip, kills
+from tests.support.mutants import Slip, each, kills
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,34 @@ def test_the_close_up_shows_where_it_is_wrong(bench: Bench) -> None:
     worst = shown.splitlines()[6]
     start, stop = (int(edge) for edge in worst.split()[0].split(":"))
     assert 1792 <= start < stop <= 2048
-    assert worst.rstrip().endswith("bad")
+    assert worst.rstrip().endswith("BAD")
+
+
+def marks_of_a_doubt(bench: Bench) -> str:
+    """The close-up of a tensor that jumped in a late step, which refutes nothing."""
+    late = broken(replace(OURS, checked=True, captures=(1, 3)), local=_shrunk)
+    arm, control = bench.run(late), bench.run(replace(FP32, checked=True, captures=(1, 3)))
+    verdict = compare(arm, control, sources=CLEAN)
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+    shown = zoom(arm, control, "blocks.1.w_up.weight", step=3)
+    return "".join(line.split()[-1] for line in shown.splitlines()[6:])
+
+
+def _shrunk(step: int, values: Params) -> Params:
+    return {name: value * value.dtype.type(0.9 if step >= 3 else 1.0) for name, value in values.items()}
+
+
+def test_the_close_up_calls_nothing_bad_that_is_in_doubt(bench: Bench) -> None:
+    assert marks_of_a_doubt(bench) == "?" * 6
+
+
+SURE = Slip(telling_zoom, "_pieces", "step > 1 or envelope.flips", "False", "What is in doubt is called bad")
+
+
+@pytest.mark.parametrize("name", each("The close-up of a tensor", [("sure of a late step", SURE.breaks)]))
+def test_a_close_up_that_is_too_sure_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    SURE.put(monkeypatch)
+    assert "BAD" in marks_of_a_doubt(bench)
 
 
 def test_the_close_up_names_what_there_is(bench: Bench) -> None:

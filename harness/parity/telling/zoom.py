@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from harness.config.errors import refuse
@@ -14,12 +15,13 @@ from harness.store.screen import table
 
 PIECES = 6
 VALUES = 3
+MARKS = {Grade.ok: "", Grade.doubt: "?", Grade.bad: "BAD"}
 
 
 def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
     """Text about one tensor of two runs, with its worst pieces and their first values.
 
-    Args: step: captured by both.
+    Args: step: captured by both. Pieces of steps after the first, whose bounds grow, are marked as in doubt at most.
 
     Raises `BadRequest`: the capture or tensor is missing. `StoreError`: no run, or damaged.
     """
@@ -67,14 +69,14 @@ def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envel
     rows = []
     for piece in pieces[:PIECES]:
         allowed = envelope.piece(whole, piece.stop - piece.start)
-        verdict = grade(piece.distance, allowed, REFUTED * allowed)
+        refuted = math.inf if step > 1 or envelope.flips else REFUTED * allowed
         rows.append(
             (
                 f"{piece.start}:{piece.stop}",
                 percent(piece.distance),
                 " ".join(f"{value:+.5e}" for value in a[piece.start : piece.start + VALUES]),
                 " ".join(f"{value:+.5e}" for value in c[piece.start : piece.start + VALUES]),
-                "" if verdict is Grade.ok else verdict.value,
+                MARKS[grade(piece.distance, allowed, refuted)],
             )
         )
     return table(("elements", "off by", "arm", "control", ""), rows)
