@@ -101,17 +101,17 @@ def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
     for name, word in LOOKED_AT.items():
         found = steps.get(name, ())
         if word not in every and (found or name == AGAIN):
-            told.append(f"{word}: {_of_steps(found, length)}")
+            told.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
     return "".join(f"; {each}" for each in told)
 
 
 NAMED_STEPS = 8
 
 
-def _of_steps(steps: Sequence[int], length: int) -> str:
+def _of_steps(steps: Sequence[int], length: int, named: int) -> str:
     if len(steps) < 2:
         return f"at step {steps[0]} alone" if steps else "at no step"
-    if len(steps) <= NAMED_STEPS:
+    if len(steps) <= named:
         return f"at steps {', '.join(map(str, steps[:-1]))} and {steps[-1]} of {length}"
     return f"at {len(steps)} of {length} steps"
 
