@@ -72,7 +72,7 @@ def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
     kind, rest = program
     if kind == "verb" and rest[:1] == ["run"]:
         kind, rest = "request", rest[1:]
-    found = _request(typed) if kind == "request" else _verb(rest, typed, verbs)
+    found = _request(rest, typed) if kind == "request" else _verb(rest, typed, verbs)
     return sorted(each for each in set(found) if each.startswith(typed))
 
 
@@ -86,8 +86,14 @@ def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
     return None
 
 
-def _request(typed: str) -> Iterator[str]:
+def _request(words: list[str], typed: str) -> Iterator[str]:
     key, equals, values = typed.partition("=")
+    if words[-1:] == ["--from"]:
+        yield from _runs(Store(_root(words)))
+        return
+    if key == "ckpt.load" and equals:
+        yield from (f"{key}={run}" for run in _runs(Store(_root(words))))
+        return
     if not equals:
         yield from REQUEST_FLAGS
         yield from (f"{name}=" for name in (*load_catalog().groups, *settings()))
@@ -117,15 +123,18 @@ def _verb(words: list[str], typed: str, verbs: Sequence[Verb]) -> Iterable[str]:
 
 
 def _root(words: list[str]) -> str:
-    joined = (word.removeprefix("--root=") for word in words if word.startswith("--root="))
+    joined = (word.partition("=")[2] for word in words if word.startswith(("--root=", "launch.root=")))
     apart = (after for word, after in itertools.pairwise(words) if word == "--root")
     return next(itertools.chain(joined, apart), "runs")
 
 
 def _named(metavar: str, store: Store) -> list[str]:
     studies = list(store.studies()) if "STUDY" in metavar else []
-    runs = ["@last", *(run.path.name.rpartition("-")[2] for run in store.runs(None))] if "RUN" in metavar else []
-    return [*studies, *runs]
+    return [*studies, *(_runs(store) if "RUN" in metavar else [])]
+
+
+def _runs(store: Store) -> list[str]:
+    return ["@last", *(run.path.name.rpartition("-")[2] for run in store.runs(None))]
 
 
 def _arguments(parser: ArgumentParser) -> None:

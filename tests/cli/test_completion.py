@@ -31,6 +31,9 @@ ASKED = {
     "python run.py -m sharding=optim,hf": ["optim,hfsdp"],
     "python run.py -m study=parity": ["parity_pair"],
     "harness run train.ste": ["train.steps="],
+    "python run.py --from @l": ["@last"],
+    "python run.py ckpt.load=@": ["@last"],
+    "python run.py launch.root=elsewhere ckpt.load=": ["@last"],
     "ls -": [],
 }
 """Half a line -> what bash puts there: behind the last `=`, which ends a word of bash's."""
@@ -57,6 +60,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{words} "$@"\n')
         (here / "bin" / name).chmod(0o755)
     return here
+
+
+def test_runs_complete_where_a_request_names_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    runs = {path.parent.name[-8:] for path in folder.glob("runs/lab/*/config.yaml")}
+    assert len(runs) == 2
+    assert set(candidates("python run.py --from ", VERBS)) == {"@last", *runs}
+    assert set(candidates("python run.py -m ckpt.load=", VERBS)) == {f"ckpt.load={each}" for each in ("@last", *runs)}
+    for one in runs:
+        assert candidates(f"harness run --from {one[:5]}", VERBS) == [one]
 
 
 @needs("bash")

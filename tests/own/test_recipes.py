@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def printed(folder: Path, name: str) -> dict[str, list[float]]:
     assert done.returncode == 0, done.stdout + done.stderr
     told: dict[str, list[float]] = {}
     for log in folder.glob("logs/*/attempt_0/*/stdout.log"):
-        for word, value in map(str.split, log.read_text().splitlines()):
+        for word, value in re.findall(r"^(\w+) ([-.e\d]+)$", log.read_text(), re.M):  # a library may say more
             told.setdefault(word, []).append(float(value))
     return told
 
