@@ -90,9 +90,9 @@ def _place() -> RankPlace:
     try:
         return rank_place(os.environ)
     except (KeyError, ValueError) as error:
-        told = f"no launcher would set this: {error}"
+        problem = f"no launcher would set this: {error}"
         raise refuse(
-            "RANK, WORLD_SIZE, SLURM_*", told, fix="unset RANK WORLD_SIZE, or start by torchrun or srun"
+            "RANK, WORLD_SIZE, SLURM_*", problem, fix="unset RANK WORLD_SIZE, or start by torchrun or srun"
         ) from None
 
 
@@ -111,8 +111,8 @@ def request(arguments: Arguments) -> int:
     try:
         train()
     except RecursionError:
-        told = "files of your own options name each other without end"
-        raise refuse("defaults", told, fix="leave `defaults` out of them") from None
+        problem = "files of your own options name each other without end"
+        raise refuse("defaults", problem, fix="leave `defaults` out of them") from None
     return 0
 
 

@@ -208,8 +208,8 @@ class Repository:
         except OSError as error:
             raise GitError(f"git cannot be started: {error.strerror}") from error
         if done.returncode:
-            told = done.stderr.decode(errors="replace").strip().splitlines()
-            raise GitError(told[-1] if told else f"git {arguments[0]} ended with {done.returncode}")
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise GitError(lines[-1] if lines else f"git {arguments[0]} ended with {done.returncode}")
         return done.stdout.decode(errors="surrogateescape")
 
 

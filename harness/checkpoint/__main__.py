@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> int:
         )
         return 2
     except OSError as error:
-        told = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"bad request:\n  {told}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"bad request:\n  {message}", file=sys.stderr)
         return 2
     except REFUSED as error:
         print(error if isinstance(error, BadRequest) else f"refused:\n  {error}", file=sys.stderr)

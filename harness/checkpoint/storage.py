@@ -210,8 +210,8 @@ def _held_chunk(held: Mapping[str, Held], chunk: Chunk, dtype: torch.dtype, path
     """Raises `Damaged`: the file has no such tensor, or one of another shape or dtype."""
     found = held.get(chunk.name)
     if found is None or (found.shape, found.dtype) != (chunk.sizes, dtype):
-        told = "none" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise Damaged(f"{path_of}: {chunk.name} should be {dtype} {list(chunk.sizes)} and is {told}")
+        described = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise Damaged(f"{path_of}: {chunk.name} should be {dtype} {list(chunk.sizes)} and is {described}")
     return found
 
 

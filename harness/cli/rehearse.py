@@ -69,8 +69,8 @@ def text(found: Rehearsal) -> str:
         )
     else:
         head = f"DIFFERENT: {counted(len(found.differences), 'difference')}, the first: {found.differences[0]}"
-    told = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
-    lines = [line for each in told for line in fold(each, width(), INDENT)]
+    rows = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
+    lines = [line for each in rows for line in fold(each, width(), INDENT)]
     return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])
 
 

@@ -41,20 +41,20 @@ def _report(arguments: Namespace) -> int:
     found = study(root, name, **({"sources": None} if arguments.archived else {}))
     if found.verdict is not None and not found.missing:
         keep_verdict(Store(root).root, found.verdict)
-    told = contents(found, root, _command(arguments, root, name))
+    report = contents(found, root, _command(arguments, root, name))
     if not arguments.markdown:
         from harness.report.page import page
         from harness.report.pictures import pictures
 
         target = arguments.out or Store(root).root / name / PAGE
-        _write(target, page(told, pictures(found)))
-        print(f"{told.outcome}: {target}")
+        _write(target, page(report, pictures(found)))
+        print(f"{report.outcome}: {target}")
         say_next(arguments, f"report {shlex.quote(arguments.study)} --markdown")
     elif arguments.out is not None:
-        _write(arguments.out, markdown(told))
-        print(f"{told.outcome}: {arguments.out}")
+        _write(arguments.out, markdown(report))
+        print(f"{report.outcome}: {arguments.out}")
     else:
-        sys.stdout.write(markdown(told))
+        sys.stdout.write(markdown(report))
     return 0
 
 

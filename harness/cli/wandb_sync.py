@@ -45,8 +45,8 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
 def _sync_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
     offline_argument(parser)
-    told = "wandb (default), or files in the run's directory: tensorboard, csv"
-    parser.add_argument("--to", choices=("wandb", "tensorboard", "csv"), default="wandb", help=told)
+    targets = "wandb (default), or files in the run's directory: tensorboard, csv"
+    parser.add_argument("--to", choices=("wandb", "tensorboard", "csv"), default="wandb", help=targets)
 
 
 @contextmanager

@@ -54,8 +54,8 @@ def frozen(run: RunDir) -> Cell:
         cell = Cell(config | {"launch": launch}, run.overrides())
         where = store.path_of(cell)
     except KeyError as error:
-        told = f"has no {error.args[0]}: it was cut or edited, or an older version made the run"
-        raise StoreError(f"{run.path / CONFIG} {told}") from error
+        problem = f"has no {error.args[0]}: it was cut or edited, or an older version made the run"
+        raise StoreError(f"{run.path / CONFIG} {problem}") from error
     if where != run.path:
         fix = f"{commands.request(f'--from {shlex.quote(str(run.path))}')} makes it anew"
         raise refuse(f"retry {run.path}", f"is not where its cell is run: {where}", fix=fix)

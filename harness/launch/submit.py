@@ -133,11 +133,11 @@ class _Request:
         if ended.report:
             self._terminal.line(f"\n{ended.report}")
         logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
-        told = f"{self._place(opened.cell)}{opened.run.path}: {ended.state.value}, {ended.reason}{logs}"
+        line = f"{self._place(opened.cell)}{opened.run.path}: {ended.state.value}, {ended.reason}{logs}"
         if self._several:
-            self._terminal.settle(told)
+            self._terminal.settle(line)
         else:
-            self._terminal.line(told)
+            self._terminal.line(line)
 
     def _place(self, cell: Cell) -> str:
         if not self._several:

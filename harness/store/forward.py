@@ -34,12 +34,12 @@ class Forward:
 def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
     """Called once, by the first rank. Raises `OSError`: the folder cannot be written."""
     private_folder(run_dir / FOLDER)
-    told = [
+    described = [
         {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
         for name, each in modules.items()
         if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
     ]
-    facts = {"version": VERSION, "rows": rows, "batch": list(batch), "modules": told}
+    facts = {"version": VERSION, "rows": rows, "batch": list(batch), "modules": described}
     stream = read_json(run_dir / FOLDER / STREAM, dict)
     if stream is None:
         write_json(run_dir / FOLDER / NAME, facts)

@@ -157,8 +157,8 @@ def message(text: str, out: IO[str]) -> str:
     """
     if not out.isatty():
         return text
-    told = os.environ.get("COLUMNS", "")
-    columns = (int(told) if told.isdecimal() else 0) or os.get_terminal_size(out.fileno()).columns or UNLIMITED
+    variable = os.environ.get("COLUMNS", "")
+    columns = (int(variable) if variable.isdecimal() else 0) or os.get_terminal_size(out.fileno()).columns or UNLIMITED
     return "\n".join(each for line in text.split("\n") for each in _folded(line, max(columns, 40)))
 
 

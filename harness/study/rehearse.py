@@ -109,8 +109,8 @@ ALONE = ("ckpt.policy=last", "wandb.mode=disabled", "launch.inline=false", "laun
 def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:
     state, steps = status.effective(run.path), run.setting("train.steps")
     if state is None or state.state is not State.done:
-        told = "has not been started" if state is None else f"is {state.state.value}"
-        raise refuse(run.name, f"{told}: there is nothing whole to hold it against", fix="run it to its end first")
+        progress = "has not been started" if state is None else f"is {state.state.value}"
+        raise refuse(run.name, f"{progress}: there is nothing whole to hold it against", fix="run it to its end first")
     if not 1 <= preempt_at < steps:
         raise refuse(
             f"--preempt-at {preempt_at}", f"is no step before the last of {steps}", choices=f"1 to {steps - 1}"

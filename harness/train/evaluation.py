@@ -38,9 +38,9 @@ class Evaluation:
         self.loader = Loader(config, session.ranks.data_rank)
         self.batches = held_out_batches(session.config, self.loader.source.num_sequences)
         before = read_metrics(session.run_dir / "metrics.jsonl") if done and session.ranks.rank == 0 else []
-        told = [[each["step"], each["validation"]["loss"]] for each in before if validated(each)]
+        pairs = [[each["step"], each["validation"]["loss"]] for each in before if validated(each)]
         with session.meters.paused():
-            self.losses = {step: float(loss) for step, loss in gather_json(told, session.control)[0]}
+            self.losses = {step: float(loss) for step, loss in gather_json(pairs, session.control)[0]}
 
     def after(self, step: int) -> float | None:
         """Mean loss of the held-out batches; None unless one is due. Collective over all ranks, outside of a step."""

@@ -146,8 +146,8 @@ def _held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     best = min(losses, key=lambda step: (losses[step], step))
     last = losses[max(losses)]
-    told = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
-    return {"validation": told}
+    validation = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
+    return {"validation": validation}
 
 
 def write_summary(

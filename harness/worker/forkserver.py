@@ -85,8 +85,8 @@ def _fork(connection: socket.socket, request: Mapping[str, Any], descriptors: Se
         os._exit(0)
     os.close(writing)
     os.waitpid(between, 0)  # from here on the rank has its new parent
-    with os.fdopen(reading, "rb") as told:
-        return int(told.read())
+    with os.fdopen(reading, "rb") as pipe:
+        return int(pipe.read())
 
 
 def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

@@ -131,9 +131,9 @@ def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter
 
     from harness.probe.network import without_effect
 
-    told = without_effect(config, dist.get_backend())
-    if told is not None and place.rank == 0:
-        reporter.warn(told)
+    warning = without_effect(config, dist.get_backend())
+    if warning is not None and place.rank == 0:
+        reporter.warn(warning)
 
 
 class Divergence:

@@ -44,8 +44,8 @@ def judge(text: str, job: str, restarts: int) -> Fate:
     # the first of a name: comments and command lines, which say anything, come late
     records = (dict(reversed(re.findall(r"\b(\w+)=(\S*)", line))) for line in text.splitlines())
     found = next((record for record in records if _number(record) == job), {})
-    told = found.get("Restarts", "")
-    if told.isdecimal() and int(told) > restarts:
+    restarted = found.get("Restarts", "")
+    if restarted.isdecimal() and int(restarted) > restarts:
         return Fate(requeued=True)
     return Fate(cancelled=found.get("JobState") in ("CANCELLED", "COMPLETING"))
 

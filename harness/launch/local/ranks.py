@@ -66,11 +66,11 @@ class Rank:
             while chunk := self._pipe.read(65536):
                 self._rest += chunk
         *lines, self._rest = self._rest.split(b"\n")
-        told = [message for line in lines if (message := _message(line)) is not None]
-        for message in told:
+        received = [message for line in lines if (message := _message(line)) is not None]
+        for message in received:
             if message["kind"] == "error":
                 self.text, self.failed_at = message["text"], time.monotonic()
-        return told
+        return received
 
     def signal(self, number: int) -> None:
         if self.code is None:

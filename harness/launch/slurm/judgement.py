@@ -56,8 +56,8 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
     state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log: {log_of(status, job)}"))
     if status.state is State.preempted and state is not State.cancelled:
         return State.lost, f"{where} ({job.detail}); the run had saved, and was not put back into the queue"
-    told = f" ({job.detail})" if job.detail else ""
-    return state, f"{where}{told}{_on(job)}{why}"
+    detail = f" ({job.detail})" if job.detail else ""
+    return state, f"{where}{detail}{_on(job)}{why}"
 
 
 def _on(job: Job) -> str:

@@ -37,10 +37,10 @@ def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
 
 def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.environ) -> None:
     """Raises `BadRequest`: a cell needs more nodes than this allocation has."""
-    told = environment.get(NODES, "1")
-    if not told.isdecimal():
-        raise refuse(f"{NODES}={told}", "is no number of nodes, as SLURM sets it", fix=f"unset {NODES}")
-    have = int(told)
+    count = environment.get(NODES, "1")
+    if not count.isdecimal():
+        raise refuse(f"{NODES}={count}", "is no number of nodes, as SLURM sets it", fix=f"unset {NODES}")
+    have = int(count)
     most = max(cell.config["cluster"]["nodes"] for cell in cells)
     if most > have:
         problem = f"is more than this allocation's {have} node{'s' * (have != 1)}"

@@ -145,13 +145,13 @@ _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connecti
 def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> StoreError:
     folder, words = f"\n(folder of the submission: {batch.folder})", str(error).removeprefix("sbatch: ").strip()
     if _NO_ANSWER.search(words):
-        told = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
-        return StoreError(told + folder)
-    told = f"not submitted: {words}" if isinstance(error, OSError) else f"sbatch refused: {words}"
+        message = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
+        return StoreError(message + folder)
+    message = f"not submitted: {words}" if isinstance(error, OSError) else f"sbatch refused: {words}"
     for one in opened:
         with suppress(OSError):  # of a disk that is full the next look tells: nothing of the run was submitted
-            status.move(one.run.path, one.attempt, State.failed, told)
-    return StoreError(told + folder)
+            status.move(one.run.path, one.attempt, State.failed, message)
+    return StoreError(message + folder)
 
 
 def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:

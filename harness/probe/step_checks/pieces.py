@@ -77,10 +77,10 @@ def _chunks(tensor: DTensor) -> list[Any]:
 
 
 def own_places(pieces: Sequence[Piece]) -> list[int]:
-    told: list[int] = []
+    numbers: list[int] = []
     for piece in pieces:
-        told += [0, 0, 0, 0] if piece.place is None else [*piece.place.rows, *piece.place.columns]
-    return told
+        numbers += [0, 0, 0, 0] if piece.place is None else [*piece.place.rows, *piece.place.columns]
+    return numbers
 
 
 def shares(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> tuple[Tensor, Tensor]:
