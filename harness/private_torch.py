@@ -101,8 +101,7 @@ accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _
 swap_memory: Any = _of(torch.UntypedStorage, "_swap_data_ptr_", False)
 """Exchange the memory of two storages; False before torch 2.12."""
 references_to: Callable[[int], int] = _of("torch._C", "_storage_Use_Count")
-"""Number of tensors on a storage, given by `address_of`."""
-address_of: Callable[[torch.UntypedStorage], int] = _descriptor(torch.UntypedStorage, "_cdata")[0]
+"""Number of tensors on a storage, given by `cdata` of its `StorageWeakRef`; torch tells it nowhere else."""
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -22,6 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.fsdp.comm.device import copy_together
 from harness.fsdp.comm.reduction import Integers
@@ -32,7 +33,7 @@ from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad, 
 from harness.fsdp.storage.placement import SHARD, On, Placements
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.fsdp.vocabulary import GradBuffer, Numerics
-from harness.private_torch import address_of, references_to
+from harness.private_torch import references_to
 
 ADDED = "grad_added_to_main_grad"
 """Set by a kernel of Megatron's protocol that has added the gradient itself; what autograd gets is a stand-in."""
@@ -123,7 +124,7 @@ class Gradients:
         self._count_references(self._main)
 
     def _count_references(self, main: Tensor) -> None:
-        self.main_storage: int = address_of(main.untyped_storage())
+        self.main_storage: int = StorageWeakRef(main.untyped_storage()).cdata
         self.own_references = references_to(self.main_storage)
 
     @property
