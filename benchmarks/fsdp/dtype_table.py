@@ -50,7 +50,7 @@ a step. Made by `python benchmarks/fsdp/dtype_table.py > docs/dtypes.md`.*
 
 Every entry was observed; none is copied from the policy. Observed were the dtypes of the weights in the forward, of the
 gradient before *encode* (the cast to the wire's dtype), of the messages, of the additions between ranks, of the buffer
-that stores the sum, and of the tensors that the optimizer updated. `tests/fsdp/test_dtype_table.py` fails if this page
+that stores the sum, and of the tensors that the optimizer updated. `tests/fsdp/test_dtypes.py` fails if this page
 differs from what the engine does.
 
 - Under `no_shard` and `optim` microbatches are summed in the main gradient's dtype before anything is sent. Under

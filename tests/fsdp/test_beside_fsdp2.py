@@ -16,8 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy, fully_sh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard as own_fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.fsdp.ragged.calls import REFUSED
-from tests.fsdp.ragged.layouts import HALVES, cut, mesh_of
+from tests.fsdp.ragged.calls import HALVES, REFUSED, cut, mesh_of
 from tests.support.spawn import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"

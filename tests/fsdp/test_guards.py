@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,11 +35,7 @@ STRATEGIES = [strategy.name for strategy in Strategy]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:

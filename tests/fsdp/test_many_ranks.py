@@ -1,4 +1,6 @@
-"""What a rank does does not grow with the number of ranks: thousands are believed in, of which one is there.
+"""What a rank does does not grow with the number of ranks, and no faster than that of units and parameters.
+
+Thousands of ranks are believed in, of which one is there; of units there are hundreds, of a number each.
 
 torch's fake process group has any number of ranks and moves nothing, so what ranks tell each other is left out here.
 """
@@ -23,14 +25,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
 from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.ragged import RaggedShard
-from harness.fsdp.runtime import trainability
+from harness.fsdp.runtime import trainability, units
+from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 FEW, MANY = 16, 2048
-"""Ranks."""
+"""Ranks; or units, of which many are fewer."""
+MANY_UNITS = 128
 UNITS = 3
 HYBRIDS = ("", "no_shard", "optim")
 """What hosts of eight ranks split between them; none: they are no axis."""
@@ -136,6 +140,56 @@ def test_no_rank_does_more_where_there_are_many(strategy: str) -> None:
     assert run_ranks(_growing, 1, strategy, apart=True)[0] == []
 
 
+def work_of(count: int) -> dict[str, int]:
+    """Lines run to plan units, in a step, and to load what was saved."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2, bias=False)) for _ in range(count)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    found = {}
+    with believing_in(4):
+        with Lines() as lines:
+            units.plan_units(module, [nn.Sequential], 0)
+        found["planned"] = lines.count
+        model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        with Lines() as lines:
+            optimizer.step()
+        found["stepped"] = lines.count
+        saved = model.state_dict()
+        with Lines() as lines:
+            model.load_state_dict(saved)
+        found["its own state loaded"] = lines.count
+        model.close()
+    return found
+
+
+def _growing_with_units(_: int) -> list[str]:
+    """What takes more than so many times the work with so many times the units."""
+    few, many = work_of(FEW), work_of(MANY_UNITS)
+    return [
+        f"{what}: {few[what]} with {FEW} units, {many[what]} with {MANY_UNITS}"
+        for what in few
+        if many[what] > 1.2 * few[what] * MANY_UNITS / FEW
+    ]
+
+
+def test_work_grows_no_faster_than_the_units() -> None:
+    assert run_ranks(_growing_with_units, 1, apart=True)[0] == []
+
+
+def _every_rest(plans: Any, min_elements: int) -> list[UnitPlan]:
+    found: list[UnitPlan] = []
+    for index, unit in enumerate(plans):
+        left = sum(each.numel for each in plans[index:])
+        if found and (found[-1].numel < min_elements or left < min_elements):
+            units._join(found[-1], unit)
+        else:
+            found.append(unit)
+    return found
+
+
 _init = RaggedShard.__init__
 
 
@@ -167,11 +221,24 @@ def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSl
     return LocalSlice(slot.segment, first.offset, first.start, last.end)
 
 
+UNIT_MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "every rest": (
+        "Elements of all units that follow are counted anew for each unit",
+        lambda: mock.patch.object(units, "_joined", _every_rest),
+    ),
+}
+
+
 def _with_mistake(rank: int, name: str) -> list[str]:
-    with MUTANTS[name][1]():
-        return _growing(rank, "optim_grads_params")
+    with (MUTANTS | UNIT_MUTANTS)[name][1]():
+        return _growing(rank, "optim_grads_params") if name in MUTANTS else _growing_with_units(rank)
 
 
 @pytest.mark.parametrize("name", each("What a step costs with many ranks", [(n, m[0]) for n, m in MUTANTS.items()]))
 def test_what_grows_with_the_ranks_is_found(name: str) -> None:
     assert run_ranks(_with_mistake, 1, name, apart=True)[0]
+
+
+@pytest.mark.parametrize("name", each("What work costs with many units", [(n, m[0]) for n, m in UNIT_MUTANTS.items()]))
+def test_what_grows_faster_than_the_units_is_found(name: str) -> None:
+    assert len(run_ranks(_with_mistake, 1, name, apart=True)[0]) == 1

@@ -39,60 +39,22 @@ def told(steps: tuple[Step, ...]) -> str:
     return ", ".join(f"{step.operation.value} {step.axis.name}" for step in steps)
 
 
+REDUCE, REDUCE_BOTH = "reduce_scatter inner", "reduce_scatter inner, reduce_scatter outer"
+GATHER, GATHER_OUTER, GATHER_BOTH = "all_gather inner", "all_gather outer", "all_gather outer, all_gather inner"
 # (inner, outer) -> every backward; a step's last backward; each use of a unit; after the update
 EXPECTED = {
-    ("no_shard", None): ("", "reduce_scatter inner, all_gather inner", "", ""),
-    ("no_shard", "no_shard"): (
-        "",
-        "reduce_scatter inner, reduce_scatter outer, all_gather outer, all_gather inner",
-        "",
-        "",
-    ),
-    ("no_shard", "optim"): (
-        "",
-        "reduce_scatter inner, reduce_scatter outer, all_gather inner",
-        "",
-        "all_gather outer, all_gather inner",
-    ),
-    ("optim", None): ("", "reduce_scatter inner", "", "all_gather inner"),
-    ("optim", "no_shard"): (
-        "",
-        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
-        "",
-        "all_gather inner",
-    ),
-    ("optim", "optim"): (
-        "",
-        "reduce_scatter inner, reduce_scatter outer",
-        "",
-        "all_gather outer, all_gather inner",
-    ),
-    ("optim_grads", None): ("reduce_scatter inner", "reduce_scatter inner", "", "all_gather inner"),
-    ("optim_grads", "no_shard"): (
-        "reduce_scatter inner",
-        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
-        "",
-        "all_gather inner",
-    ),
-    ("optim_grads", "optim"): (
-        "reduce_scatter inner",
-        "reduce_scatter inner, reduce_scatter outer",
-        "",
-        "all_gather outer, all_gather inner",
-    ),
-    ("optim_grads_params", None): ("reduce_scatter inner", "reduce_scatter inner", "all_gather inner", ""),
-    ("optim_grads_params", "no_shard"): (
-        "reduce_scatter inner",
-        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
-        "all_gather inner",
-        "",
-    ),
-    ("optim_grads_params", "optim"): (
-        "reduce_scatter inner",
-        "reduce_scatter inner, reduce_scatter outer",
-        "all_gather inner",
-        "all_gather outer",
-    ),
+    ("no_shard", None): ("", f"{REDUCE}, {GATHER}", "", ""),
+    ("no_shard", "no_shard"): ("", f"{REDUCE_BOTH}, {GATHER_BOTH}", "", ""),
+    ("no_shard", "optim"): ("", f"{REDUCE_BOTH}, {GATHER}", "", GATHER_BOTH),
+    ("optim", None): ("", REDUCE, "", GATHER),
+    ("optim", "no_shard"): ("", f"{REDUCE_BOTH}, {GATHER_OUTER}", "", GATHER),
+    ("optim", "optim"): ("", REDUCE_BOTH, "", GATHER_BOTH),
+    ("optim_grads", None): (REDUCE, REDUCE, "", GATHER),
+    ("optim_grads", "no_shard"): (REDUCE, f"{REDUCE_BOTH}, {GATHER_OUTER}", "", GATHER),
+    ("optim_grads", "optim"): (REDUCE, REDUCE_BOTH, "", GATHER_BOTH),
+    ("optim_grads_params", None): (REDUCE, REDUCE, GATHER, ""),
+    ("optim_grads_params", "no_shard"): (REDUCE, f"{REDUCE_BOTH}, {GATHER_OUTER}", GATHER, ""),
+    ("optim_grads_params", "optim"): (REDUCE, REDUCE_BOTH, GATHER, GATHER_OUTER),
 }
 
 

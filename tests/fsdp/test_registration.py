@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -373,12 +372,8 @@ def test_the_model_registers_after_its_first_step_allocates_in_the_pool_and_take
         assert log[-1] == "dp takes back pool"
 
 
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("fallback", ["", "never"])
-def test_an_unknown_fallback_is_refused(fallback: str, tmp_path: Any) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="error, record"):
-            fully_shard(nn.Linear(2, 2), registration_fallback=fallback)
-    finally:
-        dist.destroy_process_group()
+def test_an_unknown_fallback_is_refused(fallback: str) -> None:
+    with pytest.raises(ValueError, match="error, record"):
+        fully_shard(nn.Linear(2, 2), registration_fallback=fallback)

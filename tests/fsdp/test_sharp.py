@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from harness.fsdp import SharpOwnership, ThreadBlocks, communicator_options
 from harness.fsdp.comm import sharp_groups
+from harness.fsdp.comm.mesh import group_of_members
 from harness.fsdp.comm.sharp_groups import COLLNET, variable
 from tests.support.spawn import run_ranks
 
@@ -38,40 +40,33 @@ def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[
     return seen
 
 
-@pytest.fixture
-def group(tmp_path: Any) -> Any:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
-    group: Any, monkeypatch: pytest.MonkeyPatch
+    group_of_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {COLLNET: "0"}
     seen = _seen(monkeypatch, environment)
     ownership = SharpOwnership(CUDA, environment)
     with ownership.creating() as connect:
-        assert connect(group) is group
+        assert connect(group_of_one) is group_of_one
     assert seen == ["1"]
     assert environment == {COLLNET: "0"}
     assert ownership.owner == "default_pg"
 
 
-def test_nothing_is_set_without_nccl(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_set_without_nccl(group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
     seen = _seen(monkeypatch, environment)
     with SharpOwnership(CPU, environment).creating() as connect:
-        connect(group)
+        connect(group_of_one)
     assert seen == [None]
 
 
-def test_a_second_owner_is_refused(group: Any) -> None:
+def test_a_second_owner_is_refused(group_of_one: Any) -> None:
     ownership = SharpOwnership(CPU, {})
     with ownership.creating() as connect:
-        connect(group)
+        connect(group_of_one)
         with pytest.raises(RuntimeError, match="call connect once"):
-            connect(group)
+            connect(group_of_one)
     with pytest.raises(RuntimeError, match="that of default_pg does"), ownership.creating():
         pass
 
@@ -155,8 +150,35 @@ def test_the_owners_axis_is_created_first_and_alone_with_sharp(owner: str) -> No
         assert created == [(owner, "1"), (other, "0")]
 
 
-def test_axes_must_divide_the_ranks(group: Any) -> None:
+def test_axes_must_divide_the_ranks(group_of_one: Any) -> None:
     with pytest.raises(ValueError, match="does not divide the number of ranks, 1"):
         SharpOwnership(CPU).axis_groups(2)
     with pytest.raises(ValueError, match="not one of dp, dp_outer"):
         SharpOwnership(CPU).axis_groups(1, owner="tp")
+
+
+# -- groups that a part of all ranks makes by itself, while the others do something else -------------------------------
+
+
+def of_two(rank: int) -> tuple[list[Any], bool, float]:
+    """What torch would split off, while ranks 0 and 2 of three make a group; whether the default is bound afterwards;
+    and the group's sum."""
+    default = dist.group.WORLD
+    assert default is not None
+    default.bound_device_id = CUDA  # as init_process_group(device_id=...) does
+    right, split = dist.distributed_c10d._get_split_source, list[Any]()
+
+    def watched(group: dist.ProcessGroup) -> Any:
+        split.append(group)
+        return right(group)
+
+    total = torch.ones(1)
+    with mock.patch.object(dist.distributed_c10d, "_get_split_source", watched):
+        if rank != 1:  # which never comes
+            group = group_of_members([0, 2], "of two")
+            dist.all_reduce(total, group=group)
+    return split, default.bound_device_id == CUDA, total.item()
+
+
+def test_a_part_is_not_split_off_a_communicator_of_all() -> None:
+    assert run_ranks(of_two, 3) == [([], True, 2.0), ([], True, 1.0), ([], True, 2.0)]

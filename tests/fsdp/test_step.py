@@ -8,7 +8,6 @@ compared whenever they can be read.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
@@ -46,11 +44,7 @@ USER_CALLS = (Call.pre_backward, Call.finish_grad_sync, Call.update, Call.zero_g
 ENGINE = Path(__file__).parents[2] / "harness" / "fsdp"
 
 
-@pytest.fixture(autouse=True)
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -322,19 +322,13 @@ def test_watching_changes_no_bit_and_ends_with_the_model() -> None:
         assert found == [(True, 0, 0)] * len(STRATEGIES)
 
 
-def test_off_there_is_nothing_and_a_limit_is_positive(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        model = Stoppable()
-        wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-        assert wrapped._parts.watchdog is None
-        with pytest.raises(
-            ValueError,
-            match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None",
-        ):
-            fully_shard(other := Stoppable(), sgd(other), watchdog_timeout_s=0)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group_of_one")
+def test_off_there_is_nothing_and_a_limit_is_positive() -> None:
+    model, other = Stoppable(), Stoppable()
+    wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
+    assert wrapped._parts.watchdog is None
+    with pytest.raises(ValueError, match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None"):
+        fully_shard(other, sgd(other), watchdog_timeout_s=0)
 
 
 # -- collectives that are compared before their data moves -------------------------------------------------------------

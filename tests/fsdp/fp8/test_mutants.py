@@ -77,11 +77,7 @@ def _data_parallel_alone() -> AbstractContextManager[Any]:
 
 
 MUTANTS: dict[str, tuple[str, Case, Any]] = {
-    "amax-of-own-rows": (
-        "Each rank makes scales of the rows it has",
-        Case(Fp8.current, "optim"),
-        _own_rows_alone,
-    ),
+    "amax-of-own-rows": ("Each rank makes scales of the rows it has", Case(Fp8.current, "optim"), _own_rows_alone),
     "scale-of-first-rows": (
         "A shard is quantized under the scales of the weight's first rows",
         Case(Fp8.block, ZERO_3),

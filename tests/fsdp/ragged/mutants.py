@@ -8,11 +8,7 @@ from tests.support.mutants import Slip
 MUTANTS = {
     "means of means": (
         Slip(
-            reductions,
-            "_sum",
-            "/ like.numel()",
-            "/ max(like._local_tensor.numel(), 1)",
-            "A mean is of a rank's rows",
+            reductions, "_sum", "/ like.numel()", "/ max(like._local_tensor.numel(), 1)", "A mean is of a rank's rows"
         ),
         "uneven",
         "p.mean()",
@@ -50,13 +46,7 @@ MUTANTS = {
         "p.cumsum(1)",
     ),
     "views": (
-        Slip(
-            operations,
-            "_view",
-            "or size[0] % like.shape[0]",
-            "",
-            "A view cuts rows",
-        ),
+        Slip(operations, "_view", "or size[0] % like.shape[0]", "", "A view cuts rows"),
         "uneven",
         "p.reshape(4, 6)",
     ),
@@ -71,13 +61,7 @@ MUTANTS = {
         "p.copy_(torch.arange(24.0).view(8, 3))",
     ),
     "edits of views": (
-        Slip(
-            operations,
-            "_view_of_whole",
-            "GatheredView.of(found, name)",
-            "found",
-            "Edits of a copy are lost",
-        ),
+        Slip(operations, "_view_of_whole", "GatheredView.of(found, name)", "found", "Edits of a copy are lost"),
         "uneven",
         "p[0].zero_()",
     ),
@@ -87,13 +71,7 @@ MUTANTS = {
         "torch.ones(8, 3) + p",
     ),
     "tensor-parallel rows": (
-        Slip(
-            reductions,
-            "reduction_of",
-            "and like.cuts_rows_alone",
-            "",
-            "A row is summed over a rank's columns",
-        ),
+        Slip(reductions, "reduction_of", "and like.cuts_rows_alone", "", "A row is summed over a rank's columns"),
         "tp_columns",
         "p.sum(1)",
     ),

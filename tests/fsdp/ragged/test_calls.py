@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from harness.fsdp.ragged import distribute_rows, operations, reductions
-from tests.fsdp.ragged import layouts
-from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
-from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
+from tests.fsdp.ragged.calls import EDITS, FLATTENED, HALVES, LAYOUTS, READS, REFUSED, Layout, cut, mesh_of
 from tests.fsdp.ragged.mutants import MUTANTS
 from tests.support.covering import once
 from tests.support.mutants import each
@@ -37,7 +35,7 @@ def test_calls_are_many_and_refusals_few() -> None:
 @once
 def outcomes(layout: str) -> dict[str, Outcome]:
     """Each call's outcome in one layout; `q` has the same cut, then another."""
-    return _merged(run_ranks(try_all, _ranks(layouts.ALL[layout]), layout, [*READS, *EDITS, *FLATTENED, *REFUSED]))
+    return _merged(run_ranks(try_all, _ranks(LAYOUTS[layout]), layout, [*READS, *EDITS, *FLATTENED, *REFUSED]))
 
 
 def _ranks(layout: Layout) -> int:
@@ -51,9 +49,9 @@ def _merged(told: list[dict[str, Outcome]]) -> dict[str, Outcome]:
 def try_all(rank: int, name: str, calls: list[str]) -> dict[str, Outcome]:
     """On one rank: what is wrong with each call."""
     warnings.simplefilter("ignore")
-    layout = layouts.ALL[name]
+    layout = LAYOUTS[name]
     mesh = mesh_of(layout)
-    others = [layout, layouts.FIRST] if layout.mesh == (2,) else [layout]
+    others = [layout, LAYOUTS["first"]] if layout.mesh == (2,) else [layout]
     return {call: next(filter(None, (try_one(call, layout, other, mesh) for other in others)), "") for call in calls}
 
 
@@ -115,7 +113,7 @@ def _same(found: Any, right: Any) -> bool:
     return bool(found == right) if not isinstance(right, float) else found == pytest.approx(right, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.ALL)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_call_is_right_or_refused(layout: str) -> None:
     wrong = {call: outcome for call, outcome in outcomes(layout).items() if outcome}
     assert not wrong, "\n".join(f"{call}: {outcome}" for call, outcome in wrong.items())
@@ -140,7 +138,7 @@ def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
 
 @once
 def mistakes(ranks: int) -> dict[str, Outcome]:
-    names = [name for name, (_, layout, _) in MUTANTS.items() if _ranks(layouts.ALL[layout]) == ranks]
+    names = [name for name, (_, layout, _) in MUTANTS.items() if _ranks(LAYOUTS[layout]) == ranks]
     return _merged(run_ranks(with_mistake, ranks, names))
 
 
@@ -148,15 +146,15 @@ def mistakes(ranks: int) -> dict[str, Outcome]:
 def test_a_mistake_is_found(name: str) -> None:
     _, layout, call = MUTANTS[name]
     assert not outcomes(layout)[call]
-    assert mistakes(_ranks(layouts.ALL[layout]))[name]
+    assert mistakes(_ranks(LAYOUTS[layout]))[name]
 
 
 def placed(rank: int) -> list[str]:
     """Placements equal themselves alone, and torch makes no DTensor that its own rules would misread."""
-    mesh, told = mesh_of(layouts.HALVES), []
-    parameter = cut(torch.arange(24.0).view(8, 3), layouts.HALVES, mesh)
+    mesh, told = mesh_of(HALVES), []
+    parameter = cut(torch.arange(24.0).view(8, 3), HALVES, mesh)
     ragged = parameter.placements[0]
-    other = cut(torch.arange(24.0).view(8, 3), layouts.UNEVEN, mesh).placements[0]
+    other = cut(torch.arange(24.0).view(8, 3), LAYOUTS["uneven"], mesh).placements[0]
     told += ["is not itself"] if ragged != copy.deepcopy(ragged) else []
     told += ["equals another cut"] if other == ragged else []
     told += ["equals Shard(0)"] if ragged == Shard(0) or Shard(0) == ragged else []

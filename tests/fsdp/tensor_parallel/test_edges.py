@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_map_only
 from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard, tensor_parallel
 from harness.fsdp.guards.replicas import CopiedGradients
 from tests.fsdp.checked import Mutant, each_holds, each_is_found
-from tests.fsdp.tensor_parallel import models
-from tests.fsdp.tensor_parallel.models import Shape, loss_of
+from tests.fsdp.tensor_parallel import training
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
-from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
+from tests.fsdp.tensor_parallel.training import Case, Shape, loss_of, mesh_of, rows_of, sharded, whole_of
 from tests.support.spawn import run_ranks
 
 WORLD = 4
@@ -106,7 +105,7 @@ def copies_part(rank: int, strategy: str) -> list[str]:
     for mistake in ("other data", "a term of a sum"):
         case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=mistake == "a term of a sum"))
         mesh = mesh_of(case)
-        with mock.patch.object(models, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
+        with mock.patch.object(training, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
             model, _ = sharded(case, mesh)
         before = dict(model.full_weights())
         place = rank if mistake == "other data" else mesh.get_local_rank("inner")

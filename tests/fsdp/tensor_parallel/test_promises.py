@@ -33,8 +33,19 @@ from harness.fsdp.storage import gradients, parameter_access
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.private_torch import version_of
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
-from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
-from tests.fsdp.tensor_parallel.training import Case, alone, mesh_of, rows_of, sharded, train
+from tests.fsdp.tensor_parallel.training import (
+    Block,
+    Case,
+    Shape,
+    alone,
+    built,
+    cut,
+    loss_of,
+    mesh_of,
+    rows_of,
+    sharded,
+    train,
+)
 
 WORLD = 4
 SEQUENCE = Shape(layers=1, sequence_parallel=True)

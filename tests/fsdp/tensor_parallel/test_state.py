@@ -15,8 +15,19 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
 from harness.fsdp.ragged import RaggedTensor
-from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
-from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded, whole_of
+from tests.fsdp.tensor_parallel.training import (
+    Block,
+    Case,
+    Decoder,
+    Shape,
+    built,
+    cut,
+    loss_of,
+    mesh_of,
+    rows_of,
+    sharded,
+    whole_of,
+)
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 

@@ -15,12 +15,16 @@ from harness.fsdp import MixedPrecisionPolicy
 from harness.fsdp.comm.events import OUTER
 from harness.probe.collectives import FUNCTIONAL, CollectiveMeter, Row
 from tests.fsdp.pairs import STRATEGIES
-from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import (
     SEQUENCES,
+    Block,
     Case,
     Record,
+    Shape,
     alone,
+    built,
+    cut,
+    loss_of,
     mesh_of,
     rows_of,
     sharded,
