@@ -19,9 +19,9 @@ from harness.fsdp import Observer, ShardedModel, fully_shard
 from harness.fsdp.comm import events, mesh
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog import watchdog
-from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_api import Block, sgd
+from tests.fsdp.test_ended_ranks import GENEROUS_S, LIMIT_S, Stoppable, Told, agree, build, provoke, step
 from tests.fsdp.trial import TRANSPORTS
 from tests.support.covering import once
 from tests.support.mutants import Slip, each

@@ -15,7 +15,7 @@ from harness.fsdp.runtime import backward_hooks, hooks
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.hooks import Hooks, without_weights
 from harness.fsdp.runtime.readiness import Readiness
-from tests.fsdp import methods
+from tests.fsdp import test_unsharded as unsharded
 from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
@@ -203,23 +203,23 @@ CHECKS["attacking_past_a_stop"] = alike(net(hidden=stopped), partial(attacks, ti
 @CHECKS.check
 def classes(rank: int, strategy: str) -> list[str]:
     """Parameters have their own class while they are computed with, in the backward too."""
-    model, optimizer = methods.built(strategy)
+    model, optimizer = unsharded.built(strategy)
     inside: set[type] = set()
     handle = model.module.embed.register_full_backward_hook(lambda *_: inside.add(type(model.module.embed.weight)))
     for _ in range(2):
-        model(methods.tokens_of(rank)).square().mean().backward()
+        model(unsharded.tokens_of(rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     handle.remove()
     seen = set().union(*(block.seen for block in model.module.blocks))
-    return [] if seen == {nn.Parameter, methods.Marked} and inside == {nn.Parameter} else [str(seen | inside)]
+    return [] if seen == {nn.Parameter, unsharded.Marked} and inside == {nn.Parameter} else [str(seen | inside)]
 
 
 @CHECKS.check
 def parts(rank: int, strategy: str) -> list[str]:
     """`generate` and a registered method against one process, on data of each rank's own, and a step through it."""
-    (model, optimizer), plain, told = methods.built(strategy), methods.Net(), []
-    tokens = methods.tokens_of(rank)
+    (model, optimizer), plain, told = unsharded.built(strategy), unsharded.Net(), []
+    tokens = unsharded.tokens_of(rank)
     for _ in range(2):
         told += [] if torch.equal(model.generate(tokens), plain.generate(tokens)) else ["generate"]
     model.register_forward_methods("encode", "blocks.0.forward")
@@ -227,7 +227,7 @@ def parts(rank: int, strategy: str) -> list[str]:
         told += [] if torch.equal(model.encode(tokens), plain.encode(tokens)) else ["encode"]
     model.encode(tokens).square().mean().backward()
     for other in range(RANKS):
-        (plain.encode(methods.tokens_of(other)).square().mean() / RANKS).backward()
+        (plain.encode(unsharded.tokens_of(other)).square().mean() / RANKS).backward()
     found = dict(model.full_gradients())
     for name, param in plain.named_parameters():
         expected = torch.zeros_like(param) if param.grad is None else param.grad

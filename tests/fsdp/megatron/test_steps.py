@@ -18,7 +18,7 @@ from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from harness.fsdp.update import flat_step
 from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import Habits
-from tests.fsdp.megatron.models import LR, adamw, differs, plainly, sharded, with_optimizer
+from tests.fsdp.megatron.test_calls import LR, adamw, differs, plainly, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, close, data, loss_of, plain_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
