@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
@@ -27,7 +28,6 @@ NAMES: dict[str, Any] = {
     "_load_state_dict_pre_hooks": nn.Module,
     "_parameters": nn.Module,
     "_execution_engine": torch.autograd.Variable,
-    "_torchdynamo_disable": "a function",
     "_schema": "an aten operation",
     "_op_dispatcher": DTensor,  # as the next two before torch 2.12 alone
     "_propagate_op_sharding_dispatch_slow_path": "its dispatcher",
@@ -146,26 +146,12 @@ def in_transform() -> bool:
     return _interpreters() is not None
 
 
-NAMES["_current_level"] = "torch.autograd.forward_ad"
+_UNPACKED = torch.zeros(())
 
 
 def in_forward_mode() -> bool:
-    return bool(getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0)
-
-
-# -- the compiler ------------------------------------------------------------------------------------------------------
-
-_EVAL_FRAME = "torch._C._dynamo.eval_frame"
-_action: Any = _of(_EVAL_FRAME, "_FrameAction")
-_strategy: Any = _of(_EVAL_FRAME, "_FrameExecStrategy")
-_set_strategy: Any = _of(_EVAL_FRAME, "set_code_exec_strategy")
-
-
-def leave_to_python(function: Any) -> None:
-    """Exclude a function, and what it calls, from torch.compile; without these names it is compiled."""
-    function._torchdynamo_disable = True
-    with suppress(AttributeError, MissingName):
-        _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    """True inside `dual_level`, where unpacking makes a tensor of any."""
+    return forward_ad.unpack_dual(_UNPACKED).primal is not _UNPACKED
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------

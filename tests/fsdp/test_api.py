@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.megatron import UNBUILT
+from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.vocabulary import Strategy
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -183,3 +184,16 @@ def test_the_double_buffer_goes_by_both_names(name: str) -> None:
     model = fully_shard_model(make(), fsdp_unit_modules=[Block], **{name: True})
     assert model.options.double_buffer
     model.close()
+
+
+def test_hooks_of_the_engine_are_not_compiled() -> None:
+    class Engine:
+        def seen(self, x: Tensor) -> Tensor:
+            compiled.append(torch.compiler.is_compiling())
+            return x + 1
+
+    compiled: list[bool] = []
+    engine = Engine()
+    hook = WeakHook(engine.seen)
+    assert torch.compile(lambda x: hook(x) * 2, backend="eager")(torch.ones(1)) == 4
+    assert compiled == [False]

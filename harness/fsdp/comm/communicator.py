@@ -224,8 +224,8 @@ class Communicator:
             return self._gather(parts, own, until_settled=True)
 
     def reads(self, own: Sequence[Tensor], dtype: torch.dtype) -> bool:
-        """True if peers read these in place, for parts of this dtype."""
-        return self.shm is not None and all(each.dtype == dtype and self.shm.holds(each) for each in own)
+        """True if peers read these, which are of one dtype, in place, for parts of this one."""
+        return self.shm is not None and own[0].dtype == dtype and all(map(self.shm.holds, own))
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
         """An all-gather that is part of a collective announced before."""

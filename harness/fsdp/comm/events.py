@@ -50,7 +50,11 @@ def marked(what: str, of: str) -> record_function:
     return record_function(f"FSDP::{what} ({of})" if of else f"FSDP::{what}")
 
 
-_local = threading.local()
+class _OfThread(threading.local):
+    label: Label | None = None
+
+
+_local = _OfThread()
 _observers: list[Observer] = []
 _watchers: list[Any] = []
 """Each with `begin(label, data)`, `enter(labels, group)`, `leave(token)` and `explain(error)`, as
@@ -59,7 +63,7 @@ _watchers: list[Any] = []
 
 def current() -> Label | None:
     """Label of the collective this thread is issuing, if any."""
-    return getattr(_local, "label", None)
+    return _local.label
 
 
 class begin:  # used as a function, as what follows: a class is entered in a third of a generator's time
@@ -80,7 +84,7 @@ class begin:  # used as a function, as what follows: a class is entered in a thi
                 watcher.begin(self._label, self._data)
             for observer in _observers:
                 observer.collective(*self._label)
-        self._before, _local.label = current(), self._label
+        self._before, _local.label = _local.label, self._label
         self._mark = marked(*self._label) if is_profiled() else None
         if self._mark is not None:
             self._mark.__enter__()
@@ -103,7 +107,7 @@ class resume(begin):
 def offer(num_bytes: int) -> None:
     """Announce bytes of the current collective that a peer fetches from here: sent, though by no operation of torch."""
     for observer in _observers:
-        observer.sent(*(current() or ("send", "")), num_bytes)
+        observer.sent(*(_local.label or ("send", "")), num_bytes)
 
 
 def watch(watcher: Any) -> None:
@@ -146,9 +150,8 @@ class waiting:
     def __enter__(self) -> None:
         if not (_observers or _watchers or is_profiled()):
             return
-        label = current()
         self._began = time.perf_counter()
-        waited = self._waited or ((label,) if label is not None else ())
+        waited = self._waited or ((_local.label,) if _local.label is not None else ())
         self._tokens = [(watcher, watcher.enter(waited, self._group)) for watcher in _watchers]
         if waited and is_profiled():
             self._mark = marked("wait", ", ".join(map(str, waited)))

@@ -117,7 +117,7 @@ class BackwardHooks:
         made = [(each, each.grad_fn) for each in leaves if each.grad_fn is not None]
         if not made:
             return
-        newest = max(number_of_node(node) for _, node in made)
+        newest = max([number_of_node(node) for _, node in made])
         hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
         if len(made) == 1:  # as almost always, and a third of the host's time
             made[0][0].register_hook(hook)

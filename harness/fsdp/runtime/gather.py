@@ -81,7 +81,7 @@ class GatherPipeline:
         self._take_turns(len(self._sweep), keep=keep)
         for unit in self.order:  # joined modules of which the last did not run
             if unit is not keep:
-                self.reshard_after_forward(unit)
+                self.reshard(unit, kept_too=False)
         if self._late:
             self._learn_order()
         if not backward_follows and not inside:
@@ -105,14 +105,6 @@ class GatherPipeline:
         self.in_backward = in_backward
         self._sweep, self._next, self._passed = sweep, 0, 0
         self._places = {unit: place for place, unit in enumerate(sweep)}
-
-    def _reach(self, unit: Unit) -> None:
-        place = self._places.get(unit, -1)
-        self._take_turns(max(place, 0))
-        if place == self._next:
-            self._next += 1
-        elif unit not in self._on_way:
-            self._late = True
 
     def _take_turns(self, until: int, keep: Unit | None = None) -> None:
         """Gather the units before place `until` that have not had their turn; drop those fetched and not in use."""
@@ -169,18 +161,24 @@ class GatherPipeline:
 
         direction: of what the caller does, as in [Note: Two encodings].
         """
-        if self.is_resident(unit):
+        if unit not in self._gathered:
             unit.receive()
             return
         self._ran.append(unit)
         self._wake(unit)
-        if unit not in self._whole:
-            self._reach(unit)
+        if unit in self._whole:
+            for bucket in unit.buckets:
+                bucket.use()
+        else:
+            place = self._places.get(unit, -1)
+            self._take_turns(max(place, 0))
+            if place == self._next:
+                self._next += 1
+            elif unit not in self._on_way:
+                self._late = True
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
         self.complete(unit, direction)
-        for bucket in unit.buckets:
-            bucket.use()
         self._prefetch()
 
     def complete(self, unit: Unit, direction: int) -> None:
@@ -198,7 +196,7 @@ class GatherPipeline:
             self.unshard(following, BACKWARD)
 
     def _has_room(self, unit: Unit) -> bool:
-        return all(bucket.memory.has_room(bucket.compute) for bucket in unit.buckets)
+        return not unit.shares_buffers or all(bucket.memory.has_room(bucket.compute) for bucket in unit.buckets)
 
     def _directions(self, unit: Unit) -> int:
         """Directions that a sweep gathers a unit's weights for."""
@@ -250,14 +248,12 @@ class GatherPipeline:
         while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
             self.reshard(self._resting.pop(0))
 
-    def reshard_after_forward(self, unit: Unit) -> None:
-        """Drop a unit's whole weights, unless its backward needs them as they are."""
-        if unit not in self._kept:
-            self.reshard(unit)
+    def reshard(self, unit: Unit, *, kept_too: bool = True) -> None:
+        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends.
 
-    def reshard(self, unit: Unit) -> None:
-        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if unit in self._whole and not unit.is_root:
+        kept_too: also where its backward needs them as they are.
+        """
+        if unit in self._whole and not unit.is_root and (kept_too or unit not in self._kept):
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:

@@ -192,7 +192,8 @@ class Hooks(BackwardHooks):
         self.step.running.add(unit.name)
         if self.lost_edits.looks:
             self.lost_edits.note(unit.buckets)
-        hidden = self.step.hides(with_gradients=with_gradients)
+        # under reentrant checkpointing, where the call is recorded in the backward only
+        hidden = self.step.in_forward and self.step.with_gradients and not with_gradients
         call = unit.readiness.begin_call(hidden=hidden, forward=self.step.forward_number)
         return self._watch_inputs(unit, call, args, kwargs) if with_gradients else None
 
@@ -240,7 +241,7 @@ class Hooks(BackwardHooks):
             if self.lost_edits.looks:
                 self.lost_edits.check(unit.buckets)
             if unit is not self.gather.last or not leaves:
-                self.gather.reshard_after_forward(unit)
+                self.gather.reshard(unit, kept_too=False)
         return output
 
     def _own(self, unit: Unit, output: Any) -> Any:

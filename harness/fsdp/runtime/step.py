@@ -211,10 +211,6 @@ class Step:
         self.num_forwards += 1
         self._first_node = next_number()
 
-    def hides(self, *, with_gradients: bool) -> bool:
-        """True under reentrant checkpointing: the call is recorded in the backward only."""
-        return self.in_forward and self.with_gradients and not with_gradients
-
     # -- backward and update ---------------------------------------------------------------------------------------
 
     def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:

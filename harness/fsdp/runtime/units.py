@@ -54,6 +54,8 @@ class Unit:
         self.buckets = buckets
         self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
         self.readiness = Readiness([])
+        # under double_buffer
+        self.shares_buffers = not self.is_root and any(bucket.memory.fixed for bucket in buckets)
         self.take_in()
 
     @property
@@ -67,11 +69,6 @@ class Unit:
             if bucket.awaited:
                 bucket.receive()
             bucket.use()
-
-    @property
-    def shares_buffers(self) -> bool:
-        """True under double_buffer, except for the root."""
-        return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
 
     def take_in(self) -> None:
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]

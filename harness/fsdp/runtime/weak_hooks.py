@@ -37,7 +37,7 @@ from harness.fsdp.runtime.step import Step, StepError
 from harness.fsdp.storage.at_rest import counting
 from harness.fsdp.storage.parameter_access import WATCH, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import edits_of
-from harness.private_torch import accumulation_hooks, is_profiled, leave_to_python
+from harness.private_torch import accumulation_hooks, is_profiled
 
 Hook = Callable[[Any], Any]
 
@@ -58,6 +58,7 @@ class WeakHook:
         self._weak = tuple(map(weakref.ref, args[:kept]))
         self._args = args[kept:]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # as torch declares it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises RuntimeError when the engine is gone."""
         owner = self._owner()
@@ -71,9 +72,6 @@ class WeakHook:
         given = [*map(call, self._weak)]
         with marked(self._function.__name__.removeprefix("_"), getattr(given[0], "name", "") if given else ""):
             return self._function(owner, *given, *self._args, *args, **kwargs)
-
-
-leave_to_python(WeakHook.__call__)
 
 
 class ProgramHook:

@@ -289,10 +289,11 @@ class ParamGroup:
 
     def point_at_weights(self) -> None:
         """Let unsharded parameters be views of the compute weights, and show them; sharded ones without any."""
-        sharded, unsharded = self.views.sharded(), self.is_whole
-        self.views.point(next((place for place, each in enumerate(self.encodings) if each.is_valid), 0))
-        if sharded is not None and sharded.shows_unsharded is not unsharded:
-            sharded.show(unsharded=unsharded)
+        sharded = self.views.sharded()
+        shown = next((place for place, each in enumerate(self.encodings) if each.is_valid), None)
+        self.views.point(shown or 0)
+        if sharded is not None and sharded.shows_unsharded is (shown is None):
+            sharded.show(unsharded=shown is not None)
 
     def use(self) -> None:
         """A forward or a backward runs: show unsharded parameters, if the weights are whole."""
