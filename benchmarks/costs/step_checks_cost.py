@@ -2,27 +2,40 @@
 
     python benchmarks/costs/step_checks_cost.py [CELL ...]
 
-4096 tokens a rank and step, in one microbatch or in two: local gradients, and weights as forwards see them, are looked
-at in each. benchmarks/costs/turns.py says what the figures are; its clocks are around all that looking does, in hooks
-and between.
+Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32, so that computing decides,
+on 4096 tokens a rank and step, in one microbatch or in two: local gradients, and weights as forwards see them, are
+looked at in each. Steps are in turns without and with the checks. A step is all the wall time from the end of one to
+the end of the next on rank 0. Figures are shares of the step without, with a bootstrap interval
+(harness/bench/stats.py):
+
+- `direct`: rank 0's clocks around all that looking does, in hooks and between, over the rest of the same step: a busy
+  machine slows both sides alike. It leaves out what that does to caches.
+- `extra`: steps with over steps without, by wall time. Leaves nothing out, and needs a quiet machine.
+- `extra_cpu`: the same by both ranks' processor time.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.costs.turns import SEQ_LEN, SEQUENCES, Step, config_of, figures, main, steps_of
-from harness.config.schema import EngineName, Strategy
+from benchmarks.pages import tables
+from harness.bench.stats import Interval, median_ratio
+from harness.config.schema import CkptPolicy, EngineName, Strategy
 from harness.train import loop
 from harness.train.callbacks import Callback
 from harness.train.step_checks import StepChecks
+from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
-BLOCKS, WARMUP = 8, 2
-LOOKING = "looking"
+BLOCKS, WARMUP, SEQUENCES, SEQ_LEN = 8, 2, 16, 512
+"""A block is a step without and the one after it, with."""
 IN_TWO = ", two microbatches"
 CELLS = {
     **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
@@ -30,6 +43,14 @@ CELLS = {
     "ddp": (EngineName.ddp, Strategy.no_shard),
 }
 CELLS |= {f"{name}{IN_TWO}": CELLS[name] for name in ("native no_shard", "native optim_grads_params")}
+
+
+class Step(NamedTuple):
+    """One step of one rank, in seconds."""
+
+    wall: float
+    cpu: float
+    looking: float
 
 
 class EveryOther(Callback):
@@ -81,12 +102,13 @@ class EveryOther(Callback):
     def close(self) -> None:
         self.step_checks.close()
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> float:
         taken, self.seconds = self.seconds, 0.0
-        return {LOOKING: taken}
+        return taken
 
 
 def one_cell(rank: int, name: str) -> list[Step]:
+    """Every step of this rank after the warm-up."""
     found: list[EveryOther] = []
 
     class Opened:
@@ -98,17 +120,74 @@ def one_cell(rank: int, name: str) -> list[Step]:
             return found[0]
 
     loop.StepChecks = Opened  # type: ignore[misc, assignment] # in this process alone
-    microbatch = SEQUENCES // (4 if name.endswith(IN_TWO) else 2)
-    kept = {"measure__capture_steps": [], "measure__step_checks": True}
-    config = config_of(*CELLS[name], WARMUP + 2 * BLOCKS, microbatch, **kept)
-    return steps_of(config, rank, WARMUP, lambda: found[0].take())
+    engine, strategy = CELLS[name]
+    config = small_config(
+        engine__name=engine,
+        mesh__world_size=2,
+        sharding__strategy=strategy,
+        data__seq_len=SEQ_LEN,
+        data__num_sequences=256,
+        train__steps=WARMUP + 2 * BLOCKS,
+        train__global_batch_size=SEQUENCES,
+        train__microbatch_size=SEQUENCES // (4 if name.endswith(IN_TWO) else 2),
+        train__param_norm_every=0,
+        ckpt__policy=CkptPolicy.none,
+        measure__capture_steps=[],
+        measure__step_checks=True,
+    )
+    model = config.model
+    model.dim, model.num_layers, model.ffn_dim, model.vocab_size = 512, 4, 1344, 256
+    model.num_heads = model.num_kv_heads = 8
+    model.max_seq_len = 2048
+    steps: list[Step] = []
+    began = [time.perf_counter(), time.process_time()]
+
+    def over(_: Any) -> None:
+        now = [time.perf_counter(), time.process_time()]
+        steps.append(Step(now[0] - began[0], now[1] - began[1], found[0].take()))
+        began[:] = now
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder), rank, progress=over)
+    return steps[WARMUP:]
 
 
 def summary(name: str) -> dict[str, Any]:
-    return figures(*run_ranks(one_cell, 2, name), LOOKING)
+    first, second = run_ranks(one_cell, 2, name)
+    cpu = [one.cpu + other.cpu for one, other in zip(first, second, strict=True)]
+    without, having = ([step.wall for step in first[begin::2]] for begin in (0, 1))
+    rest = [step.wall - step.looking for step in first[1::2]]
+    return {
+        "step_s": round(statistics.median(without), 3),
+        "direct": share(median_ratio(having, [rest])),
+        "extra": share(median_ratio(having, [without])),
+        "extra_cpu": share(median_ratio(cpu[1::2], [cpu[::2]])),
+    }
+
+
+def share(ratio: Interval | None) -> dict[str, float]:
+    assert ratio is not None
+    return {key: round(getattr(ratio, key) - 1.0, 4) for key in ("value", "low", "high")}
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parser = tables.parser(__doc__)
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"{'; '.join(CELLS)} (default: all)")
+    names = parser.parse_args().cells or list(CELLS)
+    if unknown := set(names) - set(CELLS):
+        parser.error(f"no cell {', '.join(sorted(unknown))}")
+    found = {}
+    for name in names:
+        load = os.getloadavg()[0]
+        found[name] = summary(name) | {"load_average": {"before": load, "after": os.getloadavg()[0]}}
+        print(name, found[name], flush=True)
+    if names == list(CELLS):
+        told = {"weights": "12.7 M, fp32", "blocks": BLOCKS, "tokens_a_rank": SEQUENCES // 2 * SEQ_LEN, "cells": found}
+        tables.write("step_checks_cost.json", told | {"versions": tables.versions("torch"), "cores": os.cpu_count()})
 
 
 if __name__ == "__main__":
-    from benchmarks.costs import step_checks_cost as this  # ranks import what they run by name
+    from benchmarks.costs import step_checks_cost  # ranks import what they run by name
 
-    main("step_checks_cost.json", this.CELLS, this.summary, blocks=BLOCKS, tokens_a_rank=SEQUENCES // 2 * SEQ_LEN)
+    step_checks_cost.main()

@@ -8,15 +8,13 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.checks import branches, doors, step_trace, structure
+from benchmarks.checks import branches, step_trace, structure
 from benchmarks.pages import tables
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
 
-@pytest.mark.parametrize(
-    "ledger", [doors, structure, step_trace], ids=lambda ledger: ledger.__name__.rpartition(".")[2]
-)
+@pytest.mark.parametrize("ledger", [structure, step_trace], ids=lambda ledger: ledger.__name__.rpartition(".")[2])
 def test_a_page_is_made_from_its_data(ledger: ModuleType) -> None:
     found = tables.read(ledger.DATA)
     assert ledger.render(found) == ledger.PAGE.read_text(encoding="utf-8"), f"run {found['command']}"

@@ -19,7 +19,6 @@ SOURCES = {
     "configuration.md": "benchmarks/pages/settings_page.py",
     "dtypes.md": "benchmarks/fsdp/dtype_table.py",
     "metrics.md": "benchmarks/pages/metrics_page.py",
-    "records/doors.md": "benchmarks/checks/doors.py",
     "records/branches.md": "benchmarks/checks/branches.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/structure.md": "benchmarks/checks/structure.py",
