@@ -57,7 +57,7 @@ def read() -> dict[str, Facts]:
 
 
 def page(results: dict[str, Facts], rehearsal: Facts | None, compared: Facts | None = None) -> str:
-    """The whole page. compared: of `benchmarks/gpu/versions.py`."""
+    """The whole page. compared: the engine before and after parameters at rest became DTensors."""
     pieces = [(f"`{piece.name}`", piece.asks, *outcome(results.get(piece.name))) for piece in PIECES]
     parts = [HEAD, markdown_table(["piece", "what it asks", "what it found", "on", "seconds"], pieces)]
     parts += [f"\n## {name}\n\n{rows(results.get(name))}" for name in TIMED]
@@ -114,7 +114,7 @@ def rows(result: Facts | None) -> str:
 
 
 def versions(facts: Facts | None) -> str:
-    command = "`python benchmarks/gpu/versions.py --base FOLDER`, FOLDER with the files of f5f18313"
+    command = "benchmarks/gpu/versions.py of revision 9d4883e1, beside f5f18313"
     if facts is None:
         return f"{NOT_MEASURED}: {command}."
     machine, (dim, layers, _, batch, length) = facts["machine"], facts["sizes"]
