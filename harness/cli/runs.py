@@ -14,7 +14,7 @@ from harness.launch.watch import watch
 from harness.store import commands, status
 from harness.store.gc import gc
 from harness.store.rundir import CONFIG, Store
-from harness.store.show import diff, show
+from harness.store.show import ALIKE, diff, show
 from harness.store.status import State
 from harness.store.study import comparable, judging_verb
 
@@ -90,9 +90,11 @@ def _diff_arguments(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     store = Store(arguments.root)
     runs = [store.find(each) for each in (arguments.a, arguments.b)]
-    print(diff(*runs))
+    found = diff(*runs)
+    print(found)
     words = [shlex.quote(each) for each in (arguments.a, arguments.b)]
-    say_next(arguments, f"compare {' '.join(words)}" if comparable(dict.fromkeys(runs)) else f"show {words[-1]}")
+    leads_on = comparable(dict.fromkeys(runs)) and not found.endswith(ALIKE)  # else `compare` would lead back here
+    say_next(arguments, f"compare {' '.join(words)}" if leads_on else f"show {words[-1]}")
     return 0
 
 

@@ -184,6 +184,9 @@ def _asked(entry: dict[str, Any]) -> str:
     return f"{entry['requested']} -> {entry['effective']}{reason}" + (f"; {more}" if more else "")
 
 
+ALIKE = "no difference in configuration, sources, versions or machine"
+
+
 def diff(a: RunDir, b: RunDir) -> str:
     """Differences of two runs: configuration, sources, versions and machine; one line each, `key: a -> b`."""
     lines = [f"a  {a.path}", f"b  {b.path}", *_damaged(a, b), ""]
@@ -195,7 +198,7 @@ def diff(a: RunDir, b: RunDir) -> str:
         if pairs:
             lines += [f"{title}:", *(line for each in told for line in screen.fold(each, room, " " * 6)), ""]
     if len(lines) == begin:
-        lines.append("no difference in configuration, sources, versions or machine")
+        lines.append(ALIKE)
     return "\n".join(lines).rstrip()
 
 

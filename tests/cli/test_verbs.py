@@ -126,6 +126,24 @@ def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureF
     assert again in capsys.readouterr().out, "in the store in which it lies"
 
 
+def test_two_runs_that_differ_in_nothing_are_not_sent_to_be_compared(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`compare` sends here who asks why they differ."""
+    done = next(run for run in Store(root).runs() if run.status() is None)
+    status.write(done.path, Status(State.done, "20 steps", done.new_attempt()))
+    other = done.path.with_name(f"{done.path.name}-again")
+    shutil.copytree(done.path, other)
+    try:
+        assert main(["diff", str(done.path), str(other), "--root", str(root)]) == 0
+    finally:
+        shutil.rmtree(other)
+    out = capsys.readouterr().out
+    assert "no difference in configuration" in out
+    assert "compare" not in out.rpartition("next: ")[2]
+    assert "next: python -m harness show " in out
+
+
 def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Store(root).runs()[0].signature()[:8]
     for ref, after in (("adhoc", "watch adhoc"), (run, f"show {run}")):
