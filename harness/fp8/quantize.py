@@ -36,12 +36,10 @@ WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def largest(format: torch.dtype) -> float:
-    """The largest number of a format."""
     return torch.finfo(format).max
 
 
 def is_8_bit(dtype: torch.dtype) -> bool:
-    """True if a dtype is one of the formats."""
     return dtype in (E4M3, E5M2)
 
 

@@ -80,7 +80,6 @@ class Option:
 
     @property
     def takes(self) -> str:
-        """The values it takes, in words."""
         if issubclass(self.kind, Choice):
             words = ", ".join(self.kind.__members__)
         elif self.range is not None:

@@ -58,7 +58,6 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if `wait` would not wait."""
         return self._transport.is_done(self._transfer)
 
     def cancel(self) -> None:

@@ -39,7 +39,6 @@ def watch_memory(told: Callable[[int], None]) -> Callable[[], None]:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of `ALIGN`."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
@@ -247,5 +246,4 @@ class Mailboxes:
             own[_CLOSED] = 1
 
     def is_closed(self, peer: int) -> bool:
-        """True if a peer will write no more."""
         return bool(self._theirs[peer][_CLOSED])

@@ -240,7 +240,6 @@ class Transport:
             self._close_if_done(self._open[number])
 
     def _advance(self, transfer: Transfer) -> None:
-        """Read what can be read without waiting."""
         here = [peer for peer in self._order if peer in transfer.missing and (transfer.number, peer) in self._offers]
         if transfer.kind == REDUCE and len(here) < len(transfer.missing):
             return
@@ -313,7 +312,6 @@ class Transport:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def is_done(self, transfer: Transfer) -> bool:
-        """True if a collective is complete; asked without waiting."""
         if not transfer.is_done:
             with self._guard:
                 self._receive()

@@ -125,7 +125,6 @@ def _elsewhere(rank: int, position: Position) -> str:
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Ranks by their common value, in order of the first rank."""
     found: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         found.setdefault(value, []).append(rank)

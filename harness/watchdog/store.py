@@ -152,7 +152,6 @@ class CollectiveCheck:
 
 
 def _contents(data: Sequence[Any]) -> str:
-    """Lengths and dtypes of tensors, or of parts of them."""
     tensors = [getattr(each, "tensor", each) for each in data]
     kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     lengths = "+".join(str(tensor.numel()) for tensor in tensors)

@@ -62,7 +62,6 @@ _watchers: list[Any] = []
 
 
 def current() -> Label | None:
-    """Label of the collective this thread is issuing, if any."""
     return _local.label
 
 

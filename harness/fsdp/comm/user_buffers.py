@@ -102,7 +102,6 @@ class UserBuffers:
 
     @property
     def symmetric(self) -> bool:
-        """True if registrations are, or would be, symmetric windows."""
         return not self._plain_because
 
     def allocating(self) -> AbstractContextManager[None]:

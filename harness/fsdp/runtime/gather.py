@@ -199,7 +199,6 @@ class GatherPipeline:
         return not unit.shares_buffers or all(bucket.memory.has_room(bucket.compute) for bucket in unit.buckets)
 
     def _directions(self, unit: Unit) -> int:
-        """Directions that a sweep gathers a unit's weights for."""
         return BOTH
 
     def _start_unshard(self, unit: Unit) -> None:

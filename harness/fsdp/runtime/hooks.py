@@ -361,7 +361,6 @@ def _map_tensors(values: tuple[Any, ...], function: Callable[[Tensor], Any]) -> 
 
 
 def tensors_with_grad(output: Any) -> list[Tensor]:
-    """Tensors with gradients in nested containers and dataclasses."""
     if isinstance(output, Tensor):  # as almost always
         return [output] if output.requires_grad else []
     found = []

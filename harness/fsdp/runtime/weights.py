@@ -120,7 +120,6 @@ class Weights:
 
     @by_engine
     def wait(self) -> None:
-        """Wait until this rank has the weights that others updated."""
         on_way, self._on_way = self._on_way, ()
         for bucket in on_way:
             bucket.receive()

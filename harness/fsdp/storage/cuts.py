@@ -95,7 +95,6 @@ class Cuts:
         return [shard[b : b + size] for shard, b, size in zip(inner_shards, begins, sizes, strict=True)]
 
     def own_rows(self, own_shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Names of all parameters, and this rank's rows of each, flat."""
         return [(slot.spec.name, self.own_slice(slot).of(own_shards)) for slot in self.layout.slots]
 
     # -- collectives ---------------------------------------------------------------------------------------------
