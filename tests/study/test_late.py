@@ -103,11 +103,14 @@ def test_its_baseline_passes(runs: Mapping[Overrides, Path], overrides: Override
 
 
 def test_a_late_forward_is_found_and_not_called_the_optimizers(runs: Mapping[Overrides, Path]) -> None:
-    """The plain model refutes the last captured step; where it began is where the pair jumped. What follows the
-    gradient was seen to be right."""
+    """The plain model refutes the first step from there on that it works out; where it began is where the pair jumped.
+    What follows the gradient was seen to be right."""
     verdict = compare(runs[FORWARD], runs[baseline("wrong_targets")])
     assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
-    graded = (Grade.bad, STEPS), (Grade.doubt, LATE)
+    stream = load(runs[FORWARD]).stream
+    assert stream is not None
+    again = np.flatnonzero(~np.isnan(stream.column("again"))) + 1
+    graded = (Grade.bad, int(again[again >= LATE].min())), (Grade.doubt, LATE)
     for grade, step in graded:
         found = next(finding for finding in verdict.findings if finding.grade is grade)
         place = "between gather and gradient"  # the weights of its backward are gathered again, and nobody sees them
