@@ -2,7 +2,7 @@
 
 Writes data/engine_versions.json and docs/records/engine_versions.md.
 
-    python benchmarks/costs/engine_versions.py                   against f5f18313, in about 15 minutes on two idle cores
+    python benchmarks/costs/engine_versions.py                   against f5f18313, in about 40 minutes on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
     python benchmarks/costs/engine_versions.py --regimes apart       of apart, together, start
 
@@ -53,9 +53,10 @@ HEAD = """# The engine beside an earlier one
 `benchmarks/data/engine_versions.json`.*
 
 Two ranks of one thread on {cores} cores, torch {torch}, Python {python}: revision {here} beside {base}. A figure is the
-ratio of medians over {turns} turns of {steps} steps, with its bootstrap interval. *apart*: each arm in processes of its
-own; *together*: all arms in the same ones. *start* is construction and first step, the least of {starts}. DDP and FSDP2
-are the same on both sides: what they differ by is the noise of the machine. Load before and after: {load}.
+ratio of medians over turns of {steps} steps ({turns}), with its bootstrap interval. *apart*: each arm in
+processes of its own; *together*: all arms in the same ones. *start* is construction and first step, the least of
+{starts}. DDP and FSDP2 are the same on both sides: what they differ by is the noise of the machine. Load before and
+after: {load}.
 
 | shape | regime | arm | ms before | ms here | here / before |
 |---|---|---|---|---|---|
@@ -65,6 +66,8 @@ APART, TOGETHER, START = "apart", "together", "start"
 REGIMES = tuple(itertools.product(peers_step.SHAPES, (APART, TOGETHER)))
 STARTS = 5
 """Of each arm, shape and side."""
+TURNS = {"comm": 4, "between": 2, "compute": 1}
+"""How many times `--turns` of each shape: a short step is noisier, and each shape is measured about as long."""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -213,13 +216,14 @@ def page(facts: dict[str, Any]) -> str:
                     ratio = "{value:.3f} ({low:.3f} to {high:.3f})".format(**each["ratio"])
                 lines.append(f"| {shape} | {regime} | {name} | {before:.1f} | {here:.1f} | {ratio} |")
     head = HEAD.format(
-        **{key: facts[key] for key in ("cores", "turns", "steps")},
+        **{key: facts[key] for key in ("cores", "steps")},
         **versions,
         command=command,
         here=facts["here"][:8],
         base=facts["base"][:8],
         starts=STARTS,
         load=f"{load['before']:.1f}, {load['after']:.1f}",
+        turns=", ".join(f"{shape}: {factor * facts['turns']}" for shape, factor in TURNS.items()),
     )
     return head + "\n".join(lines) + "\n"
 
@@ -234,7 +238,7 @@ def main() -> None:
     """Compare all arms in every regime, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="f5f18313", help="revision to compare with (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=12, help="turns of each version, 3 or more (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=9, help="of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--regimes", default=",".join((APART, TOGETHER, START)), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
@@ -257,7 +261,7 @@ def main() -> None:
             visits = [names] if regime == TOGETHER else [(name,) for name in names]
             found = rows.setdefault(shape, {}).setdefault(regime, {})
             for visit in visits:
-                found |= compare(base, shape, visit, chosen.turns, chosen.steps)
+                found |= compare(base, shape, visit, TURNS[shape] * chosen.turns, chosen.steps)
             for name, told in found.items():
                 ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
                 times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
