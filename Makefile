@@ -1,4 +1,5 @@
-# Two commands: `make run` trains a parity pair on real text and judges it; `make test` runs every check CI runs.
+# Two commands: `make run` trains a parity pair on real text and judges it; `make test` runs the checks and most tests.
+# CI runs `make test` and `make test-slow`.
 # Elsewhere than where torch's CPU build is the default: make run PIP_ARGS="--extra-index-url <index>" (see README.md).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -12,7 +13,7 @@ WORKERS ?= 3
 # Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all gpu gpu-wheels checks lint types imports install peers models clean
+.PHONY: run test test-slow test-all gpu gpu-wheels checks lint types imports install peers models clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
@@ -20,7 +21,11 @@ run: install
 
 test: install
 	$(MAKE) --no-print-directory -j 2 peers checks
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not full and not slow'
+
+# The files that take longest: killed processes, a real SLURM, whole studies.
+test-slow: install peers
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'slow and not full'
 
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
 test-all: install

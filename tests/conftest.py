@@ -22,7 +22,7 @@ from harness.config.own import describe_engine
 from harness.config.schema import EngineName
 from tests.support.forking import SELDOM
 from tests.support.limits import GRACE_S, LONGEST_WAIT_S, arm, ended_after, tell_on_stderr
-from tests.support.scheduling import WholeUnits, admitted, place_of
+from tests.support.scheduling import WholeUnits, admitted, is_slow, place_of
 
 # A submission must not fail over an example nobody has seen: CI takes the same ones every time, people explore.
 # How long an example takes says how busy the machine is, and nothing about the example.
@@ -105,8 +105,12 @@ def _shared_folder(config: pytest.Config) -> Path | None:
     return Path(config.workerinput["shared_folder"]) if hasattr(config, "workerinput") else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The slowest files first, where several workers share them."""
+    """Slow files are marked before `-m` chooses; the slowest are first, where several workers share them."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker("slow")
     if _shared_folder(config):
         items.sort(key=lambda item: place_of(item.nodeid))
 

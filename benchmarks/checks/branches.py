@@ -1,12 +1,12 @@
 """Which branches of the product the tests take, by package.
 
-    python benchmarks/checks/branches.py                     every test of `make test`, on one worker a core
+    python benchmarks/checks/branches.py                     every test that CI runs, on one worker a core
     python benchmarks/checks/branches.py tests/launch -n 2   these tests, with these arguments of pytest; writes nothing
     python benchmarks/checks/branches.py --page              write the page again from the data
 
 Processes that tests start are measured too: forks, whole programs, and ranks that leave by `os._exit`; one that is
 killed takes what it saw along. Tracing makes Python two to three times slower, so a test that looks at its time may
-fail; the record says how many did. The whole takes about three times as long as `make test`. Writes
+fail; the record says how many did. The whole takes about three times as long as CI's tests. Writes
 benchmarks/data/branches.json and docs/records/branches.md.
 """
 
@@ -47,7 +47,7 @@ exclude_also =
 COUNTS = ("num_statements", "covered_lines", "num_branches", "covered_branches")
 HEAD = """# Branches that the tests take
 
-*Record. How many statements and branches of each package the tests of `make test` run. Made by
+*Record. How many statements and branches of each package the tests that CI runs reach. Made by
 `python benchmarks/checks/branches.py`; the data are in `benchmarks/data/branches.json`.*
 
 A *branch* is a way out of a line that has several. Forks, programs and ranks that the tests start are measured, but for

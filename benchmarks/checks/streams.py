@@ -2,7 +2,7 @@
 
     python benchmarks/checks/streams.py [--parts N]
 
-Without arguments: the trainings of `make test`, which hold every pair of values. `--parts N` adds N of the 256 parts of
+Without arguments: the trainings of CI, which hold every pair of values. `--parts N` adds N of the 256 parts of
 the whole product (strategies x hybrids x k x prefetch x buffers x offload x recomputation x clipping x stream of the
 backward x dtype policy) that are still to come; a part has 63 trainings and takes half a minute of processor time. What
 was recorded of other sources of the engine is thrown away. `docs/records/streams.md` is made from it by

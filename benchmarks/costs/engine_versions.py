@@ -2,9 +2,11 @@
 
 Writes data/engine_versions.json and docs/records/engine_versions.md.
 
-    python benchmarks/costs/engine_versions.py                   against f5f18313, in about 40 minutes on two idle cores
+    python benchmarks/costs/engine_versions.py                   against f5f18313, in about an hour on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
-    python benchmarks/costs/engine_versions.py --regimes apart       of apart, together, start
+    python benchmarks/costs/engine_versions.py --shapes compute --regimes apart
+
+The last adds to what the file has of the same revisions.
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
 gloo; only one side steps at a time, and they take turns, A B A B, so that whatever else the machine does meets both.
@@ -53,21 +55,18 @@ HEAD = """# The engine beside an earlier one
 `benchmarks/data/engine_versions.json`.*
 
 Two ranks of one thread on {cores} cores, torch {torch}, Python {python}: revision {here} beside {base}. A figure is the
-ratio of medians over turns of {steps} steps ({turns}), with its bootstrap interval. *apart*: each arm in
-processes of its own; *together*: all arms in the same ones. *start* is construction and first step, the least of
-{starts}. DDP and FSDP2 are the same on both sides: what they differ by is the noise of the machine. Load before and
-after: {load}.
+ratio of medians over turns of {steps} steps, with its bootstrap interval. *apart*: each arm in processes of its own;
+*together*: all arms in the same ones. *start* is construction and first step, the least of {starts}. DDP and FSDP2 are
+the same on both sides: what they differ by is the noise of the machine.
 
-| shape | regime | arm | ms before | ms here | here / before |
-|---|---|---|---|---|---|
+| shape | regime | arm | turns | ms before | ms here | here / before |
+|---|---|---|---|---|---|---|
 """
 RANKS = 2
 APART, TOGETHER, START = "apart", "together", "start"
 REGIMES = tuple(itertools.product(peers_step.SHAPES, (APART, TOGETHER)))
 STARTS = 5
 """Of each arm, shape and side."""
-TURNS = {"comm": 4, "between": 2, "compute": 1}
-"""How many times `--turns` of each shape: a short step is noisier, and each shape is measured about as long."""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -187,7 +186,8 @@ def compare(base: Path, shape: str, names: Sequence[str], turns: int, steps: int
 def row(here: list[float], base: list[float]) -> dict[str, Any]:
     """Medians, and their ratio."""
     ratio = peers_step.told(median_ratio(here, [base]))
-    return {"base_ms": round(statistics.median(base), 2), "here_ms": round(statistics.median(here), 2), "ratio": ratio}
+    before, now = (round(statistics.median(each), 2) for each in (base, here))
+    return {"turns": len(here), "base_ms": before, "here_ms": now, "ratio": ratio}
 
 
 def starts(base: Path, shape: str, name: str) -> dict[str, float]:
@@ -204,26 +204,23 @@ def starts(base: Path, shape: str, name: str) -> dict[str, float]:
 def page(facts: dict[str, Any]) -> str:
     """The page of a record."""
     command = f"python benchmarks/costs/engine_versions.py --base {facts['base'][:8]}"
-    versions, load = facts["versions"], facts["load_average"]
     lines = []
     for shape, regimes in facts["rows"].items():
         for regime, arms in regimes.items():
             for name, each in arms.items():
                 if regime == START:
-                    before, here, ratio = 1e3 * each["base"], 1e3 * each["here"], f"{each['ratio']:.3f}"
+                    turns, before, here, ratio = STARTS, 1e3 * each["base"], 1e3 * each["here"], f"{each['ratio']:.3f}"
                 else:
-                    before, here = each["base_ms"], each["here_ms"]
+                    turns, before, here = each["turns"], each["base_ms"], each["here_ms"]
                     ratio = "{value:.3f} ({low:.3f} to {high:.3f})".format(**each["ratio"])
-                lines.append(f"| {shape} | {regime} | {name} | {before:.1f} | {here:.1f} | {ratio} |")
+                lines.append(f"| {shape} | {regime} | {name} | {turns} | {before:.1f} | {here:.1f} | {ratio} |")
     head = HEAD.format(
         **{key: facts[key] for key in ("cores", "steps")},
-        **versions,
+        **facts["versions"],
         command=command,
         here=facts["here"][:8],
         base=facts["base"][:8],
         starts=STARTS,
-        load=f"{load['before']:.1f}, {load['after']:.1f}",
-        turns=", ".join(f"{shape}: {factor * facts['turns']}" for shape, factor in TURNS.items()),
     )
     return head + "\n".join(lines) + "\n"
 
@@ -238,9 +235,10 @@ def main() -> None:
     """Compare all arms in every regime, print a table, keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="f5f18313", help="revision to compare with (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=9, help="of each version, 3 or more (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=36, help="of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--regimes", default=",".join((APART, TOGETHER, START)), help="default: %(default)s")
+    parser.add_argument("--shapes", default=",".join(peers_step.SHAPES), help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
     parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "ARMS", "RANK", "PORT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -249,35 +247,34 @@ def main() -> None:
         return serve(shape, names.split(";"), int(rank), int(port))
     if chosen.turns < 3:
         parser.error(f"--turns={chosen.turns} must be 3 or more: an interval needs three")
-    wanted = chosen.regimes.split(",")
-    if unknown := set(wanted) - {APART, TOGETHER, START}:
-        parser.error(f"--regimes={chosen.regimes}: no {', '.join(sorted(unknown))}; valid: {APART},{TOGETHER},{START}")
+    wanted, shapes = chosen.regimes.split(","), chosen.shapes.split(",")
+    for option, given, valid in (("regimes", wanted, (APART, TOGETHER, START)), ("shapes", shapes, peers_step.SHAPES)):
+        if unknown := set(given) - set(valid):
+            parser.error(f"--{option}={','.join(given)}: no {', '.join(sorted(unknown))}; valid: {','.join(valid)}")
     print(f"{'shape':8} {'regime':8} {'arm':28} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    load = os.getloadavg()[0]
+    revisions = {"base": revision_of(chosen.base), "here": revision_of("HEAD")}
+    earlier = json.loads(chosen.out.read_text("utf-8")) if chosen.out.exists() else {}
+    same = all(earlier.get(key) == revision for key, revision in revisions.items())
+    rows: dict[str, dict[str, dict[str, Any]]] = earlier["rows"] if same else {}
     with exported(chosen.base) as base:
-        for shape, regime in (each for each in REGIMES if each[1] in wanted):
+        for shape, regime in (each for each in REGIMES if each[0] in shapes and each[1] in wanted):
             names = peers_step.ARMS if regime == TOGETHER else peers_step.OURS
             visits = [names] if regime == TOGETHER else [(name,) for name in names]
-            found = rows.setdefault(shape, {}).setdefault(regime, {})
+            found = rows.setdefault(shape, {})[regime] = {}
             for visit in visits:
-                found |= compare(base, shape, visit, TURNS[shape] * chosen.turns, chosen.steps)
+                found |= compare(base, shape, visit, chosen.turns, chosen.steps)
             for name, told in found.items():
                 ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
                 times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
                 print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
-        for shape in peers_step.SHAPES if START in wanted else ():
+        for shape in shapes if START in wanted else ():
             rows.setdefault(shape, {})["start"] = {name: starts(base, shape, name) for name in peers_step.OURS}
             print(shape, "start", {name: told["ratio"] for name, told in rows[shape]["start"].items()}, flush=True)
     facts = {
-        "base": revision_of(chosen.base),
-        "here": revision_of("HEAD"),
+        **revisions,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "load_average": {"before": load, "after": os.getloadavg()[0]},
         "cores": os.cpu_count(),
         "ranks": RANKS,
-        "turns": chosen.turns,
-        "regimes": wanted,
         "steps": chosen.steps,
         "rows": rows,
     }

@@ -34,7 +34,7 @@ HEAD = """\
 `python benchmarks/pages/mutants.py`; the data are in `benchmarks/data/mutants.json`.*
 
 A mutant is a piece of this repository with one mistake: our engine, an engine under the conformance suite, or the
-comparator. A test that no mutant can fail checks nothing; each mutant here is killed by a test that `make test` runs.
+comparator. A test that no mutant can fail checks nothing; each mutant here is killed by a test that CI runs.
 Seconds are wall time; of mutants that the same ranks visit one after the other, they are those of its own turn,
 without the start of the ranks, and the first turn of a process pays for what it imports. Files are run apart: a row
 holds what the last recorded run of its file took, on a machine of two cores that was not idle, at the commit before

@@ -45,7 +45,7 @@ the forward and keeps that for the backward; the engine gathers after the update
 own weights."""
 RECORDED = """{trainings:,} trainings of two steps on two to six ranks, {operations:,} operations on\
  streams, torch {torch}: {count} race{s}.
-Among them are those of `make test`, which hold every pair of values of strategy, hybrid, microbatches,\
+Among them are those of CI, which hold every pair of values of strategy, hybrid, microbatches,\
  prefetch, plain, double or user buffers, offload, recomputation, clipping, stream of the backward and dtype\
  policy, and some with what is not combined with everything: weights of 8 bits under every recipe, an inner\
  axis of one rank, programs that read or load weights; and {parts} of {of} parts of the\

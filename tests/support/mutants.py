@@ -121,11 +121,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the report of a test say which mutant it kills.
 
     Raises:
-        UsageError: such a test is left out of `make test`, which is to kill every mutant.
+        UsageError: such a test is left out of CI, which is to kill every mutant.
     """
     for item in items:
         mark = item.get_closest_marker("kills")
         if mark is not None and item.get_closest_marker("full") is not None:
-            raise pytest.UsageError(f"{item.nodeid} kills a mutant, and the mark `full` leaves it out of make test")
+            raise pytest.UsageError(f"{item.nodeid} kills a mutant, and the mark `full` leaves it out of CI")
         if mark is not None:
             item.user_properties.append((PROPERTY, list(mark.args)))

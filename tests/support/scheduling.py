@@ -27,6 +27,46 @@ SLOWEST = (
     "tests/cli",
 )
 """Begun first, in this order, so that no worker is left with a long file when the others have ended."""
+SLOW = (
+    "tests/analysis/test_notebook.py",
+    "tests/bench/test_report.py",
+    "tests/checkpoint/test_killing.py",
+    "tests/checkpoint/test_matrix.py",
+    "tests/cli/test_hydra_plugins.py",
+    "tests/cli/test_nonsense.py",
+    "tests/cli/test_printed_commands.py",
+    "tests/config/test_fixes.py",
+    "tests/engines/test_torch_peers.py",
+    "tests/engines/test_torch_peers_state.py",
+    "tests/faults/test_bites.py",
+    "tests/fsdp/flat_step/test_programs.py",
+    "tests/fsdp/fp8/test_sharded.py",
+    "tests/fsdp/tensor_parallel/test_edges.py",
+    "tests/fsdp/tensor_parallel/test_training.py",
+    "tests/fsdp/test_composition.py",
+    "tests/fsdp/test_ended_ranks.py",
+    "tests/fsdp/test_process_state.py",
+    "tests/fsdp/test_properties.py",
+    "tests/fsdp/test_uneven.py",
+    "tests/fsdp/test_watchdog.py",
+    "tests/launch/test_ends.py",
+    "tests/launch/test_forking.py",
+    "tests/launch/test_kills.py",
+    "tests/models/test_eight_bits.py",
+    "tests/models/test_engines.py",
+    "tests/models/test_tensor_parallel.py",
+    "tests/own",
+    "tests/parity/test_script.py",
+    "tests/slurm",
+    "tests/streams/test_races.py",
+    "tests/study/test_late.py",
+    "tests/study/test_power.py",
+    "tests/support/test_limits.py",
+    "tests/train/test_resume.py",
+    "tests/train/test_step_checks.py",
+)
+"""What gets the mark `slow`: `make test-slow` runs it, and `make test` does not. Each is a file whose promise shorter
+tests of its folder hold in part: long waits, killed processes, real schedulers, whole studies, products."""
 TOGETHER = ("tests/parity", "tests/slurm")
 """Folders whose tests share fixtures of the session: one worker runs them all, so that these are made once."""
 
@@ -35,6 +75,12 @@ def unit_of(nodeid: str) -> str:
     """What a test is run together with: its file, whose tests share caches and fixtures, or its folder."""
     path = nodeid.split("::", 1)[0]
     return next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), path)
+
+
+def is_slow(nodeid: str) -> bool:
+    """In a file or folder of SLOW."""
+    path = nodeid.split("::", 1)[0]
+    return any(path == name or path.startswith(f"{name}/") for name in SLOW)
 
 
 def place_of(nodeid: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scheduling import SLOWEST, TOGETHER, admitted, place_of, unit_of
+from tests.support.scheduling import SLOW, SLOWEST, TOGETHER, admitted, is_slow, place_of, unit_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,17 @@ def test_what_is_known_to_be_slow_exists_and_comes_first() -> None:
     assert (
         place_of(f"{SLOWEST[0]}::test_x") < place_of(f"{SLOWEST[-1]}/test_a.py::test_x") < place_of("tests/docs/x.py")
     )
+
+
+def test_what_make_test_leaves_out_exists_and_is_run_by_ci() -> None:
+    assert all((ROOT / name).exists() for name in SLOW)
+    assert is_slow(f"{SLOW[0]}::test_x")
+    assert is_slow("tests/slurm/test_a.py::test_x")
+    assert not is_slow("tests/support/test_scheduling.py::test_x")
+    chosen = re.findall(r"-m '(.*)'", (ROOT / "Makefile").read_text("utf-8"))
+    assert chosen == ["not full and not slow", "slow and not full", "full or not full"]
+    ran = re.findall(r"make test[-\w]*$", (ROOT / ".ci" / "run").read_text("utf-8"), re.M)
+    assert ran == ["make test", "make test-slow"]
 
 
 def until(condition: Callable[[], bool]) -> None:
