@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,13 +100,34 @@ class Judgement:
         return found
 
     @cached_property
-    def testimony(self) -> list[list[Finding]]:
+    def _of_itself(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+        """Findings of the arm alone, and of the control alone."""
         factors = tuple(numeric.suspects(self.envelope))
+        left, right = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
+        return _alone(*left, factors), _alone(*right, factors)
+
+    @cached_property
+    def testimony(self) -> list[list[Finding]]:
         kinds: dict[str, list[Finding]] = {}
-        for run, arithmetic in ((self.arm, self.envelope.arm), (self.control, self.envelope.control)):
-            for finding in _alone(run, arithmetic, factors):
-                kinds.setdefault(finding.check, []).append(finding)
+        for finding in chain(*self._of_itself):
+            kinds.setdefault(finding.check, []).append(finding)
         return list(kinds.values())
+
+    def _besides(self, first: Finding) -> Finding | None:
+        """Gravest failure of a run alone that `first` does not cause.
+
+        A run's own checks take its past as given: those of the other run always count, those of other stages where
+        `first` explains itself.
+        """
+        accused = [any(each is first for each in found) for found in self._of_itself]
+        apart = [
+            each
+            for found, is_accused in zip(self._of_itself, accused, strict=True)
+            for each in found
+            if (any(accused) and not is_accused) or (first.explains_itself and first.stage not in each.stages)
+        ]
+        failed = [each for each in apart if each.grade is not Grade.ok]
+        return min(failed, key=lambda each: (each.grade is not Grade.bad, _order(each)), default=None)
 
     def _locally_equal(self, step: int, push: Perturbation) -> bool:
         left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
@@ -133,6 +155,13 @@ class Judgement:
         """Steps in which both runs were observed, by column (`every_step.looked_at`)."""
         left, right = (every_step.looked_at(run) for run in (self.arm, self.control))
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
+
+    def _followed(self) -> tuple[int, int]:
+        """Number of tensors that both streams follow, and of all that either run recorded."""
+        runs = (self.arm, self.control)
+        streams = [set() if run.stream is None else {each.name for each in run.stream.tensors} for run in runs]
+        held = [of for run in runs for of in (run.captures.get(1), run.final) if of is not None]
+        return len(streams[0] & streams[1]), len(set[str]().union(*streams, *(of.tensors for of in held)))
 
     @cached_property
     def broken(self) -> list[Finding]:
@@ -315,6 +344,8 @@ class Judgement:
             findings=failed,
             resolution=resolution,
             looked_at=self._looked_at(),
+            followed=self._followed(),
+            besides=self._besides,
         )
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
@@ -339,6 +370,7 @@ class Judgement:
         return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
 
 
-def _order(finding: Finding) -> tuple[int, int, int, float]:
+def _order(finding: Finding) -> tuple[float, ...]:
     grades, stages = [Grade.bad, Grade.doubt, Grade.ok], list(Stage)
-    return (finding.step or 0, grades.index(finding.grade), stages.index(finding.stage), -finding.ratio)
+    place = finding.step or 0, grades.index(finding.grade), stages.index(finding.stage)
+    return (*place, not finding.explains_itself, -finding.ratio)

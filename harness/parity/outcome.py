@@ -56,6 +56,10 @@ class Stage(Enum):
     trajectory = "trajectory"
 
 
+AHEAD = "as if one step had been taken before"
+"""End of a note of a finding that explains itself."""
+
+
 @dataclass(frozen=True)
 class Finding:
     tier: str
@@ -77,6 +81,11 @@ class Finding:
         order = list(Stage)
         first = order.index(self.since or self.stage)
         return tuple(order[min(first, order.index(self.stage)) : order.index(self.stage) + 1])
+
+    @property
+    def explains_itself(self) -> bool:
+        """True if its note names a cause that lasts over all steps."""
+        return self.note.endswith(AHEAD)
 
     @property
     def place(self) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
-from harness.parity.outcome import Finding, Stage, measured
+from harness.parity.outcome import AHEAD, Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
@@ -178,7 +178,7 @@ def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
         return "nothing was changed"
     ahead = rule.corrected(step + 1) / rule.corrected(step)
     if rule.name != "sgd" and abs(ratio / ahead - 1.0) < CLOSE and abs(ratio - 1.0) > CLOSE:
-        return f"{ratio:.4g} x the rule's: the bias correction of step {step + 1}, as if one step had been taken before"
+        return f"{ratio:.4g} x the rule's: the bias correction of step {step + 1}, {AHEAD}"
     return f"{ratio:.4g} x the rule's" if pair.residual < CLOSE * abs(pair.b) else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
@@ -51,11 +51,18 @@ def verdict(
     findings: Sequence[Finding],
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
+    followed: tuple[int, int],
+    besides: Callable[[Finding], Finding | None],
 ) -> Verdict:
+    """Args: followed: tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
+    if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
+        told = f": {_wrong(outcome, findings, besides)}"
+    else:
+        told = f" {_right(outcome, arm, evidence, resolution, looked_at, followed)}"
     return Verdict(
         outcome=outcome,
-        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution, looked_at)}.",
+        sentence=f"{outcome.value}: {arm.name} against {control.name}{told}.",
         arm=str(arm.path),
         control=str(control.path),
         tier=decided,
@@ -67,32 +74,44 @@ def verdict(
     )
 
 
-def _sentence(
+def _right(
     outcome: Outcome,
     arm: Record,
-    control: Record,
     evidence: Sequence[Finding],
-    findings: Sequence[Finding],
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
+    followed: tuple[int, int],
 ) -> str:
-    pair = f"{arm.name} against {control.name}"
     if outcome is Outcome.EQUAL:
         counts: Counter[str] = Counter()  # a check has a row for each step
         for row in evidence:
             counts[row.check.removesuffix(" bits")] += row.count if row.tier == "T1" and row.count > 1 else 0
         recorded = ", ".join(f"{count} {check}" for check, count in counts.items() if count)
-        return f"{pair} agrees in every recorded bit ({recorded}, and the final weights)"
-    if outcome is Outcome.EQUIVALENT:
-        reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
-        seen = _looked_at(looked_at, arm.length)
-        return f"{pair} differs by no more than rounding explains over {counted(arm.length, 'step')}{seen}{reach}"
+        return f"agrees in every recorded bit ({recorded}, and the final weights)"
+    reach = "" if resolution is None else f"; a wrong scale of {percent(resolution)} or more {RESOLVED}"
+    steps = counted(arm.length, "step")
+    seen = _looked_at(looked_at, arm.length) + _followed(*followed)
+    return f"differs by no more than rounding explains over {steps}{seen}{reach}"
+
+
+RESOLVED = "in the gradients captured at step 1 would have shown"
+
+
+def _wrong(outcome: Outcome, findings: Sequence[Finding], besides: Callable[[Finding], Finding | None]) -> str:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    named = first if first.tensor else _named(first, findings, grave)
+    told = _told(first, findings)
+    more = besides(first)
+    if more is None:
+        return told
+    return f"{told}; and besides{', in doubt' if more.grade is Grade.doubt else ''}, {_told(more, findings)}"
+
+
+def _told(first: Finding, findings: Sequence[Finding]) -> str:
+    named = first if first.tensor else _named(first, findings)
     told = describe(first, named, _hint(first, findings))
     begins = deciding.onset(first, findings)
-    return f"{pair}: {told}" if begins is None else f"{pair}: {describe(begins, begins, '')}; certain {told}"
+    return told if begins is None else f"{describe(begins, begins, '')}; certain {told}"
 
 
 def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
@@ -103,6 +122,10 @@ def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
         if word not in every and (found or name == AGAIN):
             told.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
     return "".join(f"; {each}" for each in told)
+
+
+def _followed(count: int, known: int) -> str:
+    return f"; of tensors, {count} of {known} in every step" if 0 < count < known else ""
 
 
 NAMED_STEPS = 8
@@ -137,8 +160,9 @@ def _hint(first: Finding, findings: Sequence[Finding]) -> str:
 SCALES = ("scale of all gradients", "gradient scale")
 
 
-def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding:
-    same = (f for f in findings if f.step == first.step and f.stage is first.stage and f.tensor and f.grade is grave)
+def _named(first: Finding, findings: Sequence[Finding]) -> Finding:
+    like = (f for f in findings if (f.step, f.stage, f.grade) == (first.step, first.stage, first.grade))
+    same = (f for f in like if f.tensor)
     return next(same, first)
 
 

@@ -89,7 +89,7 @@ def _loss(arm: Record, control: Record, refuted: float) -> list[Finding]:
 
 
 def _finding(name: str, off: float, allowed: float, refuted: float) -> Finding:
-    note = f"module {name or 'the model itself'}; all that was called before it agrees"
+    note = f"module {name or 'the model itself'}; what was looked at before it agrees"
     return measured(OUTPUT, Stage.forward, off, allowed, refuted, step=1, tensor=name or None, note=note)
 
 

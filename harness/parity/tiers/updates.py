@@ -14,7 +14,7 @@ from functools import partial
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
-from harness.parity.outcome import REFUTED, Finding, Stage, measured
+from harness.parity.outcome import AHEAD, REFUTED, Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import TensorPair
@@ -71,4 +71,4 @@ def _explain(ratio: float, step: int, allowed: float, control: Record) -> str:
         return said
     ahead = rule.corrected(step + 1) / rule.corrected(step)
     close = abs(ratio - ahead) <= max(allowed, 0.02 * ahead)
-    return f"{said}: the bias correction of step {step + 1}, as if one step had been taken before" if close else said
+    return f"{said}: the bias correction of step {step + 1}, {AHEAD}" if close else said

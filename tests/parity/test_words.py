@@ -1,0 +1,150 @@
+"""A sentence claims what the record holds: parts of a pair's record are taken away, and the words go with them; and a
+finding that explains itself does not hide another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.parity import Outcome, Verdict, compare, judgement
+from harness.parity.outcome import Finding
+from harness.parity.telling import wording
+from harness.store.check_stream import FOLDER, STREAM
+from tests.parity.arms import Arm, broken
+from tests.parity.conftest import Bench
+from tests.parity.corpus import bf16, scaled, stored_as
+from tests.parity.lab import CLEAN
+from tests.parity.test_every_step import AT, CONTROL, SEEN, in_bf16, late, one_element
+from tests.support.mutants import Slip, each
+
+Change = Callable[[Path], object]
+
+RESOLVED = "in the gradients captured at step 1 would have shown"
+BESIDES = "; and besides, "
+
+
+def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
+    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
+
+
+# -- what is taken away ------------------------------------------------------------------------------------------------
+
+
+def _without_capture(run: Path) -> None:
+    for file in (run / "capture").glob("step-000001.*"):
+        file.unlink()
+
+
+def _without_a_followed_tensor(run: Path) -> None:
+    """The last one: what the others' numbers are stands where it stood."""
+    path = run / FOLDER / STREAM
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "tensors": facts["tensors"][:-1]}))
+    table = run / FOLDER / "tensors.f64"
+    count, steps = len(facts["tensors"]), 12
+    rows = table.read_bytes()
+    width = len(rows) // steps
+    table.write_bytes(
+        b"".join(rows[step * width : step * width + width * (count - 1) // count] for step in range(steps))
+    )
+
+
+TWIN = replace(SEEN, replicate=1)
+
+
+def wrong_words(bench: Bench, folder: Path) -> Iterator[str]:
+    """Claims of a sentence that the record of both runs, changed by `change`, does not hold."""
+
+    def told(name: str, arm: Arm, control: Arm, *changes: Change) -> str:
+        runs = []
+        for place, each_arm in (("arm", arm), ("control", control)):
+            path = folder / name / place / "lab" / place
+            shutil.copytree(bench.run(each_arm), path)
+            for change in changes:
+                change(path)
+            runs.append(path)
+        return compare(*runs, sources=CLEAN).sentence
+
+    if RESOLVED not in told("whole", SEEN, CONTROL):
+        yield "a scale in what was captured"
+    if "scale" in told("no capture", SEEN, CONTROL, _without_capture):
+        yield "a scale in what nobody captured"
+    equal, bare = told("equal", SEEN, TWIN), told("equal, no capture", SEEN, TWIN, _without_capture)
+    if " gradient" not in equal or " gradient" in bare:
+        yield f"bits of gradients: {bare}"
+    count = len(bench_tensors(bench))
+    if f"; of tensors, {count - 1} of {count} in every step" not in told(
+        "a tensor less", SEEN, CONTROL, _without_a_followed_tensor
+    ):
+        yield "of every tensor"
+    if "of tensors" in told("all tensors", SEEN, CONTROL):
+        yield "of too few tensors"
+
+
+def bench_tensors(bench: Bench) -> list[str]:
+    facts = json.loads((bench.run(SEEN) / FOLDER / STREAM).read_text())
+    return [tensor["name"] for tensor in facts["tensors"]]
+
+
+def test_words_go_with_the_record(bench: Bench, tmp_path: Path) -> None:
+    assert list(wrong_words(bench, tmp_path)) == []
+
+
+# -- a finding that explains itself ------------------------------------------------------------------------------------
+
+AHEAD = broken(replace(CONTROL, updates=(1,), checked=False), adam_steps_ahead=1)
+"""A peer whose Adam is one step ahead and that shows nothing of its steps, as megatron-fsdp."""
+
+LATE = {
+    "gradients x 1.00001": (broken(SEEN, reduced=scaled(1.00001), reduced_from=AT), "sum, sketched (reduction"),
+    "gradients in bf16": (broken(SEEN, reduced=stored_as(bf16), reduced_from=AT), "sum, sketched (reduction"),
+    "a gathered element + 0.1": (broken(SEEN, used=late(one_element)), "weights of forwards, sketched (gather"),
+    "momentum in bf16": (broken(SEEN, moments=in_bf16), "update by the rule, sampled (optimizer"),
+}
+
+
+def masked(bench: Bench) -> Iterator[str]:
+    """Late faults of one run that another run's explained one hides, and clean runs that are accused."""
+    for name, (arm, said) in LATE.items():
+        for pair in ((arm, AHEAD), (AHEAD, arm)):
+            sentence = held(bench, *pair).sentence
+            known, _, more = sentence.partition(BESIDES)
+            if "as if one step had been taken before" not in known or not more.startswith(f"at step {AT}, {said}"):
+                yield f"{name}: {sentence}"
+    both = broken(replace(SEEN, updates=(1,)), adam_steps_ahead=1, reduced=scaled(1.00001), reduced_from=AT)
+    if f"{BESIDES}at step {AT}, sum, sketched" not in (sentence := held(bench, both, CONTROL).sentence):
+        yield f"of one run: {sentence}"
+    for pair in ((SEEN, AHEAD), (AHEAD, SEEN)):
+        verdict = held(bench, *pair)
+        if verdict.outcome is not Outcome.DIFFERENT or "besides" in verdict.sentence:
+            yield f"clean: {verdict.sentence}"
+    if "besides" in (sentence := held(bench, LATE["gradients in bf16"][0], CONTROL).sentence):
+        yield f"one fault is two: {sentence}"
+
+
+def test_a_known_fault_hides_no_other(bench: Bench) -> None:
+    assert list(masked(bench)) == []
+
+
+SLIPS = {
+    "nothing besides": Slip(wording, "_wrong", "if more is None", "if more or not more", "One failure is told"),
+    "its own stage too": Slip(
+        judgement.Judgement, "_besides", "first.explains_itself and first.stage not in each.stages", "True", "Any other"
+    ),
+    "nothing explains itself": Slip(
+        Finding, "explains_itself", "return self.note.endswith(AHEAD)", "return False", "Of one run, the first alone"
+    ),
+    "a scale of anything": Slip(wording, "_right", '"" if resolution is None else ', "", "Said without captures"),
+    "every tensor": Slip(wording, "_followed", "0 < count < known", "False", "Of tensors that nobody followed"),
+}
+
+
+@pytest.mark.parametrize("name", each("What a sentence claims", ((name, slip.breaks) for name, slip in SLIPS.items())))
+def test_a_mutant_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    SLIPS[name].put(monkeypatch)
+    assert any(masked(bench)) or any(wrong_words(bench, tmp_path)), f"{name} survives"
