@@ -6,8 +6,8 @@
 
 Processes that tests start are measured too: forks, whole programs, and ranks that leave by `os._exit`; one that is
 killed takes what it saw along. Tracing makes Python two to three times slower, so a test that looks at its time may
-fail; the record says how many did. The whole takes about three times as long as CI's tests. Writes
-benchmarks/data/branches.json and docs/records/branches.md.
+fail; the record says how many did. The whole takes about three times as long as CI's tests. Settings are
+`tool.coverage` of pyproject.toml. Writes benchmarks/data/branches.json and docs/records/branches.md.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checks.structure import folder_of
 from benchmarks.pages import tables
 from benchmarks.pages.tables import ROOT
 
@@ -28,57 +30,23 @@ DATA = "branches.json"
 PAGE = tables.DOCS / "records" / "branches.md"
 TIMEOUT_S = 1200
 """Of one test, traced."""
-SETTINGS = """\
-[run]
-branch = true
-parallel = true
-sigterm = true
-patch = subprocess, fork, _exit
-source = {source}
-data_file = {data}
-disable_warnings = no-data-collected, module-not-imported, module-not-measured, module-not-python
-
-[report]
-exclude_also =
-    if TYPE_CHECKING:
-    @overload
-    @abstractmethod
-"""
 COUNTS = ("num_statements", "covered_lines", "num_branches", "covered_branches")
-HEAD = """# Branches that the tests take
-
-*Record. How many statements and branches of each package the tests that CI runs reach. Made by
-`python benchmarks/checks/branches.py`; the data are in `benchmarks/data/branches.json`.*
-
-A *branch* is a way out of a line that has several. Forks, programs and ranks that the tests start are measured, but for
-processes that are killed. pytest said: {tests}.
-"""
-
-
-def package_of(path: str) -> str:
-    """The row of a file: its folder, of the engine's packages the package."""
-    parts = path.split("/")
-    return "/".join(parts[: min(3 if parts[1] == "fsdp" else 2, len(parts) - 1)])
 
 
 def measure(arguments: Sequence[str]) -> dict[str, Any]:
     """Run tests, traced; counts by package, and what pytest said last."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder, "settings")
-        settings.write_text(SETTINGS.format(source=ROOT / "harness", data=Path(folder, "data")), encoding="utf-8")
-        coverage = [sys.executable, "-m", "coverage"]
-        told = subprocess.run(
-            [*coverage, "run", f"--rcfile={settings}", "-m", "pytest", "-o", f"timeout={TIMEOUT_S}", *arguments],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+        report, coverage = Path(folder, "report.json"), [sys.executable, "-m", "coverage"]
+        pytest = ["-m", "pytest", "-o", f"timeout={TIMEOUT_S}", *arguments]
+        run = partial(subprocess.run, cwd=ROOT, text=True, env=os.environ | {"COVERAGE_FILE": f"{folder}/data"})
+        told = run([*coverage, "run", *pytest], stdout=subprocess.PIPE, check=False)
         print(told.stdout[-4000:], file=sys.stderr)
-        subprocess.run([*coverage, "combine", "--quiet", f"--rcfile={settings}"], cwd=ROOT, check=True)
-        report = Path(folder, "report.json")
-        subprocess.run([*coverage, "json", "--quiet", f"--rcfile={settings}", "-o", str(report)], cwd=ROOT, check=True)
+        run([*coverage, "combine", "--quiet"], check=True)
+        run([*coverage, "json", "--quiet", "-o", str(report)], check=True)
         files = json.loads(report.read_text(encoding="utf-8"))["files"]
     found: dict[str, dict[str, int]] = {}
     for path, each in files.items():
-        row = found.setdefault(package_of(path), dict.fromkeys(COUNTS, 0))
+        row = found.setdefault(folder_of(Path(path)), dict.fromkeys(COUNTS, 0))
         for count in COUNTS:
             row[count] += each["summary"][count]
     lines = [line for line in told.stdout.splitlines() if " passed" in line or " failed" in line]
@@ -98,7 +66,7 @@ def render(found: dict[str, Any]) -> str:
         for package, row in rows.items()
     ]
     table = tables.markdown_table(["package", "statements", "run", "branches", "taken"], cells)
-    return HEAD.format(tests=found["tests"]) + f"\n{table}\n"
+    return tables.made(PAGE, {"branches": f"pytest said: {found['tests']}.\n\n{table}"})
 
 
 def _share(part: int, whole: int) -> str:

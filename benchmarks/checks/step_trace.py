@@ -1,26 +1,21 @@
 """How far one step walks through the sources: Python calls, functions, files and changes of file.
 
-    python benchmarks/checks/step_trace.py            count this checkout, an earlier revision and torch's FSDP2; write
-    python benchmarks/checks/step_trace.py --counts   count this checkout and FSDP2 alone; print JSON
+    python benchmarks/checks/step_trace.py
 
 A model of four blocks trains on two ranks under ZeRO-3. After warm steps every Python call of rank 0's main thread
 into the engine's sources is noted. Counts are medians of several steps, as the moment at which a peer is ready changes
-them. Any revision can be counted whose `harness.fsdp` has `fully_shard_model` and `fully_shard_optimizer`: this file is
-run from its tree. Writes benchmarks/data/step_trace.json and docs/records/step_trace.md.
+them; those of an earlier revision stay as they were counted. Writes benchmarks/data/step_trace.json and
+docs/records/step_trace.md.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,16 +35,6 @@ SECOND = 1
 SOURCES = {"native": ("/harness/fsdp/",), "fsdp2": ("/torch/distributed/fsdp/", "/torch/distributed/tensor/")}
 PARTS = ("block's forward", "block's backward", "step")
 COUNTS = ("calls", "functions", "files", "changes of file")
-HEAD = """# How far a step walks through the sources
-
-*Record. How many Python calls, functions and files one block and one step take under our engine and under FSDP2. Made
-by `python benchmarks/checks/step_trace.py`; the data are in `benchmarks/data/step_trace.json`.*
-
-Four blocks, two ranks on gloo, ZeRO-3, AdamW, the norm clipped; rank 0, medians of {steps} warm steps, torch {torch},
-Python {python}. A *step* is forward, backward, clip, update and `zero_grad()`; a *block* is the second of four. FSDP2's
-files are those of `torch.distributed.fsdp` and `torch.distributed.tensor`. A *change of file* is a call in another file
-than the call before. The moment at which a peer is ready changes which calls a backward makes.
-"""
 
 
 class Block(nn.Module):
@@ -165,31 +150,17 @@ def trace(rank: int, engine: str) -> dict[str, dict[str, int]]:
             walk.mark("step's end")
         walks += [walk] * (step >= WARM)
     bounds = (("forward", "forward's end"), ("backward", "backward's end"), ("step", "step's end"))
-    return {part: medians([walk.counts(*bound) for walk in walks]) for part, bound in zip(PARTS, bounds, strict=True)}
-
-
-def medians(rows: list[dict[str, int]]) -> dict[str, int]:
-    """The median of each count."""
-    return {count: int(statistics.median(row[count] for row in rows)) for count in COUNTS}
+    counted = {part: [walk.counts(*bound) for walk in walks] for part, bound in zip(PARTS, bounds, strict=True)}
+    return {
+        part: {count: int(statistics.median(row[count] for row in rows)) for count in COUNTS}
+        for part, rows in counted.items()
+    }
 
 
 def counts() -> dict[str, dict[str, dict[str, int]]]:
     from benchmarks.checks import step_trace  # ranks import what they run by name
 
     return {engine: run_ranks(step_trace.trace, RANKS, engine)[0] for engine in ENGINES}
-
-
-def at(revision: str) -> dict[str, dict[str, dict[str, int]]]:
-    with tables.exported(revision) as folder:
-        script = folder / "benchmarks" / "checks" / "step_trace.py"
-        script.write_bytes(Path(__file__).read_bytes())
-        helper = folder / "benchmarks" / "pages" / "tables.py"
-        helper.write_bytes(Path(tables.__file__).read_bytes())
-        command = [sys.executable, str(script), "--counts"]
-        environment = os.environ | {"PYTHONPATH": str(folder)}  # before the checkout that is installed
-        told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, dict[str, dict[str, int]]] = json.loads(told.stdout)
-    return found
 
 
 def render(found: dict[str, Any]) -> str:
@@ -203,23 +174,14 @@ def render(found: dict[str, Any]) -> str:
         for part in PARTS
         for count in COUNTS
     ]
-    return HEAD.format(**found) + "\n" + tables.markdown_table(["", *columns], rows) + "\n"
+    with_what = f"{found['steps']} steps, torch {found['torch']}, Python {found['python']}:"
+    return tables.made(PAGE, {"counts": f"{with_what}\n\n{tables.markdown_table(['', *columns], rows)}"})
 
 
 def main() -> None:
-    parser = tables.parser(__doc__)
-    parser.add_argument("--counts", action="store_true", help="write nothing")
-    if parser.parse_args().counts:
-        print(json.dumps(counts()))
-        return
-    found = {
-        "command": "python benchmarks/checks/step_trace.py",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "steps": STEPS,
-        "before": at(BEFORE),
-        "now": counts(),
-    }
+    tables.parser(__doc__).parse_args()
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "steps": STEPS}
+    found = tables.read(DATA) | versions | {"now": counts()}
     tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))

@@ -1,41 +1,37 @@
-"""What breaks without each edge between streams, over the trainings of tests/streams. Writes data/streams.json.
+"""What streams wait for, what breaks without each of these edges, and what overlaps, over trainings of tests/streams.
 
     python benchmarks/checks/streams.py [--parts N]
+    python benchmarks/checks/streams.py --page      the page again from the data
 
 Without arguments: the trainings of CI, which hold every pair of values. `--parts N` adds N of the 256 parts of
 the whole product (strategies x hybrids x k x prefetch x buffers x offload x recomputation x clipping x stream of the
 backward x dtype policy) that are still to come; a part has 63 trainings and takes half a minute of processor time. What
-was recorded of other sources of the engine is thrown away. `docs/records/streams.md` is made from it by
-`python benchmarks/pages/streams.py`.
+was recorded of other sources of the engine is thrown away. Writes benchmarks/data/streams.json and
+docs/records/streams.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT, markdown_table
+from harness.store.provenance import files_digest
+from tests.streams.cases import OTHERS, Case, cover, product
+from tests.streams.cost import Machine
+from tests.streams.edges import REASONS, Edge, Without
+from tests.streams.steps import Arm, measured
+from tests.streams.visits import Verdict, trained
+from tests.support.spawn import run_ranks
 
-from harness.store.files import write_json  # noqa: E402
-from harness.store.provenance import files_digest  # noqa: E402
-from tests.streams.cases import OTHERS, Case, cover, product  # noqa: E402
-from tests.streams.cost import Machine  # noqa: E402
-from tests.streams.edges import Edge, Without  # noqa: E402
-from tests.streams.steps import Arm, measured  # noqa: E402
-from tests.streams.visits import Verdict, trained  # noqa: E402
-from tests.support.spawn import run_ranks  # noqa: E402
-
-DATA = ROOT / "benchmarks" / "data" / "streams.json"
+DATA, PAGE = "streams.json", tables.DOCS / "records" / "streams.md"
 SOURCES = ("harness/fsdp", "tests/streams")
 PARTS = 256
 Facts = dict[str, Any]
@@ -80,7 +76,7 @@ def _add_edge(edges: Facts, case: Case, without: Without) -> None:
 def begun(parts: int) -> Facts:
     """What there is of these sources already, if more parts are asked for; else a new beginning."""
     sources = digest()
-    held: Facts = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    held: Facts = tables.read(DATA, {})
     if parts and held.get("sources") == sources:
         return held
     facts: Facts = {
@@ -138,19 +134,98 @@ def costs() -> Facts:
     return {"ranks": RANKS, "layers": LAYERS, "machine": machine, "sizes": list(SIZES), "links": LINKS, "rows": rows}
 
 
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def page(facts: Facts) -> str:
+    races, costs, machine = facts["races"], facts["costs"], facts["costs"]["machine"]
+    told = (
+        f"{facts['trainings']:,} trainings of two steps on two to six ranks, {facts['operations']:,} operations on"
+        f" streams, torch {facts['torch']}; {facts['parts']} of {facts['of']} parts of the product, which has"
+        f" {facts['product']:,}: {len(races) or 'no'} race{'s' * (len(races) != 1)}."
+    )
+    modelled = (
+        f"A launch takes {machine['launch_s'] * 1e6:g} us; the device's memory moves {machine['bytes_per_s'] / 1e12:g}"
+        f" TB/s, and products of matrices run at {machine['flops'] / 1e12:g} TFLOP/s; {costs['layers']} blocks on"
+        f" {costs['ranks']} ranks."
+    )
+    parts = {
+        "recorded": "\n".join([told, *(f"- {race}" for race in races)]),
+        "edges": edges(facts["edges"].values()),
+        "costs": f"{modelled}\n\n{launches(costs['rows'])}\n\n{times(costs)}",
+    }
+    return tables.made(PAGE, parts)
+
+
+def launches(rows: Any) -> str:
+    head = ["kernels", "model's", "beside it", "collectives", "events and waits", "host stops"]
+    cells = []
+    for row in rows:
+        beside = row["engine"] + row["update"]
+        total = row["compute"] + beside + row["collectives"]
+        counts = [total, row["compute"], beside, row["collectives"], row["orders"], sum(row["stops"].values())]
+        cells.append([*_arm(row), *counts])
+    return markdown_table([*ARM, *head], cells)
+
+
+def times(costs: Facts) -> str:
+    columns = [f"{size}, {link}: step / exposed, ms" for size in costs["sizes"] for link in costs["links"]]
+    rows = [
+        [*_arm(row), *(f"{each['step_ms']:.1f} / {each['exposed_ms']:.1f}" for each in row["times"])]
+        for row in costs["rows"]
+    ]
+    return markdown_table([*ARM, *columns], rows)
+
+
+ARM = ("engine", "strategy", "wire")
+
+
+def _arm(row: Facts) -> tuple[str, str, str]:
+    return row["name"], f"`{row['strategy']}`", row["wire"]
+
+
+def edges(rows: Any) -> str:
+    """The table of edges, most used first."""
+    head = ["edge", "what waits", "trainings with it", "of which race without it", "what breaks"]
+    cells = []
+    for row in sorted(rows, key=lambda row: -row["trainings"]):
+        place = f"`{row['file'].removeprefix('harness/fsdp/')}`, `{row['function']}`: `{row['source']}`"
+        cells.append([place, row["kind"], f"{row['trainings']:,}", f"{row['racing']:,}", broken(row)])
+    return markdown_table(head, cells)
+
+
+def broken(row: Facts) -> str:
+    """A race there is without an edge, or what the edge is for."""
+    example = row["example"]
+    if example is None:
+        return f"No access to memory: {REASONS[row['function']]}"
+    then = example["then"].removeprefix("the next use of its memory, ")
+    return f"{example['buffer'].replace(' | ', ' and ')}: {_short(example['first'])}; then {_short(then)}"
+
+
+def _short(what: str) -> str:
+    return what.replace("harness/fsdp/", "").replace(" at tests/streams/programs.py (forward)", " in the forward")
+
+
 def main() -> int:
-    """Record, and write the data after every part."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Record, and write data and page after every part."""
+    parser = tables.parser(__doc__)
     parser.add_argument("--parts", type=int, default=0, help="parts of the product to add")
-    parts = parser.parse_args().parts
-    facts = begun(parts)
-    write_json(DATA, facts)
-    for part in range(facts["parts"], min(facts["parts"] + parts, PARTS)):
+    parser.add_argument("--page", action="store_true", help="record nothing")
+    arguments = parser.parse_args()
+    facts = tables.read(DATA) if arguments.page else begun(arguments.parts)
+    write(facts)
+    for part in range(facts["parts"], min(facts["parts"] + arguments.parts, PARTS)):
         add(facts, trained(product()[part::PARTS]))
         facts["parts"] = part + 1
-        write_json(DATA, facts)
+        write(facts)
         print(f"{facts['parts']} of {PARTS} parts, {facts['trainings']} trainings, {len(facts['races'])} races")
     return 1 if facts["races"] else 0
+
+
+def write(facts: Facts) -> None:
+    tables.write(DATA, facts)
+    PAGE.write_text(page(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The structure in numbers, of this checkout beside earlier revisions: files, lines, packages, arrows.
+"""The structure in numbers, of this checkout beside earlier revisions as they were counted: files, lines, arrows.
 
     python benchmarks/checks/structure.py
 
@@ -30,15 +30,6 @@ SIZED = "5135ba6"
 WHOLES = {"product": ("harness", "hydra_plugins", "run.py"), "tests": ("tests",), "benchmarks": ("benchmarks",)}
 SIZES = ("files", "lines", "statements", "characters")
 PACKAGES = ("harness", "harness.fsdp")
-HEAD = """# The structure in numbers
-
-*Record. How many files, lines, packages and arrows the package and its engine have, and how large product, tests and
-benchmarks are. Made by `python benchmarks/checks/structure.py`; the data are in `benchmarks/data/structure.json`.*
-
-A *package* is a folder or a file directly in a package; an *arrow* is a pair of them of which one imports the other;
-arrows both ways are a *circle*. The order in which packages may import each other is drawn in docs/architecture.md and
-held by import-linter.
-"""
 
 
 def modules(root: Path, package: str) -> dict[str, Path]:
@@ -91,16 +82,10 @@ def structure(root: Path, package: str) -> dict[str, Any]:
     }
 
 
-CONSTRUCTORS = {"sharding.py": "shard", "model.py": "__init__"}
-"""What constructs a sharded model, by file."""
-
-
 def lines_of_init(root: Path) -> int:
-    """Lines of `shard`, signature included; of older revisions, of `ShardedModel.__init__`."""
-    engine = root / "harness" / "fsdp"
-    path, name = next((engine / f, n) for f, n in CONSTRUCTORS.items() if (engine / f).exists())
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
+    """Lines of `shard`, which constructs a sharded model, signature included."""
+    nodes = ast.walk(ast.parse((root / "harness" / "fsdp" / "sharding.py").read_text(encoding="utf-8")))
+    found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "shard")
     assert found.end_lineno is not None
     return found.end_lineno - found.lineno + 1
 
@@ -114,7 +99,7 @@ def sizes(root: Path) -> dict[str, dict[str, dict[str, int]]]:
             text = path.read_text(encoding="utf-8")
             statements = sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
             counted = (bool(text), len(text.splitlines()), statements, len(text))
-            row = rows.setdefault(_package(path.relative_to(root)), dict.fromkeys(SIZES, 0))
+            row = rows.setdefault(folder_of(path.relative_to(root)), dict.fromkeys(SIZES, 0))
             for size, count in zip(SIZES, counted, strict=True):
                 row[size] += count
     return found
@@ -124,7 +109,7 @@ def _files(top: Path) -> list[Path]:
     return [*top.rglob("*.py")] if top.is_dir() else [top]
 
 
-def _package(path: Path) -> str:
+def folder_of(path: Path) -> str:
     """The folder that is counted: of two names, in the engine of three."""
     depth = 3 if path.parts[:2] == ("harness", "fsdp") else 2
     return "/".join(path.parts[: min(depth, len(path.parts) - 1)]) or path.name
@@ -146,8 +131,8 @@ def render(found: dict[str, Any]) -> str:
     ]
     init = "lines_of_ShardedModel_init"
     rows.append(("`ShardedModel.__init__`: lines", *(str(each[init]) for each in columns.values())))
-    told = f"\nSizes of Python sources, at `{SIZED}` / in this checkout; a statement is an `ast.stmt`.\n"
-    return "\n".join([HEAD, markdown_table(["", *columns], rows), told, _size_table(found["sizes"]), ""])
+    parts = {"packages": markdown_table(["", *columns], rows), "sizes": _size_table(found["sizes"])}
+    return tables.made(PAGE, parts)
 
 
 def _cell(value: Any, count: str) -> str:
@@ -174,18 +159,8 @@ def _size_cells(pair: Sequence[dict[str, int] | None]) -> list[str]:
 
 def main() -> None:
     tables.parser(__doc__).parse_args()
-    revisions = {}
-    for revision in REVISIONS:
-        with tables.exported(revision) as folder:
-            revisions[revision] = look(folder)
-    with tables.exported(SIZED) as folder:
-        sized = sizes(folder)
-    found = {
-        "command": "python benchmarks/checks/structure.py",
-        "revisions": revisions,
-        "now": look(ROOT),
-        "sizes": {SIZED: sized, "now": sizes(ROOT)},
-    }
+    found = tables.read(DATA)
+    found["now"], found["sizes"]["now"] = look(ROOT), sizes(ROOT)
     tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))

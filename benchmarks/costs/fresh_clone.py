@@ -3,7 +3,7 @@
     python benchmarks/costs/fresh_clone.py [run] [test] [test-all] [--keep FOLDER]
 
 Without words: `make run` and `make test`. Writes benchmarks/data/fresh_clone.json (wall seconds, numbers of tests, the
-ten slowest tests and those that failed, versions, the machine; of each command its latest run, with its commit) and the
+ten slowest tests and those that failed, the machine; of each command its latest run, with its commit) and the
 record at the end of docs/suite.md. The machine should be idle: `load_before` says whether it was. `--keep` keeps what
 the commands printed.
 """
@@ -53,18 +53,12 @@ def main() -> int:
 
 
 def write(row: dict[str, Any], clone: Path) -> None:
-    commit = {
-        "commit": output(["git", "rev-parse", "HEAD"], clone),
-        "date": output(["git", "show", "-s", "--format=%cs", "HEAD"], clone),
-    }
+    commit, date = output(["git", "show", "-s", "--format=%H %cs", "HEAD"], clone).split()
     rows = {each["command"]: each for each in tables.read(DATA)["rows"]}
-    rows[row["command"]] = row | commit
+    rows[row["command"]] = row | {"commit": commit, "date": date}
     facts = {
         "command": "python benchmarks/costs/fresh_clone.py",
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-        "packages": output(
-            [str(clone / ".venv/bin/python"), "-m", "pip", "freeze", "--exclude-editable"], clone
-        ).splitlines(),
         "rows": [rows[f"make {target}"] for target in TARGETS if f"make {target}" in rows],
     }
     tables.write(DATA, facts)
@@ -100,7 +94,7 @@ def render(page: str, facts: dict[str, Any]) -> str:
 
 
 def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | None) -> dict[str, Any]:
-    """Wall seconds and exit code of one command, its last lines, and what its tests took."""
+    """Wall seconds and exit code of one command, and what its tests took."""
     report, printed = (folder.parent / f"{command.replace(' ', '-')}.{kind}" for kind in ("xml", "log"))
     load = os.getloadavg()[0]
     start = time.perf_counter()
@@ -127,7 +121,6 @@ def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | N
         "tests": len(tests),
         "failed": failed,
         "slowest": sorted(tests, key=lambda test: -test[1])[:SLOWEST],
-        "end": printed.read_text(encoding="utf-8").replace(f"{folder}/", "").splitlines()[-3:],
     }
 
 
@@ -135,11 +128,10 @@ def seconds_of_tests(report: Path) -> tuple[list[tuple[str, float]], list[str]]:
     """Every test with its seconds, and those that failed, from pytest's JUnit file; none where there is none."""
     if not report.exists():
         return [], []
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    named = {f"{each.get('classname')}::{each.get('name')}": each for each in cases}
-    failed = [
-        name for name, each in named.items() if each.find("failure") is not None or each.find("error") is not None
-    ]
+    named = {
+        f"{each.get('classname')}::{each.get('name')}": each for each in ElementTree.parse(report).iter("testcase")
+    }
+    failed = [name for name, each in named.items() if {"failure", "error"} & {inner.tag for inner in each}]
     return [(name, float(each.get("time", 0))) for name, each in named.items()], failed
 
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import platform
 import statistics
-from typing import Any
 
 import torch
 
 from benchmarks.pages import tables
 from harness.config.compose import compose
-from harness.engines.protocol import Microbatch, Ranks
+from harness.engines.protocol import Microbatch
 from harness.engines.registry import engine_class
 from harness.models.workload import LlamaWorkload
 from harness.probe.storage import StorageMeter
+from tests.support.factory import ranks_of
 from tests.support.spawn import run_ranks
 
 RANKS, STEPS, TIMES = 2, 4, 5
@@ -35,9 +35,7 @@ def measure(rank: int, engine_name: str, dtype: str) -> tuple[int, int]:
     asked = (f"engine={engine_name}", "experiment=bench_comm", "sharding=optim_grads_params", f"dtype={dtype}")
     config = compose([*asked, f"mesh.world_size={RANKS}"]).typed
     meter = StorageMeter()
-    engine = engine_class(config.engine.name)(
-        LlamaWorkload(config), config, Ranks(rank, RANKS, rank, torch.device("cpu"))
-    )
+    engine = engine_class(config.engine.name)(LlamaWorkload(config), config, ranks_of(config, rank))
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
         shape = config.train.microbatch_size, config.data.seq_len + 1
@@ -58,26 +56,19 @@ def main() -> None:
         for dtype, engine in ((dtype, engine) for dtype in DTYPES for engine in ENGINES):
             kept, peaks = zip(*run_ranks(measure, RANKS, engine, dtype), strict=True)
             found[dtype][engine].append((max(kept), max(peaks)))
-    rows: dict[str, Any] = {dtype: {name: row(runs) for name, runs in each.items()} for dtype, each in found.items()}
+    rows = {dtype: {name: row(runs) for name, runs in each.items()} for dtype, each in found.items()}
     for dtype, each in rows.items():
         for name, figures in each.items():
-            print(f"{dtype:10} {name:8}", *(f"{key} {figures[key] / MIB:.1f}" for key in ("kept", *PEAKS)), sep="  ")
+            print(dtype, name, *(f"{key} {count / MIB:.1f}" for key, count in figures.items()), sep="  ")
     facts = {"torch": torch.__version__, "machine": platform.machine(), "times": TIMES, "rows": rows}
     tables.write("peak_bytes.json", facts)
 
 
-PEAKS = ("peak", "least", "most")
-
-
 def row(runs: list[tuple[int, int]]) -> dict[str, int]:
     """Bytes between steps, and the peak: median, least and most."""
-    peaks = [peak for _, peak in runs]
-    return {
-        "kept": int(statistics.median(kept for kept, _ in runs)),
-        "peak": int(statistics.median(peaks)),
-        "least": min(peaks),
-        "most": max(peaks),
-    }
+    kept, peaks = zip(*runs, strict=True)
+    middle = {"kept": int(statistics.median(kept)), "peak": int(statistics.median(peaks))}
+    return {**middle, "least": min(peaks), "most": max(peaks)}
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ the end of the next on rank 0. Figures are shares of the step without, with a bo
 
 - `direct`: rank 0's clocks around all that looking does, in hooks and between, over the rest of the same step: a busy
   machine slows both sides alike. It leaves out what that does to caches.
-- `extra`: steps with over steps without, by wall time. Leaves nothing out, and needs a quiet machine.
-- `extra_cpu`: the same by both ranks' processor time.
+- `extra`: steps with over steps without. Leaves nothing out, and needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ CELLS |= {f"{name}{IN_TWO}": CELLS[name] for name in ("native no_shard", "native
 
 
 class Step(NamedTuple):
-    """One step of one rank, in seconds."""
+    """Seconds of one step, and of looking within it."""
 
     wall: float
-    cpu: float
     looking: float
 
 
@@ -140,12 +138,11 @@ def one_cell(rank: int, name: str) -> list[Step]:
     model.num_heads = model.num_kv_heads = 8
     model.max_seq_len = 2048
     steps: list[Step] = []
-    began = [time.perf_counter(), time.process_time()]
+    ends = [time.perf_counter()]
 
     def over(_: Any) -> None:
-        now = [time.perf_counter(), time.process_time()]
-        steps.append(Step(now[0] - began[0], now[1] - began[1], found[0].take()))
-        began[:] = now
+        ends.append(time.perf_counter())
+        steps.append(Step(ends[-1] - ends[-2], found[0].take()))
 
     with tempfile.TemporaryDirectory() as folder:
         train(config, Path(folder), rank, progress=over)
@@ -153,15 +150,13 @@ def one_cell(rank: int, name: str) -> list[Step]:
 
 
 def summary(name: str) -> dict[str, Any]:
-    first, second = run_ranks(one_cell, 2, name)
-    cpu = [one.cpu + other.cpu for one, other in zip(first, second, strict=True)]
-    without, having = ([step.wall for step in first[begin::2]] for begin in (0, 1))
-    rest = [step.wall - step.looking for step in first[1::2]]
+    steps = run_ranks(one_cell, 2, name)[0]
+    without, having = ([step.wall for step in steps[begin::2]] for begin in (0, 1))
+    rest = [step.wall - step.looking for step in steps[1::2]]
     return {
         "step_s": round(statistics.median(without), 3),
         "direct": share(median_ratio(having, [rest])),
         "extra": share(median_ratio(having, [without])),
-        "extra_cpu": share(median_ratio(cpu[1::2], [cpu[::2]])),
     }
 
 

@@ -1,11 +1,11 @@
 """Processor time and memory of the commands that read many runs, as a user types them. Writes data/verdict_time.json.
 
-    python benchmarks/costs/verdict_time.py [compare study cells captured request]
+    python benchmarks/costs/verdict_time.py [compare study cells captured]
 
 Whole commands in fresh processes. `compare`: two runs of 1,000 steps. `verdict`: a study of 12 arms and 5 seeds against
 a control of 5 seeds, 200 steps each. `verdict, 2,000 cells` is of short runs whose sketches alone speak for them
 (measure=light), in 5 seeds and with margins; `load.runs` reads them into a table. `verdict, 100 cells captured` is of
-runs as they are by default. `dry run of a cell` is what a cell more costs a request of thousands.
+runs as they are by default.
 
 The records are those of three short real runs of the tiny model (a control by DDP, a clean arm, one with a fault) with
 gradients, witnesses and updates of three steps. Their last lines are repeated to the length that is wanted, and a
@@ -23,13 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.pages import tables
+from harness.config.compose import Cell
 from harness.store import checksums
 from harness.store.identity import directory_name, signature
 from harness.store.metrics import encode
@@ -40,34 +40,16 @@ from harness.store.study import write_study
 OUTPUT = "verdict_time.json"
 SHORT, LONG, STUDY_STEPS = 12, 1000, 200
 SEEDS, ARMS, CELLS, CAPTURED = 5, 12, 2000, 100
-FEW, MANY = 400, 2000
-"""Cells of the two requests between which a cell's share is taken."""
 REPETITIONS = 3
-LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 2,000 cells": 20.0, "load.runs, 2,000 runs": 4.0}
-LIMIT_MB, LIMIT_MS_A_CELL = 200, 5.0
 TABLE = f"import sys; from harness.analysis import load; assert len(load.runs(sys.argv[1], 'cells')) == {CELLS}"
-CELL = (
-    f"train.steps={SHORT}",
-    "train.schedule=constant",
-    "data.seq_len=32",
-    "train.global_batch_size=8",
-    "train.microbatch_size=2",
-    "ckpt=none",
-)
+BATCH = ("data.seq_len=32", "train.global_batch_size=8", "train.microbatch_size=2")
+CELL = (f"train.steps={SHORT}", "train.schedule=constant", "ckpt=none", *BATCH)
 CAPTURING = ("measure.capture_steps=[1,2,3]", "measure.update_steps=[1,2,3]")
 KINDS = {
     "control": ("engine=ddp",),
     "clean": ("sharding=optim_grads",),
     "faulty": ("sharding=optim_grads", "fault.name=tests.faults.sums:F12_boundary_resets"),
 }
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A run made of another, as a cell of a study."""
-
-    config: dict[str, Any]
-    overrides: tuple[str, ...] = ()
 
 
 def real_runs(root: Path, study: str, *more: str) -> dict[str, Path]:
@@ -79,7 +61,7 @@ def real_runs(root: Path, study: str, *more: str) -> dict[str, Path]:
     return found
 
 
-def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[str, Any]) -> Copied:
+def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[str, Any]) -> Cell:
     """Copy of a run that has so many steps and other settings."""
     config = yaml.load((source / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
     config["train"]["steps"], config["study"]["name"] = steps, study
@@ -92,7 +74,7 @@ def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[s
     lines += [{**lines[-1], "step": step} for step in range(len(lines) + 1, steps + 1)]
     (target / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in lines), encoding="utf-8")
     checksums.renew(target)
-    return Copied(config)
+    return Cell(config, ())
 
 
 def _link_captures(source: str, target: str) -> None:
@@ -168,20 +150,7 @@ def of_captured(root: Path) -> dict[str, Any]:
     return {"verdict, 100 cells captured": verdict_on(root, "captured")}
 
 
-def of_request(root: Path) -> dict[str, Any]:
-    words = ("run.py", "-m", "launch.dry_run=true", f"launch.root={root}", "sharding=no_shard,optim")
-    few, many = (timed(0, *words, f"train.seed=range(0,{count // 2})") for count in (FEW, MANY))
-    more = many["processor_s"]["median"] - few["processor_s"]["median"]
-    return {"dry run of a cell": {"processor_ms": round(1e3 * more / (MANY - FEW), 2)}}
-
-
-PARTS = {
-    "compare": of_compare,
-    "study": of_study,
-    "cells": of_cells,
-    "captured": of_captured,
-    "request": of_request,
-}
+PARTS = {"compare": of_compare, "study": of_study, "cells": of_cells, "captured": of_captured}
 
 
 def main(names: Sequence[str]) -> None:
@@ -192,10 +161,7 @@ def main(names: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             commands |= PARTS[name](Path(folder))
     facts = {
-        "limits": {"processor_s": LIMITS, "megabytes": LIMIT_MB, "processor_ms_a_cell": LIMIT_MS_A_CELL},
         "repetitions": REPETITIONS,
-        "steps": {"compare": LONG, "study": STUDY_STEPS, "cells": SHORT},
-        "study": {"arms": ARMS, "seeds": SEEDS, "controls": SEEDS, "faulty_arms": 1},
         "commands": commands,
         "versions": tables.versions("numpy", "scipy", "pandas"),
         "cores": os.cpu_count(),

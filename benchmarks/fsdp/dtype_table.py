@@ -1,6 +1,6 @@
 """Which dtype a gradient really had at each station, for every dtype policy and strategy. Writes docs/dtypes.md.
 
-    python benchmarks/fsdp/dtype_table.py > docs/dtypes.md
+    python benchmarks/fsdp/dtype_table.py
 
 Nothing in the table is read from a policy: two ranks train two microbatches and one update, and every station is
 watched from outside: what the forward computes with, what is handed to *encode*, every message sent, every addition
@@ -10,7 +10,6 @@ made while ranks are summed (seen at torch's dispatcher), the buffer that keeps 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.pages.tables import DOCS, made
 from harness.config.schema import Dtype, DtypeConfig
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import Fp8, Fp8Linear, MixedPrecisionPolicy, Strategy, fully_shard
 from harness.fsdp.comm import reduction
 from tests.support.spawn import run_ranks
 
+PAGE = DOCS / "dtypes.md"
 STATIONS = ("forward", "unreduced", "sent", "summed", "sums sent", "kept", "stepped")
 HEADINGS = (
     "weights in the forward",
@@ -43,31 +44,6 @@ EXTRA = {
     "fp32_in_fp64": ("fp32", "fp64", "fp64", "fp32", "fp64"),
 }
 """Policies without a file in conf/dtype: compute, main weights, main gradients, wire, sum."""
-INTRODUCTION = """# Which dtype a gradient really had at each station, for every dtype policy and strategy
-
-*Reference. The dtype of a gradient at each station, as observed in the native engine on two ranks with two microbatches
-a step. Made by `python benchmarks/fsdp/dtype_table.py > docs/dtypes.md`.*
-
-Every entry was observed; none is copied from the policy. Observed were the dtypes of the weights in the forward, of the
-gradient before *encode* (the cast to the wire's dtype), of the messages, of the additions between ranks, of the buffer
-that stores the sum, and of the tensors that the optimizer updated. `tests/fsdp/test_dtypes.py` fails if this page
-differs from what the engine does.
-
-- Under `no_shard` and `optim` microbatches are summed in the main gradient's dtype before anything is sent. Under
-  `optim_grads` and `optim_grads_params` autograd writes the gradient of each microbatch in the wire's dtype.
-- Ranks are summed in rank order, and every partial sum is rounded to the running sum's dtype. The result is rounded
-  once to the main gradient's dtype, also if it is added to earlier microbatches.
-- An all-reduce has two legs: the first sends gradients in the wire's dtype, the second sends sums in the main
-  gradient's dtype.
-- Gradients are divided once, after the last sum. So a 16-bit wire or sum must be able to hold undivided gradients.
-- `fp8_*` and `mxfp8*` apply only to the projections of attention and feed-forward. Embedding, head, norms and routers
-  are as under `bf16`. In such a layer, activations and weights are multiplied as e4m3, and gradients as e5m2 under
-  `fp8_current` and `fp8_delayed` and as e4m3 under the others. Each product is summed in fp32 and rounded once, to
-  bf16. Weights that are e4m3 in the table are stored and gathered as e4m3, one byte each; under `mxfp8` one payload
-  for the forward and another for the backward.
-- `numerics=ordered` with 16-bit main weights needs AdamW, because the rounding of other updates depends on where a
-  shard ends.
-"""
 NAMES = {dtype: short.name for short, dtype in TORCH_DTYPES.items()} | {torch.float8_e4m3fn: "e4m3"}
 
 Trace = dict[str, set[str]]
@@ -174,19 +150,11 @@ def policies() -> dict[str, DtypeConfig]:
 
 
 def traces(rank: int) -> dict[str, dict[str, Trace]]:
-
-    def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
-        return None if dtype is None else TORCH_DTYPES[dtype]
-
     found = {}
     for name, d in policies().items():
-        policy = MixedPrecisionPolicy(
-            torch_dtype(d.main_params),
-            torch_dtype(d.main_grads),
-            torch_dtype(d.grad_comm),
-            torch_dtype(d.grad_accum),
-            d.allow_low_precision_grads,
-        )
+        roles = (d.main_params, d.main_grads, d.grad_comm, d.grad_accum)
+        dtypes = [None if each is None else TORCH_DTYPES[each] for each in roles]
+        policy = MixedPrecisionPolicy(*dtypes, d.allow_low_precision_grads)
         found[name] = {s.name: trace_of(rank, policy, TORCH_DTYPES[d.compute], s.name, d.fp8) for s in Strategy}
     return found
 
@@ -198,14 +166,14 @@ def asked(d: DtypeConfig) -> str:
 
 
 def page(found: dict[str, dict[str, Trace]]) -> str:
-    lines = [INTRODUCTION]
+    lines = []
     head = f"| strategy | {' | '.join(HEADINGS)} |"
     for name, d in policies().items():
         lines += ["", f"## {name}", "", f"`{asked(d)}`", "", head, "|" + "---|" * (len(HEADINGS) + 1)]
         for strategy, trace in found[name].items():
             cells = [" and ".join(sorted(trace[station])) or "-" for station in STATIONS]
             lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
-    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+    return made(PAGE, {"policies": "\n".join(lines[1:])})
 
 
 def main(run: Callable[..., list[Any]] = run_ranks) -> str:
@@ -220,4 +188,4 @@ def main(run: Callable[..., list[Any]] = run_ranks) -> str:
 if __name__ == "__main__":
     from benchmarks.fsdp import dtype_table  # ranks import what they run by name
 
-    sys.stdout.write(dtype_table.main())
+    PAGE.write_text(dtype_table.main())

@@ -152,16 +152,11 @@ class Lab:
         self.failed += [{"command": self.commands[-1], "words": row["sentence"]} for row in bad]
         return rows
 
-    def state(self, run: Path) -> Facts:
-        """A run's status."""
-        told: Facts = json.loads((run / "status.json").read_text(encoding="utf-8"))
-        return told
-
-    def summary(self, run: Path) -> Facts:
-        """A run's summary; empty where it has none."""
-        path = run / "summary.json"
-        told: Facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return told
+    def told(self, run: Path, name: str) -> Facts:
+        """A JSON file of a run; empty where it has none."""
+        path = run / name
+        found: Facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found
 
 
 def last_object(text: str) -> Facts:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import platform
 import subprocess
 import sys
-from importlib import metadata
 from typing import Any
 
 from harness.store.interpreter import NEEDED
@@ -30,15 +28,10 @@ MODULES = (
 PEERS = ("megatron_fsdp", "deepspeed")
 """May be missing: what asks for them is then left out."""
 PACKAGES = (
-    "torch",
-    "triton",
-    "megatron-fsdp",
-    "deepspeed",
-    "hydra-core",
-    "numpy",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
+    *("torch", "triton", "megatron-fsdp", "deepspeed", "hydra-core", "numpy"),
+    *("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 )
+"""Whose versions numbers may depend on."""
 
 
 def main() -> int:
@@ -46,7 +39,10 @@ def main() -> int:
     wants_cuda = sys.argv[1:] == ["cuda"]
     with contextlib.redirect_stdout(sys.stderr):  # some packages speak while they are imported
         imports = {name: tried(name) for name in (*MODULES, *PEERS)}
-        facts = {"imports": imports, "python": platform.python_version(), "versions": versions(), **devices()}
+        from harness.store.provenance import versions
+
+        found = versions(PACKAGES)
+        facts = {"imports": imports, "python": found["python"], "versions": found, **devices()}
     print(json.dumps(facts))
     broken = [name for name in MODULES if imports[name]]
     return 1 if broken or (wants_cuda and not facts["devices"]) else 0
@@ -59,17 +55,6 @@ def tried(name: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def versions() -> dict[str, str]:
-    """Installed packages that numbers may depend on."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def devices() -> dict[str, Any]:

@@ -146,7 +146,7 @@ def user_buffers(lab: Lab) -> Facts:
     lab.train(*common, "nccl_ub=auto", "nccl_ub.symmetric=false", "nccl_ub.fallback=record")
     plain = lab.runs(nccl_ub__mode="none")
     arms = [run for run in lab.runs() if run not in plain]
-    told = {run.name: lab.summary(run).get("network", {}) for run in (*plain, *arms)}
+    told = {run.name: lab.told(run, "summary.json").get("network", {}) for run in (*plain, *arms)}
     return {"network": told, "verdicts": lab.verdicts(plain[0], arms, wanted=SAME) if plain else []}
 
 
@@ -178,7 +178,7 @@ def hang(lab: Lab) -> Facts:
     stall = ["measure.callbacks=[benchmarks.gpu.stall:Stall]", f"launch.hang_timeout_s={limit_s}", "ckpt=none"]
     code = lab.train(*_several(lab), *stall, *small(lab.setting)[:-1], must=False)
     (run,) = lab.runs() or [None]
-    status = {} if run is None else lab.state(run)
+    status = {} if run is None else lab.told(run, "status.json")
     if code != 1 or status.get("state") != "failed":
         lab.failed.append({"command": lab.commands[-1], "words": f"exit code {code}, status {status}"})
     return {"exit_code": code, "reason": status.get("reason", "")}
@@ -216,7 +216,7 @@ def _against_fp64(lab: Lab, apart: Sequence[Path] = ()) -> list[Facts]:
     control = [run for run in lab.runs(engine__name="single") if run in lab.runs(dtype__compute="fp64")]
     arms = [run for run in lab.runs(numerics__mode="fast") if run not in (*control, *apart)]
     arms += lab.runs(numerics__mode="exact")
-    done = [run for run in arms if lab.state(run)["state"] == "done"]
+    done = [run for run in arms if lab.told(run, "status.json")["state"] == "done"]
     return lab.verdicts(control[0], done, wanted=AGREES) if control else []
 
 

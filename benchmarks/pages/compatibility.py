@@ -12,14 +12,13 @@ sentences and versions are in benchmarks/data/compatibility.json. Exits 1 where 
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.pages.tables import DOCS, ROOT, markdown_table, read, versions, write
+from benchmarks.pages.tables import DOCS, made, markdown_table, parser, read, versions, write
 from tests.fsdp.ordinary.dialects import OURS, PEERS, attempt_as, changed_lines
 from tests.fsdp.ordinary.judging import TOLERANCE, difference
 from tests.fsdp.ordinary.program import Program
@@ -28,7 +27,6 @@ from tests.fsdp.ordinary.scenarios import SCENARIOS
 from tests.fsdp.pairs import STRATEGIES
 
 DATA, PAGE = "compatibility.json", DOCS / "compatibility.md"
-PROSE = ROOT / "benchmarks" / "pages" / "compatibility_prose.md"
 PATIENCE = 6
 RIGHT, REFUSED, RAISES, WRONG, HANGS = "right", "refused", "raises", "wrong", "hangs"
 WAITED = ("Timed out waiting", "Connection closed by peer", "CollectiveError")
@@ -39,11 +37,11 @@ Facts = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Run, write; returns 1 where our engine is silently wrong or hangs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default=",".join([*PEERS, OURS]), help="comma-separated (default: all)")
-    parser.add_argument("--headings", default=",".join(SCENARIOS), help="comma-separated (default: all)")
-    parser.add_argument("--page", action="store_true", help="run nothing")
-    chosen = parser.parse_args(argv)
+    command = parser(__doc__)
+    command.add_argument("--engines", default=",".join([*PEERS, OURS]), help="comma-separated (default: all)")
+    command.add_argument("--headings", default=",".join(SCENARIOS), help="comma-separated (default: all)")
+    command.add_argument("--page", action="store_true", help="run nothing")
+    chosen = command.parse_args(argv)
     facts: Facts = read(DATA, {"outcomes": {}})
     if not chosen.page:
         for name, column, told in measure(chosen.engines.split(","), chosen.headings.split(",")):
@@ -68,7 +66,8 @@ def measure(engines: Sequence[str], headings: Sequence[str]) -> Iterator[tuple[s
     programs = {name: program for heading in headings for name, program in SCENARIOS[heading].items()}
     right = {name: reference(program) for name, program in programs.items()}
     for column, engine in columns(engines):
-        todo = [(engine, _under(program, column)) for program in programs.values()]
+        how = {"strategy": column} if column in STRATEGIES else {}
+        todo = [(engine, replace(program, **how)) for program in programs.values()]
         for name, ranks in zip(programs, run(attempt_as, todo, patience=PATIENCE), strict=True):
             told = judged(ranks, right[name])
             print(f"{column}: {name}: {told[0]} {told[1][:100]}", flush=True)
@@ -79,10 +78,6 @@ def columns(engines: Sequence[str]) -> list[tuple[str, str]]:
     """Columns of the data, and the engine of each; ours has one a strategy."""
     peers = [(name, name) for name in PEERS if name in engines]
     return peers + [(strategy, OURS) for strategy in STRATEGIES if OURS in engines]
-
-
-def _under(program: Program, column: str) -> Program:
-    return replace(program, strategy=column) if column in STRATEGIES else program
 
 
 def judged(ranks: Sequence[Outcome], right: Trained) -> list[str]:
@@ -116,8 +111,8 @@ def page(facts: Facts) -> str:
         for heading, programs in SCENARIOS.items()
     ]
     sentences = "\n".join(f"{number}. {_escaped(text)}" for text, number in notes.items())
-    text = PROSE.read_text(encoding="utf-8").replace("<VERSIONS>", f"{facts['versions']}; {facts['machine']}")
-    return text.replace("<TABLES>", "\n".join(tables)).replace("<SENTENCES>", sentences)
+    with_what = f"{facts['versions']}; {facts['machine']}."
+    return made(PAGE, {"tables": "\n".join([f"{with_what}\n", *tables]).rstrip(), "sentences": sentences})
 
 
 def _row(name: str, program: Program, facts: Facts, notes: dict[str, int]) -> list[str]:

@@ -11,21 +11,21 @@ machines or versions; cells that are missing are named.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT
 from harness.bench import Report, markdown, report, text
 from harness.config.errors import BadRequest
 from harness.store.files import write_atomic, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 STUDY = "engine_step_time"
 
 
 def main(argv: list[str]) -> int:
     """Read the study and write both files; returns the report's exit code, or 2 where there is nothing to show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
     parser.add_argument(
         "--out", default=str(ROOT), metavar="DIR", help="the checkout to write into (default: this one)"

@@ -14,7 +14,6 @@ against `single` in fp64 on the same global batches:
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.pages.tables import DOCS, markdown_table, read, write
+from benchmarks.pages.tables import DOCS, made, markdown_table, parser, read, write
 from harness.config.errors import BadRequest, refuse
 from harness.parity import StudyVerdict, Verdict, verdict
 from harness.parity.outcome import Outcome, percent
@@ -42,41 +41,15 @@ CONFIRMED = (
 )
 """Faults of released engines that a report in docs/records/upstream shows without this harness: its name, the engine,
 and the verdict's words about an arm that has it."""
-HEAD = """# Engines against one process in double precision
-
-*Record. Which engines train the same model as one process in fp64, arm by arm.
-Made by `{command}`; every number is in `benchmarks/data/engines.json`.
-{versions}; {machine}, gloo.*
-
-{question} {arms} arms: {counts}.
-
-*loss*: largest relative difference over all steps. *gradient*: largest relative distance of one tensor's
-gradient at step 1. *updates*: size of the first three updates over the control's, median tensor. bf16 rounds
-activations and weights, so its distances are those of the format; the verdict knows (docs/verdicts.md).
-
-## Verdicts
-
-{verdicts}
-
-## What is not EQUIVALENT
-
-Behind every name in brackets stands a report with a script that uses neither this harness nor its adapters;
-`tests/engines/test_upstream.py` runs the scripts.
-
-{odd}
-## Every arm
-
-{every}
-"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the page; returns 0, 1 where an arm is DIFFERENT and no report says why, 2 where nothing can be shown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", default="runs", help="where runs are stored (default: runs)")
-    parser.add_argument("--study", default="engines", help="a study that was run (default: engines)")
-    parser.add_argument("--page", action="store_true", help="read no run")
-    arguments = parser.parse_args(argv)
+    command = parser(__doc__)
+    command.add_argument("--root", default="runs", help="where runs are stored (default: runs)")
+    command.add_argument("--study", default="engines", help="a study that was run (default: engines)")
+    command.add_argument("--page", action="store_true", help="read no run")
+    arguments = command.parse_args(argv)
     if not arguments.page:
         try:
             write(DATA, evidence(verdict(arguments.root, arguments.study)))
@@ -146,14 +119,15 @@ def page(facts: dict[str, Any]) -> str:
         numbers = [percent(r.loss), percent(r.gradient), f"`{r.tensor}`", updates]
         every.append([r.engine, r.sharding, r.dtype, r.ranks, r.k, *numbers, r.outcome])
     head = ["engine", "sharding", "dtype", "ranks", "k", "loss", "gradient", "tensor", "updates 1, 2, 3", "verdict"]
-    return HEAD.format(
-        **facts | {"versions": ", ".join(f"{name} {each}" for name, each in facts["versions"].items() if each)},
-        arms=len(rows),
-        counts=", ".join(f"{counts[o.value]} {o.value}" for o in Outcome if o.value in counts),
-        verdicts=markdown_table(["engine", "sharding", *dtypes], overview),
-        odd="\n".join(_odd(facts["rows"])) or "Nothing.\n",
-        every=markdown_table(head, every),
-    )
+    versions = ", ".join(f"{name} {each}" for name, each in facts["versions"].items() if each)
+    told = ", ".join(f"{counts[o.value]} {o.value}" for o in Outcome if o.value in counts)
+    parts = {
+        "study": f"{facts['question']} {len(rows)} arms: {told}.\n\n{versions}; {facts['machine']}, gloo.",
+        "verdicts": markdown_table(["engine", "sharding", *dtypes], overview),
+        "odd": "\n".join(_odd(facts["rows"])).rstrip() or "Nothing.",
+        "every": markdown_table(head, every),
+    }
+    return made(PAGE, parts)
 
 
 def _outcomes(found: pd.Series) -> str:

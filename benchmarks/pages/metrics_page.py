@@ -5,19 +5,10 @@ python benchmarks/pages/metrics_page.py
 
 from __future__ import annotations
 
-from benchmarks.pages.tables import DOCS, markdown_table
+from benchmarks.pages.tables import DOCS, made, markdown_table
 from harness.store.fields import METRICS
 
-HEAD = """# Every metric
-
-*Reference. Every metric of a step: its unit, what it means, and whether resuming a run may change it. Made
-by `python benchmarks/pages/metrics_page.py` from `harness/store/fields.py`.*
-
-A run's `metrics.jsonl` has one line for each step, written by rank 0; a slash is one level of nesting.
-Non-finite numbers are the strings `"nan"`, `"inf"` and `"-inf"`; null is what cannot be observed. *Resume*:
-whether a run that was interrupted must have the same bits; a cost may differ.
-
-"""
+PAGE = DOCS / "metrics.md"
 
 
 def guide() -> str:
@@ -26,8 +17,8 @@ def guide() -> str:
         (f"`{m.path}`", m.unit or "-", m.meaning, "cost" if m.cost else "same bits", "yes" if m.synced else "no")
         for m in METRICS
     ]
-    return HEAD + markdown_table(["metric", "unit", "meaning", "resume", "synced"], rows) + "\n"
+    return made(PAGE, {"metrics": markdown_table(["metric", "unit", "meaning", "resume", "synced"], rows)})
 
 
 if __name__ == "__main__":
-    (DOCS / "metrics.md").write_text(guide(), encoding="utf-8")
+    PAGE.write_text(guide(), encoding="utf-8")

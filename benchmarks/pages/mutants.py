@@ -25,24 +25,6 @@ from benchmarks.pages.tables import markdown_table
 PAGE = tables.DOCS / "records" / "mutants.md"
 DATA, GONE = "mutants.json", "mutants_gone.json"
 Rows = list[dict[str, Any]]
-GONE_HEAD = """Mutants of mechanisms that were deleted when parameters between passes became DTensors; written by hand.
-"""
-HEAD = """\
-# Mutants
-
-*Record. Every mutant of this repository, the test that kills it, and the seconds that takes. Made by
-`python benchmarks/pages/mutants.py`; the data are in `benchmarks/data/mutants.json`.*
-
-A mutant is a piece of this repository with one mistake: our engine, an engine under the conformance suite, or the
-comparator. A test that no mutant can fail checks nothing; each mutant here is killed by a test that CI runs.
-Seconds are wall time; of mutants that the same ranks visit one after the other, they are those of its own turn,
-without the start of the ranks, and the first turn of a process pays for what it imports. Files are run apart: a row
-holds what the last recorded run of its file took, on a machine of two cores that was not idle, at the commit before
-the one that last changed the row (`git blame benchmarks/data/mutants.json`; the data name neither). Seconds show
-which mutants are dear, and are no measurement. The fault corpus that verdicts are scored on is another list:
-[power.md](power.md).
-
-"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,22 +65,19 @@ def merged(rows: Rows, found: Rows, files: Sequence[str]) -> Rows:
 def page(rows: Rows) -> str:
     """The page; rows of a area lie side by side."""
     areas = {str(area): list(of_area) for area, of_area in groupby(rows, key=lambda row: row["area"])}
-    counts = [(area, len(each), _seconds(_sum(each), 1)) for area, each in [*areas.items(), ("together", rows)]]
-    parts = [HEAD + markdown_table(["", "mutants", "seconds"], counts)]
+    counts = [
+        (area, len(each), _seconds(sum(float(row["seconds"]) for row in each), 1))
+        for area, each in [*areas.items(), ("together", rows)]
+    ]
+    parts = [markdown_table(["", "mutants", "seconds"], counts)]
     parts += [part for area, each in areas.items() for part in _room(area, each)]
     gone = [[each[key] for key in ("name", "area", "breaks", "gone")] for each in tables.read(GONE)]
-    parts += [
-        "",
-        "## Gone",
-        "",
-        GONE_HEAD,
-        markdown_table(["mutant", "of", "what it broke", "gone with, or found as"], gone),
-    ]
-    return "\n".join(parts) + "\n"
+    table = markdown_table(["mutant", "of", "what it broke", "gone with, or found as"], gone)
+    return tables.made(PAGE, {"mutants": "\n".join(parts), "gone": table})
 
 
 def _room(area: str, rows: Rows) -> Iterator[str]:
-    tests = {_test(row) for row in rows}
+    tests = {str(row["test"]).partition("[")[0] for row in rows}
     one = tests.pop() if len(tests) == 1 else ""
     yield f"\n## {area}\n"
     if one:
@@ -113,14 +92,6 @@ def _seconds(seconds: float, digits: int = 2) -> str:
     """Rounded, and never to nothing."""
     least = 10.0**-digits
     return f"{seconds:.{digits}f}" if seconds >= least else f"< {least:g}"
-
-
-def _test(row: dict[str, Any]) -> str:
-    return str(row["test"]).partition("[")[0]
-
-
-def _sum(rows: Rows) -> float:
-    return sum(float(row["seconds"]) for row in rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Notebooks run as programs, the page in a headless Chromium. Runs of other source
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
@@ -22,10 +21,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
 
+from benchmarks.pages import tables
+from benchmarks.pages.tables import ROOT
 from harness.cli.main import main as harness
 from tests.support.browser import Browser
 
-ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 STUDY = "strategies"
 NOTEBOOKS = ("loss_parity", "verdict_power", "step_time", "memory_and_bytes")
@@ -70,7 +70,7 @@ def shrink(picture: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tables.parser(__doc__)
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are stored (default: runs)")
     parser.add_argument("--archived", action="store_true", help="of runs that other sources made")
     arguments = parser.parse_args(argv)

@@ -8,28 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.pages.tables import DOCS, markdown_table
+from benchmarks.pages.tables import DOCS, made, markdown_table
 from harness.config.capabilities import ENGINES
 from harness.config.doc import Setting, as_typed, groups, settings
 from harness.fsdp.vocabulary import Choice
 
-HEAD = """# Every setting
-
-*Reference. Every setting, with its values, default and meaning. Made by `python
-benchmarks/pages/settings_page.py` from `harness/config/schema.py`.*
-
-Set a value with `group.key=value`; `group=option` selects a file of `conf/`, whose values replace defaults.
-"""
+PAGE = DOCS / "configuration.md"
 
 
 def guide() -> str:
     """The configuration guide as Markdown: a table a group."""
-    parts = [HEAD]
+    parts = []
     for group, sentence in groups().items():
         mine = (each for path, each in settings().items() if path.startswith(f"{group}."))
         parts.append(f"## {group}\n\n{sentence}\n\n{_table(mine)}\n")
     outside = (each for path, each in settings().items() if "." not in path)
-    return "\n".join([*parts, f"## Outside the groups\n\n{_table(outside)}\n"])
+    return made(PAGE, {"settings": "\n".join([*parts, f"## Outside the groups\n\n{_table(outside)}"])})
 
 
 def _table(found: Iterable[Setting]) -> str:
@@ -59,4 +53,4 @@ def meanings(kind: Any) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "configuration.md").write_text(guide(), encoding="utf-8")
+    PAGE.write_text(guide(), encoding="utf-8")

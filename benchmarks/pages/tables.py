@@ -1,17 +1,12 @@
-"""What every generated page is made with: Markdown tables, and data beside the page."""
+"""What every page is made with: Markdown tables between its prose, and data beside it."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import platform
 import re
-import subprocess
-import tarfile
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,19 +44,16 @@ def put(page: str, name: str, text: str) -> str:
     return page
 
 
+def made(path: Path, parts: Mapping[str, str]) -> str:
+    """A page, whose prose is its own, with its made parts made again."""
+    page = path.read_text(encoding="utf-8")
+    for name, text in parts.items():
+        page = put(page, name, text)
+    return page
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-@contextmanager
-def exported(revision: str, *paths: str) -> Iterator[Path]:
-    """A temporary folder with the files of a revision, or with these of them."""
-    command = ["git", "archive", revision, *paths]
-    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
-        yield Path(folder)
 
 
 def versions(*packages: str) -> str:

@@ -11,16 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from harness.config.compose import Cell
 from harness.config.words import quote
+from harness.parity.compare import compare
+from harness.parity.outcome import Grade, Outcome
 from harness.store.errors import EXIT_BUSY, Busy
 from harness.study.cells import Composer
 from tests.faults.corpus import corpus
 
 STUDY = "power"
+PASSES = (Outcome.EQUAL.value, Outcome.EQUIVALENT.value)
 PREEMPT_AT = 4
 """Step after which a run that is to be resumed is interrupted."""
 
@@ -126,19 +130,16 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
     pair says it.
 
     Raises:
-        BadRequest: a cell cannot be run, or the disk has no room for all of them; nothing was started.
+        BadRequest: a cell cannot be run; nothing was started.
         Busy: another process runs some of them.
         KeyboardInterrupt: Ctrl-C; asked again, runs that are done are used again.
     """
-    from harness.launch.room import check_room
     from harness.launch.submit import submit
 
     where = (f"launch.root={quote(root)}",)
     cells = compose_all((text for pair in pairs for text in (pair.control, pair.arm)), where)
     resumed = compose_all((pair.arm for pair in pairs if pair.resumes), (*where, f"launch.preempt_at={PREEMPT_AT}"))
     distinct = [list({cell.signature: cell for cell in several.values()}.values()) for several in (resumed, cells)]
-    fix = "another folder, or fewer faults"
-    check_room(distinct[-1], subject=f"--root {root}", fix=fix)  # every resumed cell is among them
     for several in distinct:
         code = submit(several) if several else 0
         if code == 130:
@@ -146,3 +147,36 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
         if code == EXIT_BUSY:
             raise Busy(f"another process runs some of these under {root}; ask again when it is done")
     return cells
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A verdict on a pair.
+
+    named: stage of the first finding; `stages` are all that it leaves open. stage: where the fault is, empty for a
+    clean pair.
+    """
+
+    outcome: str
+    step: int | None
+    named: str
+    stages: tuple[str, ...]
+    stage: str
+    sentence: str
+
+    @property
+    def caught(self) -> bool:
+        return self.outcome not in PASSES
+
+    @property
+    def placed(self) -> bool:
+        return self.caught and self.stage in self.stages
+
+
+def judge_pair(pair: Pair, arm: Path, control: Path) -> Judged:
+    """Raises `StoreError`: one of them is no run."""
+    verdict = compare(arm, control)
+    first = next((f for f in verdict.findings if f.grade is not Grade.ok), None)
+    step, named = (None, "") if first is None else (first.step, first.stage.value)
+    stages = () if first is None else tuple(stage.value for stage in first.stages)
+    return Judged(verdict.outcome.value, step, named, stages, pair.stage, verdict.sentence)

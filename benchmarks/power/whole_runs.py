@@ -17,34 +17,28 @@ import csv
 import os
 import resource
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 import pandas as pd
 
 from benchmarks.pages.tables import markdown_table
-from benchmarks.power.score import PASSES
-from benchmarks.power.steps import Kind, compose_all
-from benchmarks.power.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, fresh, pairs
+from benchmarks.power.steps import PASSES, Kind, compose_all
+from benchmarks.power.whole import PREEMPT_AT, SPREAD, STUDY, WholePair, fresh, pairs
 from harness.analysis.stats import interval
 from harness.config.compose import Cell
-from harness.launch.opening import Opened, Sources, open_here
 from harness.parity.compare import judge
 from harness.parity.outcome import Grade
 from harness.parity.record import Record, load
 from harness.store import status
 from harness.store.identity import directory_name
-from harness.store.rundir import Store
+from harness.store.rundir import RunDir, Store
 from harness.store.status import State
-from harness.train.faults import AMOUNTS
 from tests.faults.corpus import corpus
 from tests.study import short
-from tests.study.short import Job
-from tests.support.spawn import RankFailed, run_ranks
+from tests.support.spawn import RankFailed
 
 TOGETHER = 24
 """Runs that ranks make before they end: what a campaign that is broken off loses at most."""
@@ -66,11 +60,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--part", choices=("fixed", "held_out", "all", "fresh"), default="fixed")
     parser.add_argument("--only", default="", help="pairs whose name contains it")
-    parser.add_argument("--kind", choices=("faulty", "clean"))
-    parser.add_argument("--strength", choices=tuple(AMOUNTS), help="faults of this strength, and no clean pairs")
-    parser.add_argument(
-        "--out", type=Path, default=DATA, help="table of what was found (default: benchmarks/data/power.csv)"
-    )
+    parser.add_argument("--out", type=Path, default=DATA, help="table of what was found (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.verb == "table":
         print("\n\n".join(tables(pd.read_csv(arguments.out, keep_default_na=False))))
@@ -80,8 +70,6 @@ def main() -> int:
         for pair in (fresh() if arguments.part == "fresh" else pairs())
         if (arguments.part in ("all", "fresh") or pair.held_out is (arguments.part == "held_out"))
         and arguments.only in pair.name
-        and arguments.kind in (None, pair.kind.value)
-        and arguments.strength in (None, pair.strength)
     ]
     cells = compose_all(
         (each for pair in chosen for each in (pair.arm, pair.control)), (f"launch.root={arguments.root}",)
@@ -133,61 +121,30 @@ def least(hits: pd.Series) -> str:
 
 def train(chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
     halved = {cells[pair.arm].signature for pair in chosen if pair.resumes}
-    wanted = {cell.signature: cell for cell in cells.values()}
-    by_size: dict[int, list[Cell]] = defaultdict(list)
-    for cell in wanted.values():
-        if status.effective(store.path_of(cell)) is None or not _is_done(store.path_of(cell)):
-            by_size[cell.typed.mesh.world_size].append(cell)
-    sources = Sources.gather()
-    for size, missing in sorted(by_size.items()):
-        for number, batch in enumerate(_batches(missing), start=1):
-            _make(size, batch, halved, store, sources)
-            done = min(number * TOGETHER, len(missing))
-            print(f"{size} ranks: {done} of {len(missing)} runs, {_cpu_seconds():.0f} CPU seconds", flush=True)
+    missing = [cell for cell in {cell.signature: cell for cell in cells.values()}.values() if not _is_done(store, cell)]
+    missing.sort(key=lambda cell: cell.typed.mesh.world_size)
+    for begin in range(0, len(missing), TOGETHER):
+        _make(missing[begin : begin + TOGETHER], halved, store)
+        done = min(begin + TOGETHER, len(missing))
+        print(f"{done} of {len(missing)} runs, {_cpu_seconds():.0f} CPU seconds", flush=True)
 
 
-def _is_done(path: Path) -> bool:
-    state = status.effective(path)
+def _is_done(store: Store, cell: Cell) -> bool:
+    state = status.effective(store.path_of(cell))
     return state is not None and state.state in (State.done, State.failed)
 
 
-def _batches(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
-    rest = iter(cells)
-    while batch := [*islice(rest, TOGETHER)]:
-        yield batch
-
-
-def _make(size: int, batch: Sequence[Cell], halved: set[str], store: Store, sources: Sources) -> None:
+def _make(batch: Sequence[Cell], halved: set[str], store: Store) -> None:
     """Runs that fail together are made one by one, and the one at fault is left failed."""
-    opened = [_opened(cell, store, sources) for cell in batch]
-    stops = [PREEMPT_AT if each.cell.signature in halved else None for each in opened]
-    jobs = [Job(each.run.path, each.cell.typed, stop) for each, stop in zip(opened, stops, strict=True)]
     try:
-        run_ranks(short.train_all, size, jobs)
-        failed = set[int]()
-    except RankFailed:
-        failed = {place for place, job in enumerate(jobs) if not _made_alone(size, job)}
-    for place, each in enumerate(opened):
-        state = State.failed if place in failed else State.done
-        status.move(each.run.path, each.attempt, state, f"{STEPS} steps")
-
-
-def _opened(cell: Cell, store: Store, sources: Sources) -> Opened:
-    found = open_here(store, cell, sources, None)
-    assert isinstance(found, tuple), found
-    found[1].release()
-    return found[0]
-
-
-def _made_alone(size: int, job: Job) -> bool:
-    if (job.path / "summary.json").exists():
-        return True
-    try:
-        run_ranks(short.train_all, size, [job])
+        short.trained({cell.signature: cell for cell in batch}, halved, store, PREEMPT_AT)
     except RankFailed as error:
-        print(f"{job.path.name} failed: {str(error)[-500:]}", flush=True)
-        return False
-    return True
+        for cell in batch if len(batch) > 1 else ():
+            _make([cell], halved, store)
+        if len(batch) == 1:
+            run = RunDir(store.path_of(batch[0]))
+            status.move(run.path, run.attempts()[-1], State.failed, "a rank failed")
+            print(f"{run.path.name} failed: {str(error)[-500:]}", flush=True)
 
 
 def judged(
@@ -219,7 +176,7 @@ def _record(path: Path) -> Record:
 def _view(path: Path, view: str) -> Record:
     record = _record(path)
     if not view.startswith("full"):
-        record = seen_at(record, *defaults())
+        record = seen_at(record, SPREAD, SPREAD)
     return record.unwitnessed() if view.endswith("unwitnessed") else record
 
 
@@ -238,11 +195,6 @@ def seen_at(run: Record, captured: Collection[int], updated: Collection[int]) ->
     )
 
 
-def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Steps whose gradients, and whose updates, a run of this length captures by default."""
-    return SPREAD, SPREAD
-
-
 def _seen(arm: Path, control: Path, view: str) -> dict[str, object]:
     verdict = judge(_view(arm, view), _view(control, view))
     first = next((finding for finding in verdict.findings if finding.grade is not Grade.ok), None)
@@ -255,8 +207,7 @@ def _seen(arm: Path, control: Path, view: str) -> dict[str, object]:
 def _acts(arm: Path, baseline: Path) -> bool:
     """True if a faulty run has other losses, norms or weights than its baseline."""
     left, right = _record(arm), _record(baseline)
-    same = left.columns == right.columns and left.summary.get("final_weights") == right.summary.get("final_weights")
-    return not same
+    return left.columns != right.columns or left.summary.get("final_weights") != right.summary.get("final_weights")
 
 
 def _cpu_seconds() -> float:

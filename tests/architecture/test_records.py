@@ -83,6 +83,6 @@ def test_the_page_of_branches_adds_packages_up() -> None:
     row = dict(zip(branches.COUNTS, (8, 4, 4, 1), strict=True))
     page = branches.render({"tests": "2 passed", "packages": {"harness/a": row, "harness/b": row}})
     assert "pytest said: 2 passed." in page
-    assert page.splitlines()[-1] == "| `all` | 16 | 50.0% | 8 | 25.0% |"
-    assert branches.package_of("harness/fsdp/comm/mesh.py") == "harness/fsdp/comm"
-    assert branches.package_of("harness/fsdp/api.py") == "harness/fsdp"
+    assert page.splitlines()[-2] == "| `all` | 16 | 50.0% | 8 | 25.0% |"
+    assert branches.folder_of(Path("harness/fsdp/comm/mesh.py")) == "harness/fsdp/comm"
+    assert branches.folder_of(Path("harness/fsdp/api.py")) == "harness/fsdp"

@@ -402,4 +402,4 @@ def test_16_bits_on_the_wire_are_half_the_bytes(strategy: str, half: torch.dtype
 
 def test_the_committed_table_is_what_is_observed() -> None:
     page = Path(__file__).parents[2] / "docs" / "dtypes.md"
-    assert page.read_text() == dtype_table.main(), "run: python benchmarks/fsdp/dtype_table.py > docs/dtypes.md"
+    assert page.read_text() == dtype_table.main(), "run: python benchmarks/fsdp/dtype_table.py"

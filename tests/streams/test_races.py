@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.checks import streams as page
 from benchmarks.checks.streams import key_of
-from benchmarks.pages import streams as page
 from benchmarks.pages.tables import read
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
@@ -27,7 +27,7 @@ from tests.support.spawn import run_ranks
 
 SLICES, OF = 32, 256
 """Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs more."""
-REMAKE = "python benchmarks/checks/streams.py && python benchmarks/pages/streams.py"
+REMAKE = "python benchmarks/checks/streams.py"
 
 Found = list[Verdict]
 

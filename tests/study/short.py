@@ -16,8 +16,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from benchmarks.power.score import Judged, judge_pair
-from benchmarks.power.steps import Pair, compose_all
+from benchmarks.power.steps import Judged, Pair, compose_all, judge_pair
 from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.launch.opening import Opened, Sources, open_here
@@ -63,12 +62,12 @@ def runs(
     """Run directories of cells, by their overrides, to each of which `extra` is added; `halved` ones are resumed."""
     cells = compose_all(wanted, (f"launch.root={root}", *extra))
     interrupted = {cells[each].signature for each in halved}
-    paths = _trained({cell.signature: cell for cell in cells.values()}, interrupted, Store(root))
+    paths = trained({cell.signature: cell for cell in cells.values()}, interrupted, Store(root))
     return {overrides: paths[cell.signature] for overrides, cell in cells.items()}
 
 
-def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[str, Path]:
-    """Run directories of cells, by signature."""
+def trained(cells: Mapping[str, Cell], halved: set[str], store: Store, preempt_at: int = PREEMPT_AT) -> dict[str, Path]:
+    """Run directories of cells, by signature. Raises `RankFailed`: one of them, and none is called done."""
     sources = Sources.gather()
     every: list[Opened] = []
     by_size: dict[int, list[Job]] = defaultdict(list)
@@ -80,7 +79,7 @@ def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[
         every.append(opened)
         config = cell.typed
         by_size[config.mesh.world_size].append(
-            Job(opened.run.path, config, PREEMPT_AT if signature in halved else None)
+            Job(opened.run.path, config, preempt_at if signature in halved else None)
         )
     for size, jobs in by_size.items():
         run_ranks(train_all, size, jobs)

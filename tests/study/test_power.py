@@ -15,8 +15,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.power import whole, whole_runs
-from benchmarks.power.score import Judged, judge_pair
-from benchmarks.power.steps import STUDY, Kind, carry_out, pairs
+from benchmarks.power.steps import STUDY, Judged, Kind, carry_out, judge_pair, pairs
 from harness.config.compose import Cell
 from harness.store.errors import Busy
 from harness.store.identity import directory_name
