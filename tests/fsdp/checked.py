@@ -31,12 +31,13 @@ BROKEN = ("AttributeError", "TypeError", "NameError")
 
 @dataclass(frozen=True)
 class Mutant:
-    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy. area: for `areas_of`."""
+    """breaks: the mistake. patch: makes it. check: which has to find it, one of `CHECKS` or a function like them.
+    strategy: or what else that function takes. area: for `areas_of`."""
 
     breaks: str
     patch: Callable[[], Any]
-    check: str
-    strategy: str = ZERO3
+    check: str | Callable[[int, Any], Any]
+    strategy: Any = ZERO3
     area: str = ""
 
 
@@ -66,6 +67,15 @@ def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[
     return [f"nothing was said of {parts}"]
 
 
+def sentences(found: Any) -> list[str]:
+    """What a check has found wrong, out of the lists and mappings it comes in."""
+    if isinstance(found, Mapping):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        return [sentence for part in found for sentence in sentences(part)]
+    return [str(found)] if found else []
+
+
 def world_of(module: str) -> int:
     """Ranks that make the checks of a module."""
     return int(getattr(import_module(module), "WORLD", RANKS))
@@ -84,10 +94,11 @@ def check_mutants(rank: int, module: str) -> dict[str, tuple[list[str], float]]:
     """What its check finds of each mutant of a module, or what it raises; and the seconds that took."""
     found, there = {}, import_module(module)
     for name, mutant in there.MUTANTS.items():
+        check = there.CHECKS[mutant.check] if isinstance(mutant.check, str) else mutant.check
         begin = time.perf_counter()
         with mutant.patch():
             try:
-                told = there.CHECKS[mutant.check](rank, mutant.strategy)
+                told = sentences(check(rank, mutant.strategy))
             except Exception as error:
                 told = [f"{type(error).__name__}: {error}"]
         found[name] = told, time.perf_counter() - begin

@@ -395,3 +395,8 @@ def difference(found: Kept, trial: Trial) -> str:
         if not off[worst] <= (1e-5 if trial.dtype is fp32 else 1e-12):
             return f"{worst} after step {step} off by {off[worst]:.1e}"
     return "" if found.moved() == right.moved() else f"moved {found.moved()}, not {right.moved()}"
+
+
+def differences(rank: int, trial: Trial) -> str:
+    """Of a run on ranks."""
+    return difference(run_sharded(rank, trial), trial)

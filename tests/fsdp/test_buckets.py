@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from harness.fsdp.runtime import units
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import grad_of
+from tests.fsdp.checked import ZERO3, Mutant, each_is_found, patched
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WIDTH, UNITS = 128, 8
@@ -40,13 +39,13 @@ class Layer(nn.Module):
         self.own, self.inner = nn.Linear(4, 4), Block(4)
 
 
-def grouped(rank: int) -> list[str]:
+def grouped(rank: int, strategy: str = ZERO3) -> list[str]:
     """Buckets that mix units, dtypes or flags, or keep gradients of what is frozen."""
     module = nn.Sequential(Layer(), Layer(), nn.Linear(4, 4))
     module[0].inner.up.bfloat16()  # type: ignore[operator, union-attr]
     module[1].own.requires_grad_(False)  # type: ignore[operator, union-attr]
     kinds = {name: (name.split(".")[0], p.dtype, p.requires_grad) for name, p in module.named_parameters()}
-    model: Any = fully_shard_model(module, fsdp_unit_modules=[Block, Layer])
+    model: Any = fully_shard_model(module, fsdp_unit_modules=[Block, Layer], zero_dp_strategy=strategy)
     groups = {tuple(name for name, _ in bucket.params): bucket for bucket in model.buckets}
     found = [str(names) for names in groups if len({kinds[name] for name in names}) > 1]
     found += ["apart"] if len(groups) != len(set(kinds.values())) else []
@@ -74,15 +73,14 @@ def _frozen_get_storage(self: ParamGroup) -> None:
 
 
 MUTANTS = {
-    "innermost owns": ("Of nested units the innermost owns parameters", build, "plan_units", _innermost),
-    "frozen storage": ("Frozen buckets keep gradients", ParamGroup, "point_at_weights", _frozen_get_storage),
+    "innermost owns": Mutant(
+        "Of nested units the innermost owns parameters", patched(build, "plan_units", _innermost), grouped
+    ),
+    "frozen storage": Mutant(
+        "Frozen buckets keep gradients", patched(ParamGroup, "point_at_weights", _frozen_get_storage), grouped
+    ),
 }
-
-
-@pytest.mark.parametrize("name", each("The engine, by its oracle", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    with mock.patch.object(*MUTANTS[name][1:]):
-        assert run_ranks(grouped, 1) != [[]]
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")
 
 
 def live_bytes() -> int:

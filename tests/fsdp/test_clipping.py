@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from harness.fsdp import ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.update import norms as norm
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import PAIRS, Pair, data, loss_of, plain_gradients, shard
 from tests.support.covering import once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, MAX_NORM = 4, 0.1
@@ -167,27 +165,6 @@ def _all_counted(shards_of: Any) -> tuple[list[Tensor], list[Tensor], bool]:
     return [], [shard for _, shards in shards_of for shard in shards], True
 
 
-MUTANTS: dict[str, tuple[str, Callable[[], Any], Pair, float]] = {
-    "replicas count": (
-        "What several ranks hold counts once for each in norms of any order",
-        lambda: mock.patch.object(norm, "_dealt", _all_counted),
-        Pair("optim", "no_shard"),
-        3.0,
-    ),
-    "a rank's own powers": (
-        "Each rank clips by the norm of what it holds",
-        lambda: mock.patch.object(Communicator, "sum_scalars", _own_norm),
-        Pair("optim_grads", ""),
-        1.0,
-    ),
-    "signs count": (
-        "The largest element is looked for, not the largest absolute value",
-        lambda: mock.patch.object(norm, "_largest", _signed),
-        Pair("optim_grads_params", ""),
-        math.inf,
-    ),
-}
-
 _largest = norm._largest
 
 
@@ -195,26 +172,38 @@ def _signed(shards: Any, everyone: Any) -> float:
     return _largest([-shard.clamp(min=0) for shard in shards], everyone)
 
 
-def visit(rank: int) -> dict[str, Found]:
-    found = {}
-    for name, (_, patch, pair, order) in MUTANTS.items():
-        with patch():
-            found[name] = clip(rank, ((pair, order),))[0]
-
-    with mock.patch.object(Gradients, "open_gaps"):
-        found[LEFT] = after_nan(rank, (Pair("no_shard", ""),))[0][1]
-    return found
+def _clips_rightly(rank: int, trial: tuple[Pair, float]) -> str:
+    return difference(clip(rank, (trial,))[0], trial[1])
 
 
-LEFT = "NaN stays between parameters"
-SAID = [*((name, told[0]) for name, told in MUTANTS.items()), (LEFT, "Once a norm was no number, no later one is")]
+def _forgets_nan(rank: int, pair: Pair) -> str:
+    return difference(after_nan(rank, (pair,))[0][1], 2.0)
 
 
-@once
-def mutated() -> dict[str, Found]:
-    return run_ranks(visit, WORLD)[0]
-
-
-@pytest.mark.parametrize("name", each("The engine, by its norms", SAID))
-def test_a_mutant_is_found(name: str) -> None:
-    assert difference(mutated()[name], 2.0 if name == LEFT else MUTANTS[name][3]) != ""
+MUTANTS = {
+    "replicas count": Mutant(
+        "What several ranks hold counts once for each in norms of any order",
+        patched(norm, "_dealt", _all_counted),
+        _clips_rightly,
+        (Pair("optim", "no_shard"), 3.0),
+    ),
+    "a rank's own powers": Mutant(
+        "Each rank clips by the norm of what it holds",
+        patched(Communicator, "sum_scalars", _own_norm),
+        _clips_rightly,
+        (Pair("optim_grads", ""), 1.0),
+    ),
+    "signs count": Mutant(
+        "The largest element is looked for, not the largest absolute value",
+        patched(norm, "_largest", _signed),
+        _clips_rightly,
+        (Pair("optim_grads_params", ""), math.inf),
+    ),
+    "NaN stays between parameters": Mutant(
+        "Once a norm was no number, no later one is",
+        patched(Gradients, "open_gaps"),
+        _forgets_nan,
+        Pair("no_shard", ""),
+    ),
+}
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its norms")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from harness.fsdp.runtime.gather import GatherPipeline
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import (
     COVERED,
     PAIRS,
@@ -29,7 +29,6 @@ from tests.fsdp.pairs import (
     shard,
 )
 from tests.support.covering import Cover, once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD = 4
@@ -168,24 +167,23 @@ def _keeps_at_end(self: GatherPipeline) -> None:
     self._take_turns(len(self._sweep))
 
 
-def mistaken(rank: int, name: str) -> list[str]:
-    pair = Pair("optim_grads_params", "")
-    if name == "weights stay":
-        with mock.patch.object(GatherPipeline, "post_backward", _keeps_at_end):
-            return recomputing(rank, [(pair, "as it is", Recomputed)])[0]
-    with mock.patch.object(nn.Linear, "reset_parameters"):
-        return beginning_on_meta(rank, pair)
+def _recomputing_plainly(rank: int, pair: Pair) -> list[list[str]]:
+    return recomputing(rank, [(pair, "as it is", Recomputed)])
 
 
-MISTAKES = {
-    "weights stay": "What is gathered at the end of the backward stays",
-    "never filled": "What was materialised is never filled",
+ZERO3 = Pair("optim_grads_params", "")
+MUTANTS = {
+    "weights stay": Mutant(
+        "What is gathered at the end of the backward stays",
+        patched(GatherPipeline, "post_backward", _keeps_at_end),
+        _recomputing_plainly,
+        ZERO3,
+    ),
+    "never filled": Mutant(
+        "What was materialised is never filled", patched(nn.Linear, "reset_parameters"), beginning_on_meta, ZERO3
+    ),
 }
-
-
-@pytest.mark.parametrize("name", each("The engine, by its oracle", MISTAKES.items()))
-def test_a_mutant_is_found(name: str) -> None:
-    assert all(run_ranks(mistaken, WORLD, name))
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")
 
 
 @pytest.mark.parametrize("pair", COVERED.params())

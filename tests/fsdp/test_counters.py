@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from harness.fsdp import fully_shard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.probe.collectives import CollectiveMeter
-from tests.support.mutants import each
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.support.spawn import run_ranks
 
 UNIT_BYTES = 64 * 64 * 4
@@ -30,11 +28,6 @@ def fetch_all(self: GatherPipeline) -> None:
     while self._next < len(self._sweep):
         self._next += 1
         self._start_unshard(self._sweep[self._next - 1])
-
-
-def mistaken(rank: int) -> list[tuple[dict[str, int], int]]:
-    with mock.patch.object(GatherPipeline, "_prefetch", fetch_all):
-        return two_steps(rank, "backend", 1)
 
 
 def two_steps(rank: int, transport: str, prefetch: int) -> list[tuple[dict[str, int], int]]:
@@ -84,10 +77,21 @@ def test_peaks_are_of_one_step(prefetch: int, units_alive: int) -> None:
             assert counters["transient_peak_bytes"] == units_alive * UNIT_BYTES
 
 
-SAYS = "Everything is fetched as soon as the forward begins"
+def _fetched_in_turn(rank: int, strategy: str) -> list[str]:
+    peaks = [counters["gathered_units_peak"] for counters, _ in two_steps(rank, "backend", 1)]
+    return [f"{peak} units are gathered" for peak in peaks if peak > 2]
 
 
-@pytest.mark.parametrize("name", each("The engine, by its oracle", [("no limit ahead", SAYS)]))
-def test_a_mutant_is_found(name: str) -> None:
-    for steps in run_ranks(mistaken, 2):
-        assert all(counters["gathered_units_peak"] > 2 for counters, _ in steps)
+MUTANTS = {
+    "no limit ahead": Mutant(
+        "Everything is fetched as soon as the forward begins",
+        patched(GatherPipeline, "_prefetch", fetch_all),
+        _fetched_in_turn,
+    ),
+    "peaks for ever": Mutant(
+        "The largest number of gathered units is that of the whole training",
+        patched(GatherPipeline, "reset_peak"),
+        _fetched_in_turn,
+    ),
+}
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")

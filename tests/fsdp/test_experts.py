@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.runtime import units
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.support.covering import once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, WIDTH, STEPS = 4, 6, 3
@@ -144,22 +143,26 @@ def _doubled(self: Reduction, exchange: Any, into: list[Tensor], *, add: bool) -
         target.mul_(2.0)
 
 
+def _trained_rightly(rank: int, case: tuple[Any, ...]) -> list[str]:
+    check(case, [train(rank, [case])])
+    return []
+
+
 MUTANTS = {
-    "unmarked": ("The mark of an expert is not looked at", units, "is_expert", lambda _: False),
-    "divided by their own": ("Experts are divided by the size of their own group", Reduction, "fold", _doubled),
+    "unmarked": Mutant(
+        "The mark of an expert is not looked at",
+        patched(units, "is_expert", lambda _: False),
+        _trained_rightly,
+        (3, 2, 1, "fast"),
+    ),
+    "divided by their own": Mutant(
+        "Experts are divided by the size of their own group",
+        patched(Reduction, "fold", _doubled),
+        _trained_rightly,
+        (3, 2, 1, "fast"),
+    ),
 }
-
-
-def mistaken(rank: int, name: str, case: tuple[Any, ...]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    with mock.patch.object(*MUTANTS[name][1:]):
-        return train(rank, [case])
-
-
-@pytest.mark.parametrize("name", each("The engine, by its experts", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    case = (3, 2, 1, "fast")
-    with pytest.raises(AssertionError):
-        check(case, run_ranks(mistaken, WORLD, name, case))
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its experts")
 
 
 def test_exact_experts_have_one_set_of_bits() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +16,13 @@ from torch import Tensor, nn
 from harness.fsdp import Strategy, fully_shard_model
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Readiness
+from tests.fsdp.checked import RANKS, Mutant, each_is_found, patched
 from tests.fsdp.ordinary.pieces import CARRIES
 from tests.support.covering import Cover, once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
-RANKS, DIM, LAYERS = 2, 8, 4
+DIM, LAYERS = 8, 4
 
 
 class Parcel:
@@ -152,9 +150,8 @@ Found = dict[str, Tensor] | str
 """Gradients, or what was raised."""
 
 
-def train_all(rank: int, cases: tuple[Case, ...], mutant: str = "") -> dict[Case, Found]:
-    with MUTANTS[mutant].patch() if mutant else nullcontext():
-        return {case: train(rank, case) for case in cases}
+def train_all(rank: int, cases: tuple[Case, ...]) -> dict[Case, Found]:
+    return {case: train(rank, case) for case in cases}
 
 
 def train(rank: int, case: Case) -> Found:
@@ -175,8 +172,8 @@ def train(rank: int, case: Case) -> Found:
 
 
 @once
-def trained(cases: tuple[Case, ...], mutant: str = "") -> dict[Case, Found]:
-    return run_ranks(train_all, RANKS, cases, mutant)[0]
+def trained(cases: tuple[Case, ...]) -> dict[Case, Found]:
+    return run_ranks(train_all, RANKS, cases)[0]
 
 
 @cache
@@ -215,67 +212,39 @@ def test_gradients_are_those_of_one_process(case: Case) -> None:
         check(case, found)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """breaks: the mistake. patch: makes it while it is entered. case: shows it."""
-
-    breaks: str
-    patch: Callable[[], Any]
-    case: Case
-
-
 def zero3(way: str, habit: str = "once", double_buffer: bool = False) -> Case:
     return Case(way, "linear", "optim_grads_params", habit, double_buffer)
+
+
+def finds(rank: int, case: Case) -> list[str]:
+    check(case, train(rank, case))
+    return []
 
 
 MUTANTS = {
     "order is not asked": Mutant(
         "A unit whose inputs no hook sees is released when its last gradient has come",
-        lambda: mock.patch.object(Readiness, "enter"),
+        patched(Readiness, "enter"),
+        finds,
         zero3("dict"),
     ),
     "next unit waits for its outputs": Mutant(
         "A unit is unsharded only when a gradient comes to its outputs, not to what it left behind",
-        lambda: mock.patch.object(GatherPipeline, "unshard_next"),
+        patched(GatherPipeline, "unshard_next"),
+        finds,
         zero3("aux"),
     ),
     "unseen units are released": Mutant(
         "A unit of which neither inputs nor outputs can be seen is released after its forward",
-        lambda: mock.patch.object(GatherPipeline, "keep"),
+        patched(GatherPipeline, "keep"),
+        finds,
         zero3("object"),
     ),
     "resting units stay": Mutant(
         "A unit between two of its calls in one backward keeps the buffer that another one needs",
-        lambda: mock.patch.object(GatherPipeline, "_wake"),
+        patched(GatherPipeline, "_wake"),
+        finds,
         zero3("tensor", "two forwards first", double_buffer=True),
     ),
 }
-
-
-@pytest.mark.parametrize("name", each("Hidden tensors", ((n, m.breaks) for n, m in MUTANTS.items())))
-def test_a_wrong_engine_is_found(name: str) -> None:
-    case = MUTANTS[name].case
-    with pytest.raises(AssertionError):
-        check(case, trained((case,), name)[case])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_of_inputs_alone_are_no_backward_of_the_step(strategy: str) -> None:
-    for found in run_ranks(differentiate_inputs, RANKS, strategy):
-        check(Case("tensor", "nothing", strategy, "once", False), found)
-
-
-def differentiate_inputs(rank: int, strategy: str) -> Found:
-    """`autograd.grad` before, between and after the step's one backward, which may not be followed by another."""
-    wrapped, plain = (
-        fully_shard_model(Chain("tensor", "nothing"), fsdp_unit_modules=[Block], zero_dp_strategy=strategy),
-        Chain("tensor", "nothing"),
-    )
-    for before in (True, False):
-        x = x_of(rank, 5).requires_grad_()
-        (found,) = torch.autograd.grad(wrapped(x).square().mean(), x)
-        (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
-        torch.testing.assert_close(found, expected)
-        if before:
-            wrapped(x_of(rank, 0)).square().mean().backward()
-    return dict(wrapped.full_gradients())
+test_a_wrong_engine_is_found = each_is_found(__name__, MUTANTS, "Hidden tensors")

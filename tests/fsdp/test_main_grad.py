@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.update.flat_step import DECOUPLED, FlatStep
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched
 from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Block, Model, Pair, data, same, shard
 from tests.support.covering import Cover, once
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 WORLD, STEPS = 4, 2
@@ -247,26 +245,23 @@ def _leaves_last_out(self: FlatStep, gradient_of: Any) -> None:
     setattr(self.optimizer.param_groups[-1]["params"][-1], DECOUPLED, None)
 
 
-def decoupled(rank: int, mistaken: bool) -> list[Any]:
-    """The dtype of each gradient that the step of a rank has seen, or None."""
+def decoupled(rank: int, strategy: str) -> list[str]:
+    """Gradients that are not fp32 in the step of a rank; None of what has none."""
     module = Model().bfloat16()
     optimizer: Any = DecoupledSGD(module.parameters(), lr=0.1)
     policy = MixedPrecisionPolicy(None, torch.float32)
-    with mock.patch.object(FlatStep, "_decouple", _leaves_last_out) if mistaken else nullcontext():
-        model, optimizer = fully_shard(
-            module, optimizer, fsdp_unit_modules=[Block], use_decoupled_grad=True, mixed_precision_policy=policy
-        )
-        model(data(0, rank).bfloat16()).float().sum().backward()
-        optimizer.step()
-        model.close()
-    return [getattr(gradient, "dtype", None) for gradient in optimizer.seen]
+    options: dict[str, Any] = {"zero_dp_strategy": strategy, "mixed_precision_policy": policy}
+    model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[Block], use_decoupled_grad=True, **options)
+    model(data(0, rank).bfloat16()).float().sum().backward()
+    optimizer.step()
+    model.close()
+    dtypes = [getattr(gradient, "dtype", None) for gradient in optimizer.seen]
+    return [str(dtype) for dtype in dtypes if dtype is not torch.float32] if dtypes else ["nothing was stepped"]
 
 
-def test_bf16_weights_are_stepped_by_gradients_in_fp32() -> None:
-    for seen in run_ranks(decoupled, 2, False):
-        assert set(seen) == {torch.float32}
-
-
-@pytest.mark.parametrize("name", each("The engine, by its oracle", [("one is left out", "The last has no gradient")]))
-def test_a_mutant_is_found(name: str) -> None:
-    assert any(None in seen for seen in run_ranks(decoupled, 2, True))
+CHECKS = {"decoupled": decoupled}
+MUTANTS = {
+    "one is left out": Mutant("The last has no gradient", patched(FlatStep, "_decouple", _leaves_last_out), "decoupled")
+}
+test_bf16_weights_are_stepped_by_gradients_in_fp32 = each_holds(__name__, CHECKS)
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by its oracle")

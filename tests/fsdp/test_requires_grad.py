@@ -19,28 +19,27 @@ from harness.fsdp.runtime import backward_hooks, trainability
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.storage.gradients import Gradients
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.freezing import (
     FREEZING,
     WIDTH,
-    WORLD,
-    Kept,
     Net,
     Part,
     Trial,
     all_but_head,
     data,
     difference,
+    differences,
     fp32,
     fp64,
     run_plain,
-    run_sharded,
     sharded,
 )
 from tests.fsdp.pairs import PAIRS, STRATEGIES, Pair
-from tests.support.covering import Cover, once
-from tests.support.mutants import each
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
+WORLD = 4
 MANY = ("gan", "one frozen in turn", "adapters alone", "unfreezing", "unfreezing by groups")
 """Programs that run with one microbatch a step and with two."""
 TRIALS = Cover(
@@ -229,39 +228,6 @@ def _together(*patches: Any) -> ExitStack:
     return stack
 
 
-ZERO2, ZERO3 = Pair("optim_grads", ""), Pair("optim_grads_params", "")
-MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
-    "frozen ones bring zeros": (
-        "A parameter that was frozen between forward and backward got a gradient of zero",
-        lambda: mock.patch.object(backward_hooks.BackwardHooks, "_gradient_arrived", _takes_all),
-        Trial(ZERO2, "freezing after the forward"),
-    ),
-    "unfreezing is not seen": (
-        "What was frozen when it was sharded stays so",
-        lambda: _together(
-            mock.patch.object(Trainability, "_train"),
-            mock.patch.object(backward_hooks, "unfrozen_too_late", return_value=None),
-        ),
-        Trial(ZERO2, "unfreezing"),
-    ),
-    "unfrozen ones begin anew": (
-        "What is unfrozen has the values of nobody",
-        lambda: mock.patch.object(trainability.ParamGroup, "train", _forgets_values),
-        Trial(ZERO3, "unfreezing and freezing"),
-    ),
-    "sums from nowhere": (
-        "A bucket that comes late into a step adds to what its memory held",
-        lambda: mock.patch.object(Gradients, "begin_late", _fills),
-        Trial(ZERO2, "unfreezing between microbatches", 2),
-    ),
-    "late ones are not reduced": (
-        "What is unfrozen is trained on each rank's own gradient",
-        lambda: mock.patch.object(ReducePipeline, "take_in"),
-        Trial(Pair("no_shard", ""), "unfreezing and freezing"),
-    ),
-}
-
-
 def _takes_all(self: Any, unit: Any, gradients: Any, index: int, name: str, param: nn.Parameter) -> None:
     frozen = not param.requires_grad
     param.requires_grad_(True)
@@ -276,25 +242,40 @@ def _fills(self: Gradients) -> None:
     self.sums.fill_(1.0)
 
 
-def visit(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (_, patch, trial) in MUTANTS.items():
-        with patch():
-            try:
-                found[name] = run_sharded(rank, trial)
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
-mutated = once(lambda: run_ranks(visit, WORLD))
-
-
-@pytest.mark.parametrize(
-    "name", each("The engine, by what programs freeze", ((name, mutant[0]) for name, mutant in MUTANTS.items()))
-)
-def test_a_mutant_is_found(name: str) -> None:
-    _, _, trial = MUTANTS[name]
-    found = [ran[name] for ran in mutated()]
-    assert all(isinstance(kept, Kept) for kept in found), found
-    assert any(difference(kept, trial) for kept in found)
+ZERO2, ZERO3 = Pair("optim_grads", ""), Pair("optim_grads_params", "")
+MUTANTS = {
+    "frozen ones bring zeros": Mutant(
+        "A parameter that was frozen between forward and backward got a gradient of zero",
+        patched(backward_hooks.BackwardHooks, "_gradient_arrived", _takes_all),
+        differences,
+        Trial(ZERO2, "freezing after the forward"),
+    ),
+    "unfreezing is not seen": Mutant(
+        "What was frozen when it was sharded stays so",
+        lambda: _together(
+            mock.patch.object(Trainability, "_train"),
+            mock.patch.object(backward_hooks, "unfrozen_too_late", return_value=None),
+        ),
+        differences,
+        Trial(ZERO2, "unfreezing"),
+    ),
+    "unfrozen ones begin anew": Mutant(
+        "What is unfrozen has the values of nobody",
+        patched(trainability.ParamGroup, "train", _forgets_values),
+        differences,
+        Trial(ZERO3, "unfreezing and freezing"),
+    ),
+    "sums from nowhere": Mutant(
+        "A bucket that comes late into a step adds to what its memory held",
+        patched(Gradients, "begin_late", _fills),
+        differences,
+        Trial(ZERO2, "unfreezing between microbatches", 2),
+    ),
+    "late ones are not reduced": Mutant(
+        "What is unfrozen is trained on each rank's own gradient",
+        patched(ReducePipeline, "take_in"),
+        differences,
+        Trial(Pair("no_shard", ""), "unfreezing and freezing"),
+    ),
+}
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what programs freeze")

@@ -1,9 +1,8 @@
-"""DTensors handed out by the engine, right or refused; weights taken back whole, as DTensors, from other layouts."""
+"""DTensors handed out by the engine."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from harness.fsdp import state as states
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.ragged.tensor import local_of
-from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
-from tests.support.mutants import each
-from tests.support.spawn import run_ranks
+from tests.fsdp.checked import Mutant, each_is_found, patched
+from tests.fsdp.pairs import PAIRS, Pair, by_pair, data, loss_of, same, shard
 
 WORLD = 4
 
@@ -51,44 +49,6 @@ def handed_out(rank: int, pair: Pair) -> list[str]:
     return told
 
 
-def taken_back(rank: int, pair: Pair) -> list[str]:
-    """Weights of another seed, given whole, as DTensors, and with faults."""
-    model, _ = shard(pair)
-    other, _ = shard(pair, Model(seed=8))
-    whole = dict(other.full_weights())
-    told = []
-    for given in (whole, other.state_dict()):
-        model.load_state_dict(dict(shard_of(model)))  # what it has: nothing changes
-        model.load_state_dict(given)
-        told += same(dict(model.full_weights()), whole)
-        x = data(0, rank)
-        told += [] if torch.equal(model(x), other(x)) else ["the next forward is another one"]
-    before = dict(model.full_weights())
-    first = next(iter(whole))
-    wrong: dict[str, tuple[dict[str, Tensor], str]] = {
-        "missing": ({name: value for name, value in whole.items() if name != first}, f"missing {first}"),
-        "unexpected": ({**whole, "nobody": torch.zeros(2)}, "unexpected nobody"),
-        "shape": ({**whole, first: torch.zeros(3)}, f"{first} is [3]"),
-    }
-    for what, (given, says) in wrong.items():
-        try:
-            model.load_state_dict(given)
-            told.append(f"{what}: loaded")
-        except ValueError as error:
-            told += [] if says in str(error) and "nothing was loaded" in str(error) else [str(error)]
-    told += same(dict(model.full_weights()), before)
-    relaxed = model.load_state_dict({**wrong["missing"][0], "nobody": torch.zeros(2)}, strict=False)
-    told += [] if relaxed == ([first, "exit.weight"], ["nobody"]) else [str(relaxed)]
-    try:
-        model.load_state_dict(whole, assign=True)
-        told.append("assign was taken")
-    except ValueError:
-        pass
-    model.close()
-    other.close()
-    return told
-
-
 def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     """What `Shard(0)` promises: even chunks in rank order."""
     group = self.device_mesh.get_group(self.device_mesh.ndim - 1)
@@ -114,37 +74,22 @@ def _only_what_lies_here(found: states.ShardedState, *args: Any) -> None:
 
 
 MUTANTS = {
-    "as torch cuts": (
-        "A whole tensor is put together as torch's placement says", RaggedTensor, "full_tensor", _as_torch_cuts
+    "as torch cuts": Mutant(
+        "A whole tensor is put together as torch's placement says",
+        patched(RaggedTensor, "full_tensor", _as_torch_cuts),
+        handed_out,
+        Pair("optim_grads_params", "optim"),
     ),
-    "what lies here alone": (
-        "Parameters of which a rank holds no row have no key there", states, "add_optimizers", _only_what_lies_here
+    "what lies here alone": Mutant(
+        "Parameters of which a rank holds no row have no key there",
+        patched(states, "add_optimizers", _only_what_lies_here),
+        handed_out,
+        Pair("optim_grads_params", "optim"),
     ),
-}  # fmt: skip
+}
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by saved state")
 
 
-def mistaken(rank: int, name: str) -> list[str]:
-    with mock.patch.object(*MUTANTS[name][1:]):
-        return handed_out(rank, Pair("optim_grads_params", "optim"))
-
-
-@pytest.mark.parametrize("name", each("The engine, by saved state", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    assert all(run_ranks(mistaken, WORLD, name))
-
-
-def shard_of(model: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
-
-
-@every_pair
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_dtensor_gathers_rightly(pair: Pair) -> None:
     assert by_pair(handed_out)[pair] == [[]] * WORLD
-
-
-@every_pair
-def test_weights_are_taken_whole_or_as_dtensors_or_refused(pair: Pair) -> None:
-    assert by_pair(taken_back)[pair] == [[]] * WORLD

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
 from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp import pairs
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import STRATEGIES
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip
 from tests.support.spawn import run_ranks
 
 LIMIT_S = 1.0
@@ -179,28 +179,23 @@ def _first_come(self: ReducePipeline, unit: Any) -> None:
     _mark_ready(self, unit)
 
 
+def _ends_otherwise(rank: int, case: tuple[str, str]) -> str:
+    told = train(rank, *case)
+    return "" if told.startswith("StepError") else told
+
+
 MUTANTS = {
-    "steps uncounted": (UNCOUNTED.breaks, gradient_sync, "_read", UNCOUNTED.made, "one more backward", "no_shard"),
-    "first come": (
+    "steps uncounted": Mutant(
+        UNCOUNTED.breaks,
+        lambda: patched(gradient_sync, "_read", UNCOUNTED.made())(),
+        _ends_otherwise,
+        ("one more backward", "no_shard"),
+    ),
+    "first come": Mutant(
         "A unit is reduced when its gradients are ready, not when its turn comes",
-        ReducePipeline,
-        "mark_ready",
-        lambda: _first_come,
-        "another order",
-        "optim_grads",
+        patched(ReducePipeline, "mark_ready", _first_come),
+        _ends_otherwise,
+        ("another order", "optim_grads"),
     ),
 }
-
-
-def mistaken(rank: int, name: str) -> str:
-    _, owner, attribute, made, habit, strategy = MUTANTS[name]
-    with mock.patch.object(owner, attribute, made()):
-        try:
-            return train(rank, habit, strategy)
-        except AssertionError as error:
-            return f"other weights: {error}"
-
-
-@pytest.mark.parametrize("name", each("Deadlocks", ((name, mutant[0]) for name, mutant in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    assert all(told and not told.startswith("StepError") for told in run_ranks(mistaken, 2, name))
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "Deadlocks")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,24 +17,24 @@ from torch import Tensor
 from harness.fsdp import MixedPrecisionPolicy, create_state
 from harness.fsdp.runtime.gradient_sync import Usage
 from harness.fsdp.storage.gradients import Gradients
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.freezing import (
     OPTIMIZERS,
     STEPS,
     WORLD,
-    Kept,
     Trial,
     World,
     bf16,
     difference,
+    differences,
     fp32,
     fp64,
     run_plain,
-    run_sharded,
     sharded,
 )
 from tests.fsdp.pairs import PAIRS, Pair
-from tests.support.covering import Cover, once
-from tests.support.mutants import Slip, each
+from tests.support.covering import Cover
+from tests.support.mutants import Slip
 from tests.support.spawn import run_ranks
 
 ADAMW = "unused, adamw"
@@ -178,36 +176,24 @@ def _forgetful(self: Gradients) -> Tensor:
     return taken
 
 
-MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
-    "zeros for all": (
+MUTANTS = {
+    "zeros for all": Mutant(
         "A parameter that no rank used is updated as if its gradient were zero",
-        lambda: mock.patch.object(Usage, "find", return_value=0),
+        patched(Usage, "find", return_value=0),
+        differences,
         Trial(PAIRS[0], ADAMW),
     ),
-    "one rank decides": (
+    "one rank decides": Mutant(
         "What this rank did not use counts as used by none",
-        lambda: mock.patch.object(Usage, "_count", OWN_ALONE.made()),
+        lambda: patched(Usage, "_count", OWN_ALONE.made())(),
+        differences,
         Trial(Pair("optim_grads", ""), ADAMW),
     ),
-    "the last microbatch decides": (
+    "the last microbatch decides": Mutant(
         "A parameter is used if the last microbatch used it",
-        lambda: mock.patch.object(Gradients, "take", _forgetful),
+        patched(Gradients, "take", _forgetful),
+        differences,
         Trial(Pair("optim_grads", ""), ADAMW, 2, more=(("numerics", "ordered"),)),
     ),
 }
-
-
-def visit(rank: int) -> dict[str, Kept]:
-    found = {}
-    for name, (_, patch, trial) in MUTANTS.items():
-        with patch():
-            found[name] = run_sharded(rank, trial)
-    return found
-
-
-mutated = once(lambda: run_ranks(visit, WORLD))
-
-
-@pytest.mark.parametrize("name", each("The engine, by what it leaves alone", ((n, m[0]) for n, m in MUTANTS.items())))
-def test_a_mutant_is_found(name: str) -> None:
-    assert difference(mutated()[0][name], MUTANTS[name][2]) != ""
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by what it leaves alone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, build, fully_shard, tensor_parallel
 from harness.fsdp.comm import mesh
 from harness.fsdp.runtime import materialize
+from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, whole_of
-from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
+WORLD = 4
 WIDTH, HIDDEN, ROWS = 6, 12, 3
 LARGEST = 448.0
 """Of e4m3."""
@@ -229,55 +229,53 @@ CASES = (
     Case(1, 4, strategy="optim"),
 )
 """DP 2 x TP 2, sharded and not; HSDP and HFSDP x TP 2; HSDP; TP 4."""
-META: dict[str, Any] = {"device": torch.device("cpu"), "init_model_with_meta_device": True}
 
-MUTANTS: dict[str, tuple[str, Case, dict[str, Any], Any]] = {
-    "copies are in the mesh": (
+
+def follow_from_meta(rank: int, case: Case) -> list[str]:
+    return follow(rank, case, device=torch.device("cpu"), init_model_with_meta_device=True)
+
+
+MUTANTS = {
+    "copies are in the mesh": Mutant(
         "Ranks that replicate weights are told to a module as ranks that cut them",
+        patched(build, "_cutting", lambda groups, placements: groups.everyone),
+        follow,
         HSDP,
-        {},
-        lambda: mock.patch.object(build, "_cutting", lambda groups, placements: groups.everyone),
     ),
-    "TP shards are not told": (
+    "TP shards are not told": Mutant(
         "A module that sizes itself for its TP shard is told of the data-parallel ranks alone",
+        patched(build, "mesh_of", lambda data, tensor, kind: mesh.mesh_of(data, None, kind)),
+        follow,
         Case(2, 2),
-        {},
-        lambda: mock.patch.object(build, "mesh_of", lambda data, tensor, kind: mesh.mesh_of(data, None, kind)),
     ),
-    "reset whole": (
+    "reset whole": Mutant(
         "A module that resets its own TP shard is given the whole parameter",
+        patched(materialize, "declares", return_value=False),
+        follow_from_meta,
         Case(2, 2),
-        META,
-        lambda: mock.patch.object(materialize, "declares", return_value=False),
     ),
-    "other objects": (
+    "other objects": Mutant(
         "An optimizer that was built before holds parameters that the module has no more",
+        patched(tensor_parallel, "_succeed"),
+        follow,
         Case(2, 2),
-        {},
-        lambda: mock.patch.object(tensor_parallel, "_succeed"),
     ),
 }
+test_a_mutant_is_found = each_is_found(__name__, MUTANTS, "The engine, by declared meshes")
 
 
 def _visit(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    return {
         "right": [follow(rank, case) for case in CASES],
-        "meta": [follow(rank, case, **META) for case in (Case(2, 2), HSDP)],
+        "meta": [follow_from_meta(rank, case) for case in (Case(2, 2), HSDP)],
         "before": told_before(rank),
     }
-    for name, (_, case, options, mutant) in MUTANTS.items():
-        with mutant():
-            try:
-                found[name] = follow(rank, case, **options)
-            except (ValueError, RuntimeError) as error:
-                found[name] = [str(error)]
-    return found
 
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, Any]]:
     """One visit of four ranks; what each has to tell."""
-    return run_ranks(_visit, 4)
+    return run_ranks(_visit, WORLD)
 
 
 def test_modules_are_told_the_axes_that_cut_them_and_train_as_whole_ones(told: list[dict[str, Any]]) -> None:
@@ -290,10 +288,3 @@ def test_modules_on_the_meta_device_reset_their_own_tp_shards(told: list[dict[st
 
 def test_a_module_that_was_told_is_left_alone(told: list[dict[str, Any]]) -> None:
     assert [found["before"] for found in told] == [[]] * 4
-
-
-@pytest.mark.parametrize(
-    "name", each("The engine, by declared meshes", ((name, mutant[0]) for name, mutant in MUTANTS.items()))
-)
-def test_a_mutant_is_found(name: str, told: list[dict[str, Any]]) -> None:
-    assert any(found[name] for found in told)
