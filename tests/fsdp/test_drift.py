@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
-from harness.fsdp.guards.replicas import Replica, ReplicaCheck, bit_hash, check_equal
+from harness.fsdp.guards.replicas import Replica, bit_hash, check_equal
 from harness.fsdp.runtime.weights import Weights
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
@@ -195,8 +195,3 @@ def traffic(rank: int) -> list[int]:
 
 def test_one_small_all_reduce_where_a_check_is_due() -> None:
     assert run_ranks(traffic, 2) == [[0, 1, 0, 1]] * 2
-
-
-def test_a_negative_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"check_replicas_every=-1 must be a number of steps, or 0 for never"):
-        ReplicaCheck(list, -1)

@@ -165,11 +165,9 @@ def _own(bucket: ParamGroup) -> Replica:
 
 
 class ReplicaCheck:
-    """Compares copies after every so many steps; 0: never. Raises ValueError for a negative number."""
+    """Compares copies after every so many steps; 0: never."""
 
     def __init__(self, held: Callable[[], Held], every: int) -> None:
-        if every < 0:
-            raise ValueError(f"check_replicas_every={every} must be a number of steps, or 0 for never")
         self._held = held
         self._every = every
         self._steps = 0

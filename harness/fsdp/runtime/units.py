@@ -121,9 +121,6 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
 
     Args:
         min_elements: neighbours are joined until they have so many.
-
-    Raises:
-        ValueError: a module holds no parameter at all.
     """
     plans = {id(module): UnitPlan(ROOT, [module])}
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
@@ -132,8 +129,6 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
-    if not homes:
-        raise ValueError(f"{type(module).__name__} has no parameters to shard")
     root, *others = (plan for plan in plans.values() if plan.is_root or plan.buckets)
     return [root, *_joined(others, min_elements)]
 
