@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.vocabulary import Strategy
@@ -69,12 +69,8 @@ def test_bad_values_are_refused() -> None:
         fully_shard_model(make(), calculate_per_token_loss=True, grad_divisor=2)
     with pytest.raises(ValueError, match=r"no\.such\.Class"):
         fully_shard_model(make(), fsdp_unit_modules=["no.such.Class"])
-    with pytest.raises(ValueError, match="is no nn"):
-        fully_shard_model(make(), fsdp_unit_modules=[int])
     with pytest.raises(ValueError, match="dp_shard_dim='dp'"):
         fully_shard_model(make(), dp_shard_dim="dp")
-    with pytest.raises(ValueError, match="has no parameters"):
-        fully_shard(nn.Identity(), device=torch.device("cpu"))
     with pytest.raises(ValueError, match="meta device"):
         fully_shard_model(nn.Linear(2, 2, device="meta"))
     module = nn.Linear(2, 2)
@@ -92,12 +88,6 @@ def test_recurrent_layers_leave_the_meta_device() -> None:
     assert bool(model(torch.ones(2, 3))[0].isfinite().all())
 
 
-def test_low_precision_gradients_must_be_asked_for() -> None:
-    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="allow_low_precision_grads"):
-        fully_shard_model(make(), mixed_precision_policy=policy)
-
-
 def test_what_is_frozen_needs_no_policy() -> None:
     """Frozen weights have no main weights and no gradients, so a policy that could not hold them does not matter."""
     model = make()
@@ -106,39 +96,7 @@ def test_what_is_frozen_needs_no_policy() -> None:
     assert dict(wrapped.full_weights())["0.linear.weight"].dtype == torch.float64
 
 
-def test_optimizers_that_need_whole_matrices_are_refused_by_name() -> None:
-    model = make()
-    with pytest.raises(TypeError, match="LBFGS"):
-        fully_shard(model, torch.optim.LBFGS(model.parameters()))
-
-
 # -- what a plain loop may rely on -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_in_no_group_are_not_updated(strategy: str) -> None:
-    model = make()
-    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()])
-    wrapped, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    before = dict(wrapped.full_weights())
-    wrapped(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    moved = {name for name, value in wrapped.full_weights() if not torch.equal(before[name], value)}
-    assert moved == {name for name in before if not name.startswith("1.")}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_evaluation_leaves_nothing_behind(strategy: str) -> None:
-    model = make()
-    expected = make()(torch.ones(2, 6))
-    wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    resting = wrapped._parts.memory.live_bytes
-    with torch.no_grad():
-        assert torch.equal(wrapped(torch.ones(2, 6)), expected)
-    assert wrapped._parts.memory.live_bytes == resting
-    wrapped(torch.ones(2, 6)).sum().backward()
-    wrapped.finish_grad_sync()
-    assert wrapped._parts.memory.live_bytes == resting, "memory returns to rest after each backward"
 
 
 def test_both_faces_agree() -> None:

@@ -253,6 +253,7 @@ SLIPS = {
         "if kept is not None and is_sent",
     ),
     "gradients registered": Slip(Gradients, "__init__", " or (SHARD in cuts.own and self.memory.registers)", ""),
+    "copies of shards": Slip(tensor.RaggedTensor, "__deepcopy__", "self.detach().clone()", "self.detach()"),
     "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
 }
 OF_REGISTERED = {
@@ -282,6 +283,7 @@ OF_PROGRAMS = [
     ("edits of flat pieces uncounted", "A flat step does not count as an edit", "bound loop"),
     ("one counter", "Counters of parameters stay behind those of pieces", "saved and loaded"),
     ("state stays", "State that was loaded is not stepped with", "saved and loaded"),
+    ("copies of shards", "A copy of sharded parameters follows every update", "averaged"),
     ("flags stay", "Freezing a sharded parameter has no effect", "frozen for a while"),
 ]
 

@@ -156,6 +156,28 @@ def state_of_one_process(world: World, model: Any, optimizer: Any) -> None:
 
 
 @program
+def state_of_groups_in_another_order(world: World) -> None:
+    """A frozen parameter is among them, and counts; what is saved says nothing of kernels, and shares no memory."""
+
+    def built(seed: int) -> tuple[Any, Any]:
+        model = world.net(seed)
+        named = dict(model.named_parameters())
+        named["blocks.1.up.weight"].requires_grad_(False)
+        last = [param for name, param in named.items() if name.startswith("blocks.2")]
+        rest = [param for name, param in reversed(named.items()) if not name.startswith("blocks.2")]
+        return model, world.bind(adamw([{"params": last, "lr": 0.01}, {"params": rest}]), model)
+
+    model, optimizer = built(0)
+    world.loop(model, optimizer, 2)
+    other, loaded = built(1)
+    other.load_state_dict(model.state_dict())
+    saved = optimizer.state_dict()
+    loaded.load_state_dict(copy.deepcopy(saved) if world.rank is None else saved)  # torch's two share memory
+    for each, its in ((model, optimizer), (other, loaded)):
+        world.loop(each, its, 2)
+
+
+@program
 def helpers_of_torch(world: World) -> None:
     model = world.net()
     plain = model.module if world.rank is not None else model

@@ -192,6 +192,40 @@ MUTANTS = {
         ),
         "forgotten_inside_no_sync",
     ),
+    "numbers of trained parameters": (
+        Slip(
+            sharding,
+            "_take_sharded",
+            'group["params"] = sharded',
+            'group["params"] = [each for each in sharded if each.requires_grad]',
+            "Frozen parameters are not counted, so that numbers are not torch's",
+        ),
+        "state_of_groups_in_another_order",
+    ),
+    "kernels are saved": (
+        Slip(flat_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
+        "state_of_groups_in_another_order",
+    ),
+    "loads share memory": (
+        Slip(
+            Step,
+            "take_loaded",
+            "self.take_state().values()",
+            "()",
+            "What was loaded is the memory of the optimizer that gave it",
+        ),
+        "state_of_groups_in_another_order",
+    ),
+    "steps are traced": (
+        Slip(
+            Step,
+            "_wrap",
+            "map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))",
+            "FlatStep._begin, FlatStep._end",
+            "torch.compile traces what the engine does around a step",
+        ),
+        "compiled",
+    ),
     "unfinished gradients": (
         Slip(
             sharding,

@@ -139,13 +139,7 @@ Held = tuple[str, bool]
 
 
 def payloads(model: ShardedModel) -> dict[Held, Quantized]:
-    """What each layer multiplies, as the weight lies; from weights gathered for the purpose. *Collective.*"""
-    with model.unsharded():
-        return gathered_payloads(model)
-
-
-def gathered_payloads(model: ShardedModel) -> dict[Held, Quantized]:
-    """As `payloads`, inside `unsharded()`."""
+    """What each layer multiplies, as the weight lies; inside `unsharded()`."""
     return {
         (name, transposed): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
         for name, layer in model.module.named_modules()
@@ -183,7 +177,7 @@ def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
     """Layers that do not multiply their whole weight quantized, or this rank's TP shard of that. *Collective.*"""
     told = []
     with model.unsharded():
-        for (name, transposed), held in gathered_payloads(model).items():
+        for (name, transposed), held in payloads(model).items():
             layer = model.module.get_submodule(name)
             assert isinstance(layer, Fp8Linear)
             whole = of_whole(layer, weights[f"{name}.weight"], transposed=transposed)

@@ -10,7 +10,6 @@ import torch
 
 from harness.fsdp import Fp8Linear, MixedPrecisionPolicy
 from harness.fsdp.storage.codec import BACKWARD_COPY, PURPOSE
-from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import (
     HIDDEN,
@@ -24,13 +23,10 @@ from tests.fsdp.fp8.sharded import (
     follow,
     halves_the_bytes,
     meta,
-    payloads,
-    same,
     shard,
     traffic,
     train,
     unlike,
-    whole_copy,
 )
 from tests.streams.recorder import Recorder, believing_in
 from tests.support.spawn import run_ranks
@@ -126,33 +122,6 @@ def _edit(rank: int, strategy: str) -> str:
     return ""
 
 
-def going_on(rank: int, one: Case, two: Case) -> list[str]:
-    """State of one layout in another, and in the same: equal payloads, scales, and next step."""
-    saved, optimizer = shard(one, converted(one.recipe))
-    train(saved, optimizer, one, 0, 1)
-    held, tensors = payloads(saved), saved.sharded_state().tensors
-    given = {name: whole_copy(value) for name, value in tensors.items() if value.dim()}  # counters count steps
-    kept = {name: value.clone() for name, value in tensors.items()}
-    after = train(saved, optimizer, one, 3)
-    loaded, other = shard(two, converted(two.recipe, seed=9))
-    train(loaded, other, two, 7)
-    state = loaded.sharded_state()
-    for name, value in state.tensors.items():
-        fill(value, given[name] if value.dim() else torch.tensor(2.0))
-    loaded.adopt_state(state)
-    told = [f"{name} after adopt_state" for name, each in payloads(loaded).items() if not same(each, held[name])]
-    told += [] if torch.equal(train(loaded, other, two, 3), after) else ["another layout takes another step"]
-    state = saved.sharded_state()
-    for name, value in state.tensors.items():
-        value.copy_(kept[name])
-    saved.adopt_state(state)
-    told += [f"{name} in the same layout" for name, each in payloads(saved).items() if not same(each, held[name])]
-    told += [] if torch.equal(train(saved, optimizer, one, 3), after) else ["resuming is another step"]
-    saved.close()
-    loaded.close()
-    return told
-
-
 def _frozen(rank: int) -> list[str]:
     """Buckets of a model of which one FP8 layer is frozen; replicas are compared."""
     built = converted(Fp8.delayed)
@@ -197,10 +166,10 @@ def _various(rank: int) -> dict[str, Any]:
         "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(Fp8, (*STRATEGIES, ZERO_3), strict=True)],
         "edits": [_edit(rank, each) for each in ("no_shard", ZERO_3)],
         "state": [
-            going_on(rank, Case(Fp8.delayed, ZERO_3), Case(Fp8.delayed, "optim")),
-            going_on(rank, Case(Fp8.block, "no_shard"), Case(Fp8.block, ZERO_3)),
-            going_on(rank, Case(Fp8.mx_32x32, ZERO_3), Case(Fp8.mx_32x32, "optim_grads")),
-            going_on(rank, Case(Fp8.mx, ZERO_3), Case(Fp8.mx, "optim")),
+            across(rank, Case(Fp8.delayed, ZERO_3), Case(Fp8.delayed, "optim")),
+            across(rank, Case(Fp8.block, "no_shard"), Case(Fp8.block, ZERO_3)),
+            across(rank, Case(Fp8.mx_32x32, ZERO_3), Case(Fp8.mx_32x32, "optim_grads")),
+            across(rank, Case(Fp8.mx, ZERO_3), Case(Fp8.mx, "optim")),
         ],
         "meta": [meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block, Fp8.mx)],
         "frozen": _frozen(rank),

@@ -13,18 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.state import StateAccess
-from harness.fsdp.update.flat_step import FlatStep
-from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
+from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched, said
 from tests.fsdp.habits.world import (
     Block,
     Habits,
     Net,
     Run,
-    alike,
     data,
     differing,
     mean_square,
@@ -32,7 +29,6 @@ from tests.fsdp.habits.world import (
     plain_sgd,
     run_of,
 )
-from tests.support.mutants import Slip
 
 CHECKS = Habits()
 
@@ -123,17 +119,6 @@ def looking_before_a_step(rank: int, strategy: str) -> list[str]:
 
 
 @CHECKS.right()
-def keeping_the_best(run: Run) -> None:
-    """`copy.deepcopy` of states, and back, as whoever looks for a learning rate does."""
-    run.train(1)
-    if not run.is_plain:
-        best = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
-        run.train(2)
-        run.model.load_state_dict(best[0])
-        run.optimizer.load_state_dict(best[1])
-
-
-@CHECKS.right()
 def loading_before_a_step(run: Run) -> None:
     """torch keeps gradients when state is loaded: an optimizer's between forward and backward, any before the step."""
     run.train(1)
@@ -145,20 +130,6 @@ def loading_before_a_step(run: Run) -> None:
     run.optimizer.load_state_dict(saved)
     run.model.load_state_dict(weights)
     run.optimizer.step()
-
-
-@CHECKS.check
-def compiling_a_step(rank: int, strategy: str) -> list[str]:
-    """`torch.compile` of what steps: the engine's part of it runs as it is. Where the least and the most is split."""
-
-    def compiled(run: Run) -> None:
-        step = run.optimizer.step if run.is_plain else torch.compile(run.optimizer.step, backend="eager")
-        for number in range(2):
-            mean_square(run.model, run.data(number)).backward()
-            step()
-            run.optimizer.zero_grad()
-
-    return alike(Net, compiled)(rank, strategy) if strategy in ("no_shard", ZERO3) else []
 
 
 def all_but_the_head(module: nn.Module) -> torch.optim.Optimizer:
@@ -237,21 +208,9 @@ def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
     return found
 
 
-TRACED = Slip(
-    FlatStep,
-    "_wrap",
-    "map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))",
-    "FlatStep._begin, FlatStep._end",
-)
-_of_programs = partial(Mutant, area="The engine, by habits of programs")
 _of_loops = partial(Mutant, area="The engine, by habits of loops")
 _of_steps = partial(Mutant, area="The engine, by habits around a step")
 MUTANTS = {
-    "copies of shards": _of_programs(
-        "A copy of a state dictionary follows every update",
-        patched(RaggedTensor, "__deepcopy__", lambda self, memo: self),
-        "keeping_the_best",
-    ),
     "methods that train": _of_loops(
         "A method that runs as a forward does not follow what is frozen and unfrozen",
         patched(Hooks, "run_as_forward", _does_not_follow),
@@ -268,11 +227,6 @@ MUTANTS = {
         patched(StateAccess, "load_state_dict", _forgets_too),
         "loading_before_a_step",
         "optim_grads",
-    ),
-    "steps are traced": _of_steps(
-        "torch.compile traces what the engine does around a step",
-        lambda: patched(FlatStep, "_wrap", TRACED.made())(),
-        "compiling_a_step",
     ),
 }
 

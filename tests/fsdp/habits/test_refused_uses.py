@@ -13,13 +13,11 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.fsdp import MixedPrecisionPolicy, StepError, fully_shard, fully_shard_model
+from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness, weak_hooks
 from harness.fsdp.runtime.hooks import Hooks
-from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.weak_hooks import ProgramHook
-from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
@@ -31,28 +29,18 @@ CHECKS = Habits()
 # -- backwards that are none of the step's -----------------------------------------------------------------------------
 
 
-@CHECKS.check
-def earlier_graphs(rank: int, strategy: str) -> list[str]:
-    run = run_of(Net, rank, strategy)
-    old = run.model(run.data(0)).sum()
-    run.train(1)
-    found = said(old.backward, StepError, "run the forward again")
-    run.model.zero_grad()
-    run.train(1)
-    return found
-
-
 @CHECKS.right()
 def inputs_alone(run: Run) -> tuple[bool, bool]:
-    """autograd.grad(loss, x) is no backward of the step, which comes after it."""
-    x, close = run.data(0).requires_grad_(), True
-    for _ in range(2):
+    """autograd.grad(loss, x) is no backward of the step, before it and after it."""
+    x, close, counted = run.data(0).requires_grad_(), True, False
+    for place in range(3):
         loss = mean_square(run.model, x)
         (ours,) = torch.autograd.grad(loss, x, retain_graph=True)
         (right,) = torch.autograd.grad(mean_square(Net(), x), x)
         close &= torch.allclose(ours, right, atol=1e-6)
-    counted = getattr(run.model, "has_gradients", False)
-    loss.backward()
+        if place == 1:
+            counted = getattr(run.model, "has_gradients", False)
+            loss.backward()
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.train(2)
@@ -287,25 +275,16 @@ def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
 
 @CHECKS.check
 def initialising_unseeded(rank: int, strategy: str) -> list[str]:
-    """Each rank draws its own numbers: refused where edits are compared, and named where replicas are."""
-
-    def unsharded() -> None:
-        model = run_of(Net, rank, strategy).model
-        torch.manual_seed(rank)
-        with model.unsharded():
-            nn.init.normal_(model.module.head.weight)
-
-    def compared() -> None:
-        module = Net()
-        pair = fully_shard(module, plain_sgd(module), zero_dp_strategy=strategy, check_replicas_every=1)
-        torch.manual_seed(rank)
-        nn.init.normal_(module.head.weight)
-        Run(module, *pair, (rank,)).train(2)
-
-    told = said(unsharded, Exception, "head.weight.*All ranks must make the same edit inside unsharded")
+    """Each rank draws its own numbers: named where replicas are compared."""
+    module = Net()
+    pair = fully_shard(module, plain_sgd(module), zero_dp_strategy=strategy, check_replicas_every=1)
+    torch.manual_seed(rank)
+    nn.init.normal_(module.head.weight)
+    run = Run(module, *pair, (rank,))
     if strategy == "no_shard":
-        return told + said(compared, Exception, "replicas differ after update 1: head.weight")
-    return told  # each rank updates a part, and all take that
+        return said(lambda: run.train(2), Exception, "replicas differ after update 1: head.weight")
+    run.train(2)  # each rank updates a part, and all take that
+    return []
 
 
 test_it_is_right_or_says_what_to_do = each_holds(__name__, CHECKS)
@@ -334,9 +313,6 @@ MUTANTS = {
         "What a unit edited in place is used by its caller without a gradient through the edit",
         patched(Hooks, "_take_edits", return_value=[]),
         "edited_inputs",
-    ),
-    "earlier graphs": _cannot_take(
-        "A backward mixes old activations with new weights", patched(Step, "check_forward"), "earlier_graphs"
     ),
     "inputs alone": _cannot_take(
         "A gradient of an input ends the step",
@@ -397,11 +373,6 @@ MUTANTS = {
         lambda: patched(LostEdits, "note", RESIDENT.made())(),
         "clamping_narrow_weights_in_a_forward",
         "optim",
-    ),
-    "edits are not compared": _of_steps(
-        "Each rank keeps the numbers it has drawn inside unsharded()",
-        patched(Weights, "_compare"),
-        "initialising_unseeded",
     ),
     "replicas are not compared": _of_steps(
         "Ranks part by the numbers they have drawn, whatever check_replicas_every says",

@@ -284,16 +284,6 @@ def rewired_wrongly(rank: int, strategy: str) -> list[str]:
 test_a_name_of_megatron_fsdp_does_what_it_says = each_holds(__name__, CHECKS)
 
 
-def test_the_entries_return_the_model_with_its_names() -> None:
-    names = (
-        "install_optimized_model_weights zero_grad_buffer scale_gradients start_param_sync start_grad_sync"
-        " synchronize_param_gather synchronize_gradient_reduce attach_grad_to_optimizer_state broadcast_params"
-        " mixed_precision_context reset_mixed_precision_policy finish_grad_sync no_sync sync set_model_auto_sync"
-    )
-    assert not [name for name in names.split() if not callable(getattr(MegatronModel, name, None))]
-    assert megatron.fully_shard.__annotations__["return"] == "tuple[MegatronModel, Opt]"
-
-
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 

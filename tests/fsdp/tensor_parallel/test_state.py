@@ -10,18 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
 from harness.fsdp.ragged import RaggedTensor
 from tests.fsdp.tensor_parallel.training import (
-    Block,
     Case,
-    Decoder,
     Shape,
     built,
-    cut,
+    in_fsdp2,
     loss_of,
     mesh_of,
     rows_of,
@@ -90,16 +86,6 @@ def test_a_mutant_is_found_where_tp_shards_change_places(tmp_path: Path) -> None
 # -- with FSDP2 --------------------------------------------------------------------------------------------------------
 
 
-def peer_of(mesh: DeviceMesh) -> Decoder:
-    peer = built(SHAPE, seed=1)
-    peer.scale = torch.nn.Parameter(peer.scale.detach().reshape(1))  # it splits no scalar
-    cut(peer, SHAPE, mesh["tp"])
-    for block in (part for part in peer.modules() if isinstance(part, Block)):
-        fsdp2(block, mesh=mesh["inner"])
-    fsdp2(peer, mesh=mesh["inner"])
-    return peer
-
-
 def without_scale(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != "scale"}
 
@@ -108,7 +94,7 @@ def both_ways(rank: int, folder: Path) -> list[str]:
     """FSDP2's weights into ours, through files and without; then ours, trained on, into FSDP2's."""
     case = TP2
     model, _ = stepped(case)
-    peer = peer_of(mesh_of(case))
+    peer = in_fsdp2(built(SHAPE, seed=1), SHAPE, mesh_of(case))
     theirs = {name: whole_of(value) for name, value in without_scale(peer.state_dict()).items()}
     dcp.save(without_scale(peer.state_dict()), checkpoint_id=str(folder / "theirs"))
     held = without_scale(model.state_dict())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from harness.fsdp import MixedPrecisionPolicy
@@ -17,13 +16,12 @@ from harness.probe.collectives import FUNCTIONAL, CollectiveMeter, Row
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.training import (
     SEQUENCES,
-    Block,
     Case,
     Record,
     Shape,
     alone,
     built,
-    cut,
+    in_fsdp2,
     loss_of,
     mesh_of,
     rows_of,
@@ -142,12 +140,7 @@ def beside_fsdp2(rank: int) -> list[float]:
         asked = Case(2, 2, shape=shape, optimizer="sgd")
         mesh = mesh_of(asked)
         ours, optimizer = sharded(asked, mesh)
-        peer = built(shape)
-        peer.scale = torch.nn.Parameter(peer.scale.detach().reshape(1))  # it splits no scalar
-        cut(peer, shape, mesh["tp"])
-        for block in (part for part in peer.modules() if isinstance(part, Block)):
-            fsdp2(block, mesh=mesh["inner"])
-        fsdp2(peer, mesh=mesh["inner"])
+        peer = in_fsdp2(built(shape), shape, mesh)
         theirs = torch.optim.SGD((p for p in peer.parameters() if p.requires_grad), lr=0.05, momentum=0.9)
         for step in range(2):
             for model, stepped in ((ours, optimizer), (peer, theirs)):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -127,6 +128,15 @@ def cut(model: Decoder, shape: Shape, mesh: DeviceMesh) -> Decoder:
     for name, param in model.named_parameters():
         param.requires_grad_(name not in frozen)
     return model
+
+
+def in_fsdp2(model: Decoder, shape: Shape, mesh: DeviceMesh) -> Decoder:
+    """The model over the same plan in FSDP2."""
+    model.scale = nn.Parameter(model.scale.detach().reshape(1))  # it splits no scalar
+    cut(model, shape, mesh["tp"])
+    for block in (part for part in model.modules() if isinstance(part, Block)):
+        fsdp2(block, mesh=mesh["inner"])
+    return fsdp2(model, mesh=mesh["inner"])
 
 
 def tokens_of(step: int, sequence: int, shape: Shape, length: int = 8) -> Tensor:
