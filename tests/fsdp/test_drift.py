@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from harness.fsdp import MixedPrecisionPolicy, ReplicaDrift, fully_shard
@@ -111,6 +112,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
 
     def install_and_drift(*args: Any) -> None:
         install(*args)
+        dist.barrier()  # others have read by now what lies here, where it drifts
         target = bucket.main_storage if case.main else bucket.compute
         assert target is not None
         if number == 3 and rank in case.ranks:
