@@ -49,6 +49,11 @@ OVERRIDDEN = (
 """Methods that torch calls of process groups, modules and placements."""
 
 
+def fake_store() -> Any:
+    """Store of process groups of the backend "fake", which have any number of ranks and move nothing."""
+    return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
 class MissingName(RuntimeError):
     """torch has renamed, or removed, what the engine needs here."""
 

@@ -11,6 +11,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", "report.REPORT"),
         Verb("bisect", "the first commit, or the fewest settings, that make a run differ", "bisect.BISECT"),
         Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
+        Verb("plan", "memory and traffic of a request before anything runs, at any number of ranks", "plan.PLAN"),
         Verb("rehearse", "stop a run after a step, resume it, and compare every number", "rehearse.REHEARSE"),
     ),
     "How runs fare": (

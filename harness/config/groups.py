@@ -223,6 +223,8 @@ class ClusterConfig(Group):
     ranks_per_device: Annotated[int, Range(1, 64, "ranks"), CUDA] = 1
     """How many neighbouring ranks share a CUDA device (needs NCCL 2.30 or newer), to try several ranks on few devices.
     Their times do not apply to ranks with a device each."""
+    device_memory: Annotated[float, Range(0, 10**6, "GiB", above=True)] | None = None
+    """Memory of a rank's device for tensors, against which `plan` holds the peak of a step. null: against nothing."""
     bind_to_device: Annotated[Flag, CUDA] = True
     """Bind each CUDA rank to those of its processors that are on the NUMA node of its device."""
     interface: str | None = None

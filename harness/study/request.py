@@ -8,17 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config import catalog
-from harness.config.compose import Cell, compose_cell, plain
+from harness.config.compose import Cell, compose_cell, plain, register
 from harness.config.errors import BadRequest, refuse
 from harness.config.option import files_of
 from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.config.typed import load_config
+from harness.config.words import quote
 from harness.launch.order import is_timed
 from harness.launch.slurm.steps import in_allocation
 from harness.store import commands
@@ -27,7 +31,7 @@ from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
-from harness.study.file import as_asked
+from harness.study.file import as_asked, register as register_study
 
 
 def refuse_study(overrides: Sequence[str]) -> None:
@@ -133,6 +137,22 @@ def _not_timed(cell: Cell, master: DictConfig) -> None:
 def _own_options() -> list[str]:
     own = catalog.own_folder()
     return [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
+
+
+def cells_asked(words: Sequence[str]) -> tuple[Cell, ...]:
+    """Cells of a request, a study's too, outside `run.py`; nothing is started.
+
+    Raises `BadRequest`, as `run.py` does.
+    """
+    register()
+    register_study(words)
+    master_words = [text for text in words if text.startswith("study=")]
+    folder = catalog.own_folder()
+    path = [] if folder is None else [f"hydra.searchpath=[study://sweeps,{quote(f'file://{folder}')}]"]
+    with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", [*hydra_words(master_words), *path], RunMode.MULTIRUN)
+        return cells_of(loader, master, as_asked([*words, "launch.dry_run=true"])).cells
 
 
 def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> Desired:

@@ -42,7 +42,7 @@ class NativeEngine(Engine):
             fsdp_unit_modules=workload.unit_classes,
             zero_dp_strategy=config.sharding.strategy,
             outer_dp_sharding_strategy=config.sharding.outer,
-            mixed_precision_policy=_policy(dtype),
+            mixed_precision_policy=policy_of(dtype),
             device=ranks.device,
             grad_divisor=global_microbatches(config),
             initial_value=workload.initial_weight,
@@ -183,7 +183,7 @@ def _rows_of(state: State) -> dict[str, Tensor]:
     return {key: each.to_local() if isinstance(each, DTensor) else each for key, each in state.tensors.items()}
 
 
-def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:
+def policy_of(dtype: DtypeConfig) -> MixedPrecisionPolicy:
     asked = {role: getattr(dtype, role) for role in DTYPE_ROLES if role != "compute"}
     formats: dict[str, Any] = {f"{role}_dtype": format and TORCH_DTYPES[format] for role, format in asked.items()}
     return MixedPrecisionPolicy(**formats, allow_low_precision_grads=dtype.allow_low_precision_grads)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.ragged import RaggedTensor, distribute_rows
-from harness.fsdp.ragged.tensor import local_of
 from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_of
 from harness.fsdp.storage.dtensors import fill
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
+from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update.rules import COUNTERS, ENTRIES, KERNELS, kernels_of
 from harness.private_torch import note_step, version_of
 
@@ -286,7 +286,7 @@ class FlatStep:
         used = 0
         for param, held in self.optimizer.state.items():
             moments = (held.get(key) for key in self.moments or ()) if location_of(param) is not None else ()
-            used += sum(local_of(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
+            used += sum(values_here(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
         return used, max(total - used, 0)
 
     def chosen(self) -> list[str]:

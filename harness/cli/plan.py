@@ -1,0 +1,147 @@
+"""`plan ...overrides`: memory and traffic of a cell, or of each cell of a study, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.cli.fit import nearest
+from harness.cli.verb import Implementation
+from harness.config.compose import Cell
+from harness.config.errors import refuse
+from harness.config.own import environment
+from harness.config.rules.environment import ONLY_PLANNED
+from harness.store import commands, screen
+from harness.study.request import cells_asked
+
+MIB, GIB = 2**20, 2**30
+ROLES = {
+    "compute_weights": "compute weights",
+    "main_weights": "main weights",
+    "main_grads": "main gradients",
+    "gradient_sums": "sums of gradients",
+    "optimizer": "optimizer state",
+    "fp8_scales": "FP8 scales",
+    "buffers": "buffers of the model",
+    "padding": "padding",
+}
+PARTS = {
+    "kept": "kept, less sums of gradients that a step allocates",
+    "gathered_weights": "gathered weights",
+    "gradient_buckets": "gradients not yet reduced",
+    "gradient_sums": "sums of gradients",
+    "activations": "activations and temporary tensors",
+    "update": "copies for the update",
+}
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="as after run.py; study=NAME, and values with commas, plan a table of cells",
+    )
+    parser.add_argument("--json", action="store_true", help="every number as JSON")
+
+
+def _plan(arguments: Namespace) -> int:
+    ONLY_PLANNED.set(True)
+    cells = cells_asked(arguments.words)
+    plans = plan_cells(cells)
+    if arguments.json:
+        rows = [
+            {"name": cell.name, "overrides": list(cell.overrides), **p} for cell, p in zip(cells, plans, strict=True)
+        ]
+        print(json.dumps(rows, indent=2))
+        return 0
+    if len(cells) == 1 and "refused" in plans[0]:
+        raise refuse("plan", plans[0]["refused"])
+    print(
+        "\n".join(
+            [*told(cells[0], plans[0]), *advised(cells[0], plans[0])] if len(cells) == 1 else tabled(cells, plans)
+        )
+    )
+    words = " ".join(map(shlex.quote, arguments.words))
+    print(f"next: {commands.request(f'-m {words}' if len(cells) > 1 else words)}")
+    return 0
+
+
+def plan_cells(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Plans in the order of the cells. Raises `RuntimeError`: the process that makes them failed."""
+    command = [sys.executable, "-P", "-m", "harness.plan"]
+    asked = json.dumps([cell.config for cell in cells])
+    done = subprocess.run(command, input=asked, env=environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["without a word"]
+        raise RuntimeError(f"planning failed: {lines[-1]}")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def told(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
+    """One cell: what is kept, what is alive at the peak, what is sent, and what is not planned."""
+    room, kept, peak = screen.width(), plan["kept"], plan["peak"]
+    rows = [[label, _bytes(kept[role])] for role, label in ROLES.items() if kept[role]]
+    rows.append(["together", _bytes(sum(kept.values()))])
+    lines = [f"plan of {cell.name}, of each of {cell.typed.mesh.world_size:,} ranks", ""]
+    lines += screen.table(["kept between steps", "bytes"], rows, room)
+    if peak is not None:
+        parts = [[PARTS[part], _bytes(num_bytes)] for part, num_bytes in peak["parts"].items() if num_bytes]
+        parts.append([f"peak, at: {peak['moment']}", _bytes(peak["total"])])
+        lines += ["", *screen.table(["alive at the peak", "bytes"], parts, room)]
+    if plan["wire"]:
+        sent = [
+            [axis, kind, f"{each['count']:,}", _bytes(each["bytes"])]
+            for axis, kinds in plan["wire"].items()
+            for kind, each in kinds.items()
+        ]
+        lines += ["", *screen.table(["axis", "collective", "messages a step", "bytes sent"], sent, room)]
+    for part, why in plan["left_out"].items():
+        lines += ["", *screen.fold(f"no {part} is planned. {why}", room, screen.INDENT)]
+    return lines
+
+
+def advised(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
+    """A cell held against its device, and what fits where it does not; never FP8, whose peak is not planned."""
+    room, fits = cell.typed.cluster.device_memory, plan["fits"]
+    if fits is None or room is None:
+        return []
+    peak, memory = plan["peak"]["total"], f"cluster.device_memory={room} GiB"
+    if fits:
+        return ["", *screen.fold(f"fits: the peak is {peak / GIB:.2f} of {memory}", screen.width(), screen.INDENT)]
+    is_kept = sum(plan["kept"].values()) - plan["on_host"] > room * GIB
+    binds = "what is kept between steps alone does not fit" if is_kept else "the peak of a step does not fit"
+    lines = ["", *screen.fold(f"does not fit: {peak / GIB:.2f} GiB, {memory}; {binds}", screen.width(), screen.INDENT)]
+    rows = [
+        [" ".join(words), f"{found['peak']['total'] / GIB:.2f}", found["peak"]["moment"]]
+        for words, found in nearest(cell, plan_cells)
+    ]
+    if not rows:
+        return [*lines, "nothing that was tried fits, one change or two: more ranks, or a smaller model"]
+    return [*lines, "", *screen.table(["what fits: change", "peak GiB", "peak at"], rows, screen.width())]
+
+
+def _bytes(num_bytes: int) -> str:
+    return f"{num_bytes:,} ({num_bytes / GIB:.2f} GiB)" if num_bytes >= GIB // 100 else f"{num_bytes:,}"
+
+
+def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A study: a row a cell; - is not planned."""
+    rows, fits = [], {True: "yes", False: "NO", None: "-"}
+    for cell, plan in zip(cells, plans, strict=True):
+        kept, peak, wire = (plan.get(part) for part in ("kept", "peak", "wire"))
+        sent = None if wire is None else sum(each["bytes"] for kinds in wire.values() for each in kinds.values())
+        numbers = [kept and sum(kept.values()), peak and peak["total"], sent]
+        moment = plan.get("refused") or (peak["moment"] if peak else plan["left_out"].get("peak", ""))
+        rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
+        rows[-1] += [fits[plan.get("fits")], moment]
+    return screen.table(["cell", "kept MiB", "peak MiB", "sent MiB a step", "fits", "peak at"], rows, screen.width())
+
+
+PLAN = Implementation(_arguments, _plan)

@@ -1,0 +1,178 @@
+"""Memory that a forward and a backward of the model keep, recorded once on the meta device.
+
+Every storage that an operation makes is followed until autograd and the model have let go of it; weights, buffers and
+the batch are left out. Marks stand where the engine's hooks run, so that its own buffers can be put beside the record
+(`harness.plan.peak`). A gradient of a weight is let go at its mark, where the engine copies it into a bucket.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.config.schema import Config, Device, ModelFamily
+from harness.fsdp.tensor_parallel import gradient_here
+from harness.plan.model import Model, Unit
+from harness.plan.wire import Rows
+from harness.private_torch import tree_leaves
+from harness.probe.collectives import CollectiveMeter, by_kind
+
+NOWHERE = -1
+
+
+class Mark(NamedTuple):
+    """what: forward, left (it), loss, backward, gradient, done (all of a unit's are in) or end. unit: its place. given:
+    bytes of the gradient. live: bytes alive here; most: before the next mark."""
+
+    what: str
+    unit: int
+    given: int
+    live: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """marks: of one microbatch. tensor_parallel: its traffic over that axis."""
+
+    marks: tuple[Mark, ...]
+    tensor_parallel: Rows
+
+
+class Recorder(TorchDispatchMode):
+    """routed: rows that an expert is taken to have; a route depends on data, and there is none."""
+
+    def __init__(self, known: set[int], routed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        self.live = self.most = 0
+        self.marks: list[Mark] = []
+        self._now = "begin", NOWHERE, 0, 0
+        self._routed, self._known = routed, known
+        self._followed: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        if func is torch.ops.aten.nonzero.default:
+            made = args[0].new_empty((self._routed, args[0].dim()), dtype=torch.int64)
+        else:
+            made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                self._follow(each)
+        return made
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place in self._known or place in self._followed or tensor.device.type != "meta":
+            return
+        size = storage.nbytes()
+        self._followed[place] = weakref.ref(storage, partial(self._freed, place, size))
+        self.live += size
+        self.most = max(self.most, self.live)
+
+    def _freed(self, place: int, size: int, _: Any) -> None:
+        if self._followed.pop(place, None) is not None:
+            self.live -= size
+
+    def mark(self, what: str, unit: int = NOWHERE, given: int = 0) -> None:
+        self.marks.append(Mark(*self._now, self.most))
+        self._now, self.most = (what, unit, given, self.live), self.live
+
+
+@contextmanager
+def attention(device: Device) -> Iterator[None]:
+    """Attention by the kernel that a device has, and the meta device has not: none keeps a score of each pair."""
+    aten, original = torch.ops.aten, F.scaled_dot_product_attention
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> Tensor:
+        if device is Device.cuda:
+            found: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+            return found
+        found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+        return found
+
+    F.scaled_dot_product_attention = flash  # type: ignore[assignment] # of its arguments, those that models give
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def record(model: Model) -> Recorded:
+    """Run one microbatch on the meta device."""
+    config, module = model.config, model.module
+    shape = config.train.microbatch_size, config.data.seq_len
+    batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
+    held = [*module.parameters(), *module.buffers(), *batch]
+    known = {_local(each).untyped_storage()._cdata for each in held}
+    recorder, meter = Recorder(known, _routed(config)), CollectiveMeter()
+    waits = config.cluster.device is Device.cuda  # until a unit's gradients are copied together
+    with ExitStack() as hooks:
+        hooks.callback(meter.close)
+        for place, unit in enumerate(model.units):
+            for bucket, params in zip(unit.buckets, unit.params, strict=True):
+                for param in params:
+                    param.grad_dtype = param.dtype if waits else bucket.arriving(config)
+            _watch(recorder, place, unit, hooks)
+        with attention(config.cluster.device), recorder:
+            loss = model.workload.loss(module, (batch[0], batch[1]))
+            recorder.mark("loss")
+            loss.backward()
+            del loss
+            recorder.mark("end")
+    recorder.mark("end")
+    rows = Rows()
+    for kind, each in by_kind(meter.take()).items():
+        rows["tp", kind, "count"], rows["tp", kind, "bytes"] = each["count"], each["bytes"]
+    return Recorded(tuple(recorder.marks), rows)
+
+
+def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack) -> None:
+    trained = [param for params in unit.params for param in params if param.requires_grad]
+    left = Counter({place: len(trained)})
+
+    def before(module: nn.Module, args: Any) -> None:
+        recorder.mark("forward", place)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        recorder.mark("left", place)
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: recorder.mark("backward", place))
+
+    def arrived(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        recorder.mark("gradient", place, gradient_here(param, param.grad).nbytes)
+        param.grad = None
+        left[place] -= 1
+        if not left[place]:
+            recorder.mark("done", place)
+
+    handles = [unit.modules[0].register_forward_pre_hook(before), unit.modules[-1].register_forward_hook(after)]
+    handles += [param.register_post_accumulate_grad_hook(arrived) for param in trained]
+    for handle in handles:
+        hooks.callback(handle.remove)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _routed(config: Config) -> int:
+    if config.model.family is not ModelFamily.moe:
+        return 0
+    tokens = config.train.microbatch_size * config.data.seq_len
+    return -(-tokens * config.model.experts_per_token // config.model.num_experts)

@@ -1,0 +1,179 @@
+"""Units, buckets and layouts of our engine for its first rank, made by the engine's own planning on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.config.derived import data_ranks, engine_options
+from harness.config.schema import Config, Device
+from harness.engines.adapters.native import policy_of
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fp8.quantize import Scaling
+from harness.fp8.tile_scales import TileScales
+from harness.fsdp import Placements, TpShard
+from harness.fsdp.comm.mesh import Place
+from harness.fsdp.policy import Dtypes
+from harness.fsdp.runtime.units import plan_units
+from harness.fsdp.storage.codec import LAYER, mark_weights
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.layout import ParamSpec
+from harness.fsdp.vocabulary import Numerics, Transport
+from harness.models.registry import workload_for
+from harness.models.workload import TokenWorkload
+from harness.private_torch import fake_store
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Bytes of the scales of an 8-bit weight, and of what ranks agree on of them. itemsize: of each of these numbers.
+    over_tp: tensor-parallel ranks agree on them too."""
+
+    kept: int
+    agreed: int
+    itemsize: int
+    over_tp: bool
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """copies: encodings of the compute weights. scales: of each 8-bit weight. is_cut: tensor parallelism has cut a
+    parameter."""
+
+    trainable: bool
+    cuts: Cuts
+    placements: Placements
+    dtypes: Dtypes
+    copies: int = 1
+    scales: tuple[Scales, ...] = ()
+    is_cut: bool = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if its weights are whole only while in use."""
+        return bool(self.placements.unshard)
+
+    def arriving(self, config: Config) -> torch.dtype:
+        """Dtype of gradients as autograd leaves them; see `Gradients.arriving`."""
+        keeps = self.placements.accumulates_locally or config.engine.accumulate_unsharded
+        is_exact = config.numerics.mode is Numerics.exact
+        return self.dtypes.grads if keeps or is_exact else self.dtypes.wire
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of one copy of the unsharded compute weights."""
+        return self.cuts.layout.bucket_numel * self.dtypes.compute.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """params: of each bucket."""
+
+    name: str
+    is_root: bool
+    modules: tuple[nn.Module, ...]
+    buckets: tuple[Bucket, ...]
+    params: tuple[tuple[nn.Parameter, ...], ...]
+
+    @property
+    def trained(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.trainable]
+
+    @property
+    def is_gathered(self) -> bool:
+        return any(bucket.is_gathered for bucket in self.buckets)
+
+
+@dataclass(frozen=True)
+class Model:
+    """units: the root first. transport: what moves buckets, shm, gloo or nccl."""
+
+    config: Config
+    workload: TokenWorkload
+    module: nn.Module
+    units: tuple[Unit, ...]
+    place: Place
+    tp: int
+    transport: str
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    @property
+    def ranks(self) -> int:
+        return self.place.inner_size * self.place.outer_size
+
+
+@contextmanager
+def tensor_axis(tp: int) -> Iterator[DeviceMesh | None]:
+    """A tensor-parallel axis of which only the first rank is there; nothing is moved."""
+    if tp == 1:
+        yield None
+        return
+    dist.init_process_group("fake", rank=0, world_size=tp, store=fake_store())
+    try:
+        yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def built(config: Config, axis: DeviceMesh | None) -> Model:
+    """axis: of `tensor_axis`."""
+    workload = workload_for(config)
+    module = workload.build("meta", TORCH_DTYPES[config.dtype.compute])
+    workload.quantize(module, torch.device("cpu"))
+    if axis is not None:
+        workload.cut(module, axis, sequence_parallel=config.mesh.sequence_parallel)
+    mark_weights(module)
+    outer = config.mesh.dp_outer
+    place = Place(0, data_ranks(config) // outer, 0, outer)
+    placements = Placements.of(config.sharding.strategy, config.sharding.outer if outer > 1 else None)
+    policy, group = policy_of(config.dtype), None if axis is None else axis.get_group()
+    units = []
+    for plan in plan_units(module, workload.unit_classes, engine_options(config)["unit_min_elements"]):
+        buckets = []
+        for key, members in plan.buckets.items():
+            shards = [TpShard.of(name, param, group) for name, param in members]
+            dtypes = key.resolve(policy)
+            cuts = _cuts(tuple(each.here for each in shards), place, placements, dtypes.align_elements)
+            found = [_scales(param, each) for (_, param), each in zip(members, shards, strict=True)] if key.fp8 else []
+            is_cut = not all(each.is_whole or each.is_copied for each in shards)
+            made = Bucket(key.trainable, cuts, placements, dtypes, max(1, key.fp8), tuple(found), is_cut)
+            buckets.append(made)
+        params = tuple(tuple(param for _, param in members) for members in plan.buckets.values())
+        units.append(Unit(plan.name, plan.is_root, tuple(plan.modules), tuple(buckets), params))
+    return Model(config, workload, module, tuple(units), place, config.mesh.tp, _transport(config))
+
+
+@cache
+def _cuts(shapes: Shapes, place: Place, placements: Placements, align: int) -> Cuts:
+    """Cuts of parameters of these shapes; units that are alike share them, and their tables of thousands of ranks."""
+    specs = [ParamSpec(str(number), shape) for number, shape in enumerate(shapes)]
+    return Cuts.plan(specs, place, placements, align)
+
+
+def _scales(param: Tensor, shard: TpShard) -> Scales:
+    recipe, shape = getattr(param, LAYER)().recipe, (shard.here[0], shard.here[1])
+    form, scaling, tile = recipe.weights.format, recipe.scaling, recipe.weights.tile
+    made = [TileScales(each, shape, form, scaling, torch.device("meta")) for each in recipe.held_tiles]
+    itemsize = 1 if scaling is Scaling.exponent else 4
+    tiles = sum(each.num_tiles for each in made)
+    shares = not shard.is_whole and (tile.columns if shard.dim else tile.rows) is None
+    return Scales(sum(each.nbytes for each in made), tiles * itemsize, itemsize, shares)
+
+
+def _transport(config: Config) -> str:
+    if config.cluster.device is Device.cuda:
+        return "nccl"
+    in_place = config.cluster.nodes == 1 and engine_options(config)["transport"] is Transport.auto
+    return "shm" if in_place else "gloo"

@@ -1,0 +1,80 @@
+"""Cells that plans are held against: strategies, dtypes, hybrids, tensor parallelism, microbatches and options."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from tests.support.covering import covering
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+DTYPES = ("fp32", "bf16", "bf16_comm", "bf16_pure")
+SIZES = (
+    "model=tiny",
+    "model.num_layers=3",
+    "data=synthetic",
+    "data.seq_len=64",
+    "train.microbatch_size=2",
+    "launch.dry_run=true",
+)
+
+
+class Cell(NamedTuple):
+    ranks: int
+    k: int
+    words: tuple[str, ...]
+    tp: int = 1
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        batch = 2 * self.k * self.ranks // self.tp
+        own = (f"mesh.world_size={self.ranks}", f"mesh.tp={self.tp}", f"train.global_batch_size={batch}")
+        given = {word.partition("=")[0] for word in self.words}
+        return (*(word for word in SIZES if word.partition("=")[0] not in given), *own, *self.words)
+
+    def __str__(self) -> str:
+        return "-".join([f"{self.ranks}x{self.k}", *(["tp"] if self.tp > 1 else []), *self.words])
+
+
+def _few(*factors: tuple[object, ...]) -> list[tuple[object, ...]]:
+    points = list(itertools.product(*factors))
+    return [points[place] for place in covering(points)]
+
+
+ALONE = [Cell(2, k, (f"sharding={s}", f"dtype={d}")) for s, d, k in _few(STRATEGIES, DTYPES, (1, 3))]
+HYBRID = [
+    Cell(4, 2, (f"sharding={s}", f"dtype={d}", f"sharding.outer={outer}", f"mesh.dp_outer={size}"))
+    for s, d, outer, size in _few(STRATEGIES, DTYPES[:3], ("no_shard", "optim"), (2, 4))
+]
+TENSOR = [
+    Cell(4, 1, (f"sharding={s}", f"dtype={d}", f"mesh.sequence_parallel={sp}"), tp=2)
+    for s, d, sp in _few(STRATEGIES, DTYPES[:2], ("false", "true"))
+]
+FP8 = [
+    Cell(2, 1, ("model.dim=128", "model.ffn_dim=192", f"dtype={dtype}", f"sharding={strategy}"))
+    for dtype, strategy in (
+        ("fp8_current", "optim_grads_params"),
+        ("fp8_delayed", "optim"),
+        ("mxfp8", "optim_grads_params"),
+        ("mxfp8", "no_shard"),
+    )
+]
+OTHERS = [
+    Cell(ranks, k, tuple(text.split()))
+    for ranks, k, text in (
+        (2, 2, "numerics=exact"),
+        (2, 1, "numerics=ordered sharding=no_shard"),
+        (3, 2, "dtype=bf16_comm sharding=no_shard"),
+        (3, 1, "dtype=bf16_comm engine.transport=backend"),
+        (2, 1, "engine.transport=backend sharding=optim_grads"),
+        (2, 1, "model.activation_checkpointing=true dtype=bf16"),
+        (2, 2, "engine.offload_optimizer=true"),
+        (2, 3, "engine.accumulate_unsharded=true sharding=optim_grads"),
+        (2, 1, "engine.prefetch=3 data.seq_len=16"),
+        (2, 1, "engine.unit_min_elements=60000"),
+        (2, 1, "model.tie_embeddings=true"),
+        (2, 1, "optimizer=sgd optimizer.momentum=0.9"),
+        (2, 1, "model=moe dtype=bf16 sharding=optim"),
+    )
+]
+CELLS = [*ALONE, *HYBRID, *TENSOR, *FP8, *OTHERS]
