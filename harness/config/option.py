@@ -13,7 +13,8 @@ from harness.config.capabilities import EngineName
 from harness.config.catalog import ROOT, STUDIES, STUDY_FILE, file_of, load_catalog, study_path
 from harness.config.schema import Config
 from harness.store.errors import StoreError
-from harness.store.reading import read_text, read_yaml
+from harness.store.reading import read_text
+from harness.store.reading_yaml import read_yaml
 from harness.store.shapes import Maybe
 
 EVERYTHING = frozenset(Config.__dataclass_fields__)

@@ -21,7 +21,18 @@ from harness.parity.alone import ending as own_ending, every_step, fed, optimize
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import bitwise, divergence, ending, finite, forward, numeric, placing, trajectory, updates
+from harness.parity.tiers import (
+    bitwise,
+    divergence,
+    ending,
+    finite,
+    forward,
+    numeric,
+    placing,
+    trajectory,
+    updates,
+    watched,
+)
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import unlisted
@@ -52,7 +63,7 @@ def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[floa
         *optimizer.check(run),
         *every_step.check(run, arithmetic),
         *own_ending.check(run),
-        *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
+        *(finding for step in seen if not run.is_watched for finding in witness.check(run, step, arithmetic, factors)),
     )
 
 
@@ -154,6 +165,8 @@ class Judgement:
     def _looked_at(self) -> Mapping[str, Sequence[int]]:
         """Steps in which both runs were observed, by column (`every_step.looked_at`)."""
         left, right = (every_step.looked_at(run) for run in (self.arm, self.control))
+        if watched.is_one(self.arm, self.control):
+            left.pop(every_step.RECOMPUTED, None)
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
 
     def _followed(self) -> tuple[int, int]:
@@ -346,7 +359,13 @@ class Judgement:
             looked_at=self._looked_at(),
             followed=self._followed(),
             besides=self._besides,
+            limits=self.limits,
         )
+
+    @cached_property
+    def limits(self) -> list[str]:
+        """Unknown facts of a watched run, as clauses; with any of them equal bits are no proof."""
+        return watched.limits(self.arm, self.control) if watched.is_one(self.arm, self.control) else []
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
         numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
@@ -357,7 +376,7 @@ class Judgement:
             return Outcome.DIFFERENT
         if failed:
             return Outcome.UNDECIDED
-        return Outcome.EQUIVALENT if bits else Outcome.EQUAL
+        return Outcome.EQUIVALENT if bits or self.limits else Outcome.EQUAL
 
     def _evidence(self) -> tuple[Finding, ...]:
         count = sum(fact.count for fact in self.facts)

@@ -17,6 +17,7 @@ from harness.store.check_stream import Stream
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import read_columns
+from harness.store.provenance import WATCHED
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.screen import counted
@@ -99,6 +100,11 @@ class Record:
         return self.columns[key]
 
     @property
+    def is_watched(self) -> bool:
+        """True if `harness.capture` recorded another program's loop."""
+        return WATCHED in self.provenance
+
+    @property
     def gathers_twice(self) -> bool:
         """True if the backward gathers weights again, which no stream observes."""
         return self.config.get("sharding.strategy") == "optim_grads_params"
@@ -139,16 +145,19 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
 def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Record:
     config = Settings(run.path / CONFIG, {**assumed, **flatten(run.config())})
     problems = [f"{CONFIG} has {each}: {STRANGE}" for each in unknown_words(config)]
-    if sources is not None:  # of two versions of the code, one may have settings that the other has not
+    if (
+        sources is not None and "watched.version" not in config
+    ):  # of two versions of the code, one may have settings that the other has not
         strange = unknown_settings(config)
         problems += [f"{CONFIG} has {each}={config[each]}, which is no setting: {STRANGE}" for each in strange]
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
-    problems += _origin_problems(origin, sources)
+    watched = WATCHED in origin
+    problems += _origin_problems(origin, None if watched else sources)
     summary = _read(lambda: read_summary(run), None, problems)
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
-    problems += _step_problems(columns, int(config["train.steps"]))
-    problems += _summary_problems(run, summary)
+    problems += _step_problems(columns, int(config["train.steps"]), () if watched else (*NUMBERS, "data_digest"))
+    problems += _summary_problems(run, summary, () if watched else WEIGHTS)
     of = captured.read(run.capture, config["measure.capture_steps"], config["measure.update_steps"])
     problems += of.problems
     config |= {"measure.capture_steps": list(of.plan.gradients), "measure.update_steps": list(of.plan.updates)}
@@ -204,12 +213,12 @@ def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str
     return []
 
 
-def _step_problems(columns: Mapping[str, Sequence[Any]], expected: int) -> list[str]:
+def _step_problems(columns: Mapping[str, Sequence[Any]], expected: int, required: Sequence[str]) -> list[str]:
     if columns["step"] != list(range(1, expected + 1)):
         return [f"metrics.jsonl holds {_gaps(columns['step'], expected)}"]
     broken = [
         (step, key)
-        for key in (*NUMBERS, "data_digest")
+        for key in required
         for step, value in enumerate(columns[key], start=1)
         if not (_is_number(value) if key in NUMBERS else value)
     ]
@@ -229,10 +238,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None) -> list[str]:
+def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None, required: Sequence[str]) -> list[str]:
     if summary is None:  # a damaged one has been named
         return [] if run.summary.exists() else ["it has no summary.json"]
-    missing = [key for key in WEIGHTS if not summary.get(key)]
+    missing = [key for key in required if not summary.get(key)]
     return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
 
 

@@ -18,9 +18,7 @@ from harness.plan.activations import Mark
 from harness.plan.kept import INTEGER, tensors
 from harness.plan.model import Bucket, Model, Unit
 
-SHOWN = {"forward": "forward of", "left": "after the forward of"} | dict.fromkeys(
-    ("backward", "gradient", "done"), "backward of"
-)
+SHOWN = {"forward": "forward of", "left": "after the forward of", "backward": "backward of", "gradient": "backward of"}
 
 
 @dataclass

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from harness.config.captured import Captured
 from harness.store.files import PRIVATE, private_folder, write_json
 from harness.store.shapes import METADATA
 
@@ -35,10 +34,10 @@ def write_final(folder: Path, steps: int, weights: Mapping[str, Tensor]) -> None
     _write(folder / "final.safetensors", weights, {"step": steps})
 
 
-def write_plan(folder: Path, plan: Captured) -> None:
-    """Plan of a run that captures no step, as `captured.json`. Raises `OSError`."""
+def write_plan(folder: Path, plan: Mapping[str, object]) -> None:
+    """Plan (`Captured`) of a run that captures no step, as `captured.json`. Raises `OSError`."""
     private_folder(folder)
-    write_json(folder / "captured.json", plan._asdict())
+    write_json(folder / "captured.json", plan)
 
 
 def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:

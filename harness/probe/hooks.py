@@ -13,6 +13,13 @@ Heard = Callable[[str, Tensor], None]
 Aside = Callable[[], AbstractContextManager[None]]
 
 
+class Nothing:
+    """Hook of a copied module."""
+
+    def __call__(self, *args: Any, **keywords: Any) -> None:
+        return None
+
+
 class ParameterHooks:
     """Context manager around forwards and backwards.
 
@@ -27,6 +34,10 @@ class ParameterHooks:
         self._listened: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._hung = set[int]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hooks that tell nobody, for a copied or pickled module."""
+        return ParameterHooks, (nn.Module(), Nothing(), Nothing())
 
     def __enter__(self) -> ParameterHooks:
         names = {id(param): name for name, param in self._module.named_parameters()}

@@ -100,6 +100,9 @@ ENVIRONMENT = (
 )
 """Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
 
+WATCHED = "watched"
+"""Entry of the provenance of a run that `harness.capture` recorded: of another program, by no source of ours."""
+
 MAX_DIFF_BYTES = 8 * 2**20
 
 OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
@@ -309,6 +312,6 @@ def is_stale(run: Path, digest: str | None = None, own: Iterable[Mapping[str, An
     """
     origin = read(run)
     recorded = origin.get("sources_digest")
-    if recorded is None:
+    if recorded is None or WATCHED in origin:
         return False
     return bool(edited(origin, own) or recorded != (digest or sources_digest()))

@@ -16,7 +16,8 @@ import yaml
 from harness.store import commands, identity, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, held, private_folder, write_atomic
-from harness.store.reading import folder_names, read_json, read_text, read_yaml
+from harness.store.reading import folder_names, read_json, read_text
+from harness.store.reading_yaml import read_yaml
 
 Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 

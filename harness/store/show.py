@@ -84,14 +84,20 @@ def _origin(run: RunDir) -> list[str]:
     if not facts:
         return []
     git = facts.get("git") or {}
+    if provenance.WATCHED in facts:
+        return [_field("code", "another program, whose loop harness.capture recorded"), *_machine(facts)]
     code = (git["sha"][:12] if git else "no repository") + (
         " with local changes (diff.patch)" if git.get("dirty") else ""
     )
     lines = [_field("code", code)]
     if provenance.is_stale(run.path):
         lines.append(_field("stale", "the sources that can change its numbers are others now"))
+    return [*lines, *_machine(facts)]
+
+
+def _machine(facts: Mapping[str, Any]) -> list[str]:
     versions = facts.get("versions", {})
-    lines.append(_field("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    lines = [_field("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))]
     if "hosts" in facts:
         hosts = ", ".join(dict.fromkeys(facts["hosts"]))
         lines.append(_field("machine", f"{hosts}; {facts.get('cpu_model')}; {facts.get('device')}"))

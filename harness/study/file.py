@@ -13,7 +13,8 @@ from hydra.core.config_store import ConfigStore
 from harness.config.catalog import STUDY_FILE, study_path
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
-from harness.store.reading import Loader, read_text, read_yaml
+from harness.store.reading import read_text
+from harness.store.reading_yaml import Loader, read_yaml
 from harness.store.shapes import Shape
 
 CONTENT: Shape = {}

@@ -50,7 +50,7 @@ class Captures(Callback):
     def write_plan(self) -> None:
         """Write the plan of a run that captures nothing; others have it in every captured step."""
         if self.is_first_rank and self.config.measure.capture_steps is None and not self.plan.gradients:
-            write_plan(self.folder, self.plan)
+            write_plan(self.folder, self.plan._asdict())
 
     def begin(self, step: int, engine: Engine) -> None:
         seen = engine.seen() if self.steps else None

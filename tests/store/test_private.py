@@ -134,7 +134,7 @@ def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
-    capture.write_plan(run / "capture", Captured([1], [], False, 1, ""))
+    capture.write_plan(run / "capture", Captured((1,), (), False, 1, "")._asdict())
     capture.write_step(run / "other", 1, {"w": torch.ones(2)}, {})
     forward.write(run, 1, (1, 1), {})
     checkpoints.begin(run / "ckpt", 1)

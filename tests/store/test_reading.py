@@ -18,7 +18,8 @@ from harness.store import provenance, redaction, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, own_folder, write_atomic
 from harness.store.metrics import iter_metrics, last_record
-from harness.store.reading import Loader, parse_yaml, read_json, read_text, read_yaml
+from harness.store.reading import read_json, read_text
+from harness.store.reading_yaml import Loader, parse_yaml, read_yaml
 from harness.store.redaction import HIDDEN, redacted
 from harness.store.rundir import RunDir, Store
 from tests.launch.cells import make_cell

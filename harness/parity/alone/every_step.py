@@ -53,7 +53,6 @@ dtype is in doubt.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -284,7 +283,7 @@ def checked_until(run: Record, arithmetic: Arithmetic) -> int:
     return len(right) if right.all() else int(np.argmin(right))
 
 
-def looked_at(run: Record) -> Mapping[str, NDArray[np.bool_]]:
+def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
     """True per step that was observed, by column of a pass, and `fed`.
 
     Gradients of a skipped step, which are undefined, count as observed.

@@ -24,6 +24,9 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
     """Commands that make two runs comparable; else the one that shows their differences."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
+    if arm.is_watched or control.is_watched:
+        unfit = [verb(f"show {shown(run.path)}") for run in (arm, control) if run.problems]
+        return tuple(unfit) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
     commands = [_renewed(run) for run in (arm, control) if run.problems]
     return tuple(commands) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
 
@@ -55,6 +58,8 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
 def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next((finding for finding in findings if finding.grade is grave), None)
+    if arm.is_watched or control.is_watched:  # another program: no request of ours makes it again
+        return ()
     if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:
         return ()
     if first.check == "resolution":

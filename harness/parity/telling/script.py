@@ -19,10 +19,11 @@ from typing import Any
 
 from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
-from harness.store import commands
+from harness.store import commands, provenance
 from harness.store.check_stream import ONCE
 from harness.store.files import private_folder, write_atomic
 from harness.store.identity import EXCLUDED
+from harness.store.provenance import WATCHED
 from harness.store.rundir import RunDir, flatten, read_summary
 
 PAIR = (("arm", "step"), ("control", "step"))
@@ -225,7 +226,8 @@ def write_script(verdict: Verdict) -> Path | None:
 
 def script(verdict: Verdict) -> str | None:
     finding = first_shown(verdict)
-    if finding is None:
+    watched = any(WATCHED in provenance.read(Path(each)) for each in (verdict.arm, verdict.control))
+    if finding is None or watched:  # no request of ours makes another program's run again
         return None
     plan = _plan(verdict, finding, look_of(finding))
     if len(plan.runs) == 2 and len({tuple(sorted(overrides)) for overrides in plan.runs.values()}) == 1:

@@ -10,7 +10,9 @@ from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import Record
 from harness.parity.reference import BOUNDS
 from harness.parity.telling import deciding
+from harness.parity.tiers import watched
 from harness.parity.tiers.admissible import Admission
+from harness.parity.tiers.divergence import JUMPS
 from harness.store.screen import counted
 
 
@@ -53,16 +55,17 @@ def verdict(
     looked_at: Mapping[str, Sequence[int]],
     followed: tuple[int, int],
     besides: Callable[[Finding], Finding | None],
+    limits: Sequence[str] = (),
 ) -> Verdict:
     """Args: followed: tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
-        told = f": {_wrong(outcome, findings, besides)}"
+        told = f": {_wrong(outcome, findings, besides, of_tensors=watched.is_one(arm, control))}"
     else:
         told = f" {_right(outcome, arm, evidence, resolution, looked_at, followed)}"
     return Verdict(
         outcome=outcome,
-        sentence=f"{outcome.value}: {arm.name} against {control.name}{told}.",
+        sentence=f"{outcome.value}: {arm.name} against {control.name}{'; '.join([told, *limits])}.",
         arm=str(arm.path),
         control=str(control.path),
         tier=decided,
@@ -97,21 +100,31 @@ def _right(
 RESOLVED = "in the gradients captured at step 1 would have shown"
 
 
-def _wrong(outcome: Outcome, findings: Sequence[Finding], besides: Callable[[Finding], Finding | None]) -> str:
+def _wrong(
+    outcome: Outcome, findings: Sequence[Finding], besides: Callable[[Finding], Finding | None], *, of_tensors: bool
+) -> str:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    told = _told(first, findings)
+    told = _told(first, findings, of_tensors=of_tensors)
     more = besides(first)
     if more is None:
         return told
-    return f"{told}; and besides{', in doubt' if more.grade is Grade.doubt else ''}, {_told(more, findings)}"
+    doubt = ", in doubt" if more.grade is Grade.doubt else ""
+    return f"{told}; and besides{doubt}, {_told(more, findings, of_tensors=of_tensors)}"
 
 
-def _told(first: Finding, findings: Sequence[Finding]) -> str:
+def _told(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
+    """Args: of_tensors: begin with a jump of a tensor in the same step, if a finding is about all of them."""
     named = first if first.tensor else _named(first, findings)
     told = describe(first, named, _hint(first, findings))
-    begins = deciding.onset(first, findings)
+    begins = deciding.onset(first, findings) or (_tensor_of(first, findings) if of_tensors else None)
     return told if begins is None else f"{describe(begins, begins, '')}; certain {told}"
+
+
+def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
+    """Jump of a tensor that tells where a finding about all of them began, in the same step."""
+    same = (f for f in findings if f.check in JUMPS and f.step == first.step and set(f.stages) & set(first.stages))
+    return None if first.tensor else next((f for f in same if f.tensor), None)
 
 
 def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
@@ -119,7 +132,7 @@ def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
     told = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
     for name, word in LOOKED_AT.items():
         found = steps.get(name, ())
-        if word not in every and (found or name == AGAIN):
+        if word not in every and (found or (name == AGAIN and name in steps)):
             told.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
     return "".join(f"; {each}" for each in told)
 

@@ -224,6 +224,9 @@ class Arithmetic:
     seen_gradient: float | None = None
     """Observed error in place of the count behind `gradient`, for a user's own model."""
 
+    counted: tuple[int, int] | None = None
+    """Roundings and products in series through a watched program's model, on its graph; else None."""
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
         model = _model(config)
@@ -239,7 +242,8 @@ class Arithmetic:
             microbatches=microbatches_per_rank(config),
             global_microbatches=global_microbatches(config),
             tokens=int(config["train.global_batch_size"]) * int(config["data.seq_len"]),
-            inner=max(model.dim * (ODD_KERNEL if model.family is ModelFamily.odd else 1), model.ffn_dim, rows),
+            inner=int(config.get("watched.inner", 0))
+            or max(model.dim * (ODD_KERNEL if model.family is ModelFamily.odd else 1), model.ffn_dim, rows),
             parameters=model_parameters(model),
             family=model.family,
             num_experts=model.num_experts if routed else 1,
@@ -247,6 +251,7 @@ class Arithmetic:
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
+            counted=_counted(config),
         )
 
     @cached_property
@@ -297,17 +302,20 @@ class Arithmetic:
 
     @property
     def is_bounded(self) -> bool:
-        return self.family is not ModelFamily.ext or self.seen_gradient is not None
+        return self.family is not ModelFamily.ext or self.seen_gradient is not None or self.counted is not None
 
     def _compute(self, passes: int) -> float:
-        if self.family is ModelFamily.ext:
+        if self.family is ModelFamily.ext and self.counted is None:
             seen = self.seen_forward if passes == 1 else self.seen_gradient
             return math.inf if seen is None else seen
         inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
+        roundings, products = self.counted or self._counted_blocks()
+        elementwise, sums = passes * roundings, passes * products * self.inner
+        return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(sums))
+
+    def _counted_blocks(self) -> tuple[int, int]:
         depth = Depth.of(self.family, self.experts_per_token)
-        elementwise = passes * (depth.block * self.layers + depth.ends)
-        products = passes * (depth.products_block * self.layers + depth.products_ends) * self.inner
-        return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(products))
+        return depth.block * self.layers + depth.ends, depth.products_block * self.layers + depth.products_ends
 
     @cached_property
     def reduction(self) -> float:
@@ -355,6 +363,12 @@ class Arithmetic:
     def scaling(self) -> float:
         """Error of dividing by M in one, two or three factors (1/k, 1/N), each rounded in the main-gradient dtype."""
         return 4 * UNIT[self.main]
+
+
+def _counted(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    if "watched.version" not in config:
+        return None
+    return int(config["watched.roundings"]), int(config["watched.products"])
 
 
 def _accumulate(config: Mapping[str, Any]) -> str:

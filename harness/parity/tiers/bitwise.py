@@ -25,7 +25,8 @@ def check(
     Args: pairs, mismatches: by captured step; mismatches lack a partner.
     """
     gradients = [_gradients(step, pairs[step], mismatches.get(step, ())) for step in sorted(pairs)]
-    logged = [_logged(key, stage, arm, control) for key, stage in LOGGED]
+    own = [pair for pair in LOGGED if pair[0] != "grad_norm" or not (arm.is_watched or control.is_watched)]
+    logged = [_logged(key, stage, arm, control) for key, stage in own]  # a norm of ours is no number of their program
     kinds = [logged[0], *gradients, *logged[1:], _weights(arm, control)]
     return [kind for kind in kinds if kind.count]  # a number that was never recorded by both is no evidence
 

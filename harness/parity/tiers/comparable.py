@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
+from harness.parity.tiers import watched
 from harness.store.identity import must_agree
 
 FREE_OWN = ("engine", "callback", "fault")
@@ -25,6 +26,8 @@ def check(arm: Record, control: Record) -> list[Finding]:
     unfit = [*_problems(arm), *_problems(control)]
     if unfit:
         return unfit
+    if watched.is_one(arm, control):
+        return watched.check(arm, control, finding)
     return [
         _same("sources", Stage.record, arm, control, lambda run: str(run.provenance["sources_digest"])),
         *_config(arm, control),

@@ -1,0 +1,234 @@
+"""A watched run in the words of a run's configuration and provenance."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from harness.capture import graph
+from harness.capture.names import INSIDE, OUTSIDE
+from harness.capture.watching import Watching
+from harness.probe.step_checks.pieces import local_part
+from harness.store import provenance, status
+from harness.store.files import write_atomic, write_json
+from harness.store.provenance import WATCHED
+from harness.store.status import State, Status
+
+VERSION = 1
+NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+COARSE = ("bf16", "fp16", "fp32", "fp64")
+"""Names of dtypes, the least precise first."""
+RULES: Mapping[type[Optimizer], str] = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}
+SHARED = ("lr", "betas", "eps", "momentum")
+OTHERWISE = ("maximize", "amsgrad", "nesterov", "dampening")
+"""Options of torch's optimizers under which the rule is another."""
+
+
+def begin(path: Path, models: Sequence[nn.Module]) -> None:
+    """Rank 0's first files: whose run this is, and that it is running."""
+    measure = {"capture_steps": None, "update_steps": None}
+    write_config(path, {"model": {"name": _class(models[0])}, "train": {"steps": 0}, "measure": measure})
+    write_provenance(path, [_machine(torch.device("cpu"))])
+    reason = "watched by harness.capture"
+    status.write(path, Status(State.running, reason, 0, host=socket.gethostname(), pid=os.getpid()))
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "device": device.type,
+        "threads_per_rank": torch.get_num_threads(),
+        "machine": {
+            **provenance.machine_facts(),
+            "cuda": str(torch.version.cuda),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "allow_tf32": str(torch.backends.cuda.matmul.allow_tf32),
+        },
+        "versions": provenance.versions(),
+    }
+
+
+def rate(optimizers: Sequence[Optimizer]) -> float | None:
+    """Learning rate of the first parameter group."""
+    return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
+
+
+def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
+    """Facts of one rank, after its first step."""
+    tensors = [
+        {
+            "name": name,
+            "shape": list(piece.shape),
+            "dtype": NAMES.get(piece.local.dtype, str(piece.local.dtype)),
+            "place": None if piece.place is None else [*piece.place.rows, *piece.place.columns],
+            "trained": watching.params[name][1].requires_grad,
+        }
+        for name, piece in watching.pieces.items()
+    ]
+    first = next(iter(watching.params.values()))[1]
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "model": _class(watching.models[0]),
+        "tensors": tensors,
+        "unplaced": watching.unplaced,
+        "sharded": any(_is_sharded(param) for _, param in watching.params.values()),
+        "compute": _coarsest(watching.compute or {local_part(first).dtype}),
+        "grads": _coarsest(watching.grads),
+        "depth": graph.of_model(watching.models, watching.counted, 1)._asdict(),
+        "optimizer": _optimizer(watching),
+        **_machine(local_part(first).device),
+    }
+
+
+def _class(model: nn.Module) -> str:
+    """Class of a model, out of what wraps it."""
+    inner = model
+    while len(inner._modules) == 1 and (found := {OUTSIDE, *INSIDE} & inner._modules.keys()):
+        inner = inner.get_submodule(found.pop())
+    return type(inner).__name__.removeprefix("FSDP")
+
+
+def _is_sharded(param: torch.Tensor) -> bool:
+    return isinstance(param, DTensor) and any(not placement.is_replicate() for placement in param.placements)
+
+
+def _coarsest(dtypes: Iterable[torch.dtype]) -> str:
+    names = {NAMES[dtype] for dtype in dtypes if dtype in NAMES}
+    return min(names, key=COARSE.index, default="fp32")
+
+
+def _optimizer(watching: Watching) -> dict[str, Any]:
+    """Optimizer's rule by name and constants; `ext` for one that verdicts do not know."""
+    groups = [group for optimizer in watching.optimizers for group in optimizer.param_groups]
+    kinds = {RULES.get(type(optimizer), "ext") for optimizer in watching.optimizers}
+    first = groups[0] if groups else {}
+    names = {id(param): name for name, (_, param) in watching.params.items()}
+    decays = {float(group.get("weight_decay", 0.0)) for group in groups} - {0.0}
+    alike = all(group.get(key) == first.get(key) for group in groups for key in SHARED)
+    plain = not any(group.get(key) for group in groups for key in OTHERWISE)
+    known = len(kinds) == 1 and alike and plain and len(decays) < 2 and watching.is_fresh
+    decayed = [
+        names[id(param)]
+        for group in groups
+        for param in group["params"]
+        if group.get("weight_decay", 0.0) and id(param) in names
+    ]
+    return {
+        "name": kinds.pop() if known else "ext",
+        "target": "+".join(type(each).__name__ for each in watching.optimizers) or None,
+        "lr": float(first.get("lr", 0.0)),
+        "betas": [float(beta) for beta in first.get("betas", (0.9, 0.999))],
+        "eps": float(first.get("eps", 1e-8)),
+        "momentum": float(first.get("momentum", 0.0)),
+        "weight_decay": max(decays, default=0.0),
+        "clip_norm": None,  # gradients are seen as the optimizer takes them, after any clipping
+        "decayed": sorted(decayed),
+    }
+
+
+def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Configuration of a run. Args: parts: facts of every rank. steps: of every step what all ranks were fed."""
+    facts, first = parts[0], steps[0] if steps else {}
+    depth, optimizer = facts["depth"], {key: each for key, each in facts["optimizer"].items() if key != "decayed"}
+    parameters = sum(math.prod(each["shape"]) for each in facts["tensors"])
+    main, compute = _of_weights(facts), facts["compute"]
+    wire = min(compute, facts["grads"], key=COARSE.index) if facts["sharded"] else facts["grads"]
+    copies, microbatches = max(1, first.get("readers", 1)), max(1, first.get("microbatches", 1))
+    rows = max(1, first.get("rows", 0) // (copies * microbatches))
+    batch = rows * copies * microbatches
+    tokens = max(batch, int(first.get("tokens") or 0))
+    world_size = copies
+    return {
+        WATCHED: {
+            "version": VERSION,
+            "data": bool(first.get("digest")),
+            "roundings": depth["roundings"],
+            "products": depth["products"],
+            "inner": max(depth["inner"], tokens // (copies * microbatches)),
+            "ranks": facts["world_size"],
+            "divisor": int(first.get("divisor") or 1),
+        },
+        "model": {"name": facts["model"].lower(), "family": "ext", "target": facts["model"], "parameters": parameters},
+        "data": {"kind": "ext", "seq_len": tokens // batch},
+        "optimizer": optimizer,
+        "dtype": {
+            "name": compute,
+            "compute": compute,
+            "main_params": main,
+            "main_grads": facts["grads"],
+            "grad_comm": wire,
+            "grad_accum": wire,
+        },
+        "engine": {"name": "ext"},
+        "sharding": {"strategy": "optim_grads_params" if facts["sharded"] else "no_shard", "outer": "no_shard"},
+        "mesh": {"world_size": world_size, "tp": 1, "dp_outer": 1},
+        "numerics": {"mode": "fast"},
+        "train": {
+            "steps": len(steps),
+            "global_batch_size": batch,
+            "microbatch_size": rows,
+            "seed": 0,
+            "replicate": 0,
+        },
+        "measure": {"mode": "record", "step_checks": True, "capture_steps": None, "update_steps": None},
+        "cluster": {"backend": "local", "device": facts["device"], "threads_per_rank": facts["threads_per_rank"]},
+        "fault": {"name": "none"},
+        "ckpt": {"policy": "none"},
+        "study": {"name": name.partition("/")[0]},
+        "run": {"name": None},
+        "notes": "",
+    }
+
+
+def _of_weights(facts: Mapping[str, Any]) -> str:
+    names = {each["dtype"] for each in facts["tensors"] if each["trained"] and each["dtype"] in COARSE}
+    return min(names, key=COARSE.index, default="fp32")
+
+
+def write_config(path: Path, values: Mapping[str, Any]) -> None:
+    write_atomic(path / "config.yaml", "".join(_yaml(values)))
+
+
+def _yaml(values: Mapping[str, Any], indent: str = "") -> Iterable[str]:
+    """Lines of YAML, without its package: a nest of tables, whose other values are written as JSON."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:\n"
+            yield from _yaml(value, f"{indent}  ")
+        else:
+            yield f"{indent}{key}: {_scalar(value)}\n"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_scalar, value))}]"
+    text = json.dumps(value)
+    mantissa, exponent, rest = text.partition("e")
+    if isinstance(value, float) and exponent and "." not in mantissa:  # YAML 1.1 takes 1e-05 for a text
+        return f"{mantissa}.0e{rest}"
+    return text
+
+
+def write_provenance(path: Path, parts: Sequence[Mapping[str, Any]]) -> None:
+    first = parts[0]
+    origin = {
+        WATCHED: VERSION,
+        "sources_digest": WATCHED,
+        "versions": first["versions"],
+        **first["machine"],
+        "hosts": [each["host"] for each in parts],
+        "device": first["device"],
+        "threads_per_rank": first["threads_per_rank"],
+    }
+    write_json(path / "provenance.json", origin)

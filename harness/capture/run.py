@@ -1,0 +1,231 @@
+"""A watched run of a training loop: one object on each rank, which never changes, slows or ends what it watches."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.capture import describe, merge
+from harness.capture.data import fed
+from harness.capture.names import models_of
+from harness.capture.parts import Part, folder_of
+from harness.capture.watching import Watching, optimizers_of
+from harness.probe.hooks import Nothing
+from harness.store.files import Lock
+from harness.store.status import OWNER_LOCK, State
+
+LOG = logging.getLogger("harness.capture")
+
+MIB = 1 << 20
+PARTS_OF_A_STEP = 6
+"""Gradients and their local sums, weights before and after, two moments."""
+
+
+def watch(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any,
+    path: str | Path,
+    *,
+    steps: Sequence[int] | None = None,
+    limit_mib: int = 1024,
+) -> Run:
+    """Record a training loop into a run directory of its own. Call it on every rank, after the model is sharded.
+
+    It raises nothing: where it cannot record, it warns once, the run is incomplete, and training goes on.
+
+    Args: model: one module, or several (pipeline stages). optimizer: one, several, or None. path: a new folder, shared
+    by all ranks. steps: those whose whole tensors are kept; None: 1, 10, 100, ... while `limit_mib` MiB hold them.
+    """
+    run = Run(Path(path), limit_mib * MIB, steps)
+    run.start(model, optimizer)
+    return run
+
+
+def _kept_from_training(work: Callable[..., None]) -> Callable[..., None]:
+    """The method without its errors, and without a graph; nothing once one has failed."""
+
+    @wraps(work)
+    def guarded(self: Run, *args: Any, **keywords: Any) -> None:
+        self.guard(lambda: work(self, *args, **keywords))()
+
+    return guarded
+
+
+class Guarded:
+    """Work of a run without its errors, and without a graph; nothing once one has failed.
+
+    In a model that is copied or pickled, a hook is nothing.
+    """
+
+    def __init__(self, run: Run, work: Callable[..., None]) -> None:
+        self._run, self._work = run, work
+
+    def __call__(self, *args: Any, **keywords: Any) -> None:
+        if self._run.problem:
+            return
+        try:
+            with torch.no_grad():
+                self._work(*args, **keywords)
+        except Exception as error:
+            self._run.give_up(f"step {self._run.steps + 1}: {type(error).__name__}: {error}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nothing, ()
+
+
+class Run:
+    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None) -> None:
+        self.path, self.limit_bytes, self.chosen = path, limit_bytes, steps
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.is_distributed else 0
+        self.world_size = dist.get_world_size() if self.is_distributed else 1
+        self.steps = 0
+        self.problem = ""
+        """Why the record is incomplete; empty while it is whole."""
+        self._watching: Watching | None = None
+        self._part: Part | None = None
+        self._lock: Lock | None = None
+        self._is_closed = False
+        self._kept_bytes = 0
+        self._losses: list[float] = []
+        self._rows: list[str] = []
+        self._tokens = 0
+        self._began = self._last = time.perf_counter()
+
+    def guard(self, work: Callable[..., None]) -> Callable[..., None]:
+        return Guarded(self, work)
+
+    def give_up(self, problem: str) -> None:
+        self.problem = problem
+        LOG.warning("%s is incomplete, training goes on: %s", self.path, problem)
+        if self._watching is not None:
+            self._watching.close()
+
+    @_kept_from_training
+    def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any) -> None:
+        if folder_of(self.path, self.rank).exists() or (self.path / "summary.json").exists():
+            self._is_closed = True  # what lies there is another's
+            raise FileExistsError(f"{self.path} holds a run already: name another folder, or remove it")
+        self._part = Part(self.path, self.rank)
+        models, optimizers = models_of(model), optimizers_of(optimizer)
+        self._watching = Watching(models, optimizers, self.guard)
+        self._begin_step()
+        if self.rank == 0:
+            self._lock = Lock.acquire(self.path / OWNER_LOCK)
+            describe.begin(self.path, models)
+        atexit.register(self.close)
+
+    @_kept_from_training
+    def step(self, loss: Any = None, data: Any = None) -> None:
+        """End a step, after the optimizer's; before it, the call adds a microbatch to the step.
+
+        Args: loss: this rank's, a number or a tensor of one. data: what this rank was fed; its digests are kept.
+        """
+        watching, part = self._watching, self._part
+        assert watching is not None
+        assert part is not None
+        if loss is not None:
+            self._losses.append(float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss))
+        if data is not None:
+            found = fed(data)
+            self._rows += found.rows
+            self._tokens += found.tokens
+        if watching.optimizers and not watching.updates:
+            return
+        watching.end()
+        self.steps += 1
+        if self.steps == 1:
+            part.facts(describe.part(watching, self.rank, self.world_size))
+        now = time.perf_counter()
+        line = {
+            "step": self.steps,
+            "losses": self._losses,
+            "rows": self._rows,
+            "tokens": self._tokens,
+            "lr": describe.rate(watching.optimizers),
+            "forwards": watching.forwards,
+            "seconds": now - self._last,
+        }
+        if watching.kept:
+            part.tensors(f"step-{self.steps:06d}", watching.kept)
+        part.step(line, watching.rows)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        assert self._watching is not None
+        self._losses, self._rows, self._tokens = [], [], 0
+        self._watching.forwards = 0
+        self._watching.begin(captured=self._is_captured(self.steps + 1))
+        self._last = time.perf_counter()
+
+    def _is_captured(self, step: int) -> bool:
+        assert self._watching is not None
+        if self.chosen is not None:
+            return step in self.chosen
+        if int(str(step)[1:] or 0) or str(step)[0] != "1":
+            return False
+        size = sum(param.numel() * param.element_size() for _, param in self._watching.params.values())
+        self._kept_bytes += PARTS_OF_A_STEP * size
+        return self._kept_bytes <= self.limit_bytes
+
+    def close(self, reason: str = "") -> None:
+        """End the run, as the end of the process does. The last rank to end puts the record together."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._watching is not None:
+            self._watching.close()
+        reason = self.problem or reason or _unhandled()
+        if not reason:
+            self.guard(self._end)()
+            reason = self.problem
+        if reason:
+            self._end_incomplete(reason)
+        try:
+            merge.if_last(self.path, self.world_size)
+        except Exception as error:
+            LOG.warning("%s is incomplete: %s: %s", self.path, type(error).__name__, error)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _end(self) -> None:
+        assert self._watching is not None
+        assert self._part is not None
+        self._watching.follow()
+        size = sum(param.numel() * param.element_size() for _, param in self._watching.params.values())
+        if self._kept_bytes + size <= self.limit_bytes:
+            self._part.tensors("final", self._watching.weights())
+        digests = {"initial": self._watching.initial, "final": self._watching.digests()}
+        seconds = time.perf_counter() - self._began
+        self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "seconds": seconds, **digests})
+
+    def _end_incomplete(self, reason: str) -> None:
+        """Say why, if the disk has room for that."""
+        try:
+            if self._part is not None:
+                self._part.end({"state": State.failed.value, "reason": reason, "steps": self.steps})
+        except OSError as error:
+            LOG.warning("%s: its end could not be written: %s", self.path, error)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.close("" if kind is None else f"{kind.__name__}: {error}")
+
+
+def _unhandled() -> str:
+    """The error that ends this process, if one does."""
+    error = getattr(sys, "last_value", None)
+    return "" if error is None else f"{type(error).__name__}: {error}"

@@ -1,0 +1,98 @@
+"""T0 of runs that were recorded from outside (`harness.capture`): what must agree, and what is not known of them.
+
+Programs differ in everything that a configuration says, and that is why they are compared. What must agree is what the
+trajectory begins with: the weights, the data where both told it, the optimizer's rule and its rates. Machines and
+versions are named, as differences of which nobody knows what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+
+RULE = ("name", "target", "betas", "eps", "momentum", "weight_decay")
+OF_RULE = {"sgd": ("momentum", "weight_decay"), "adam": RULE[2:4] + RULE[5:], "adamw": RULE[2:4] + RULE[5:]}
+"""Constants that matter, by the optimizer's name."""
+
+NAMED = ("device", "cpu_model", "cpu_capability", "threads_per_rank", "cuda", "allow_tf32")
+
+MAKERS = {True: "another program's (harness.capture)", False: "this harness's own"}
+
+Compare = Callable[..., Finding]
+
+
+def is_one(arm: Record, control: Record) -> bool:
+    return arm.is_watched or control.is_watched
+
+
+def check(arm: Record, control: Record, compare: Compare) -> list[Finding]:
+    """Facts that must agree. Args: compare: `comparable.finding`."""
+    makers = [MAKERS[run.is_watched] for run in (arm, control)]
+    if makers[0] != makers[1]:
+        return [compare("the loop", Stage.record, *makers)]
+    steps = compare("steps", Stage.record, arm.length, control.length)
+    found = [steps, *_rule(arm, control, compare), *_weights(arm, control, compare)]
+    if steps.grade is Grade.ok:
+        found += _series(arm, control, compare)
+    return found
+
+
+def _rule(arm: Record, control: Record, compare: Compare) -> Iterator[Finding]:
+    names = [str(run.config["optimizer.name"]) for run in (arm, control)]
+    for key in ("name", *OF_RULE.get(names[0], RULE[1:])):
+        values = [run.config.get(f"optimizer.{key}") for run in (arm, control)]
+        yield compare(f"optimizer.{key}", Stage.optimizer, *values)
+
+
+def _weights(arm: Record, control: Record, compare: Compare) -> Iterator[Finding]:
+    left, right = (str(run.summary.get("initial_weights") or "") for run in (arm, control))
+    if left and right:
+        yield compare("initial weights", Stage.weights, left, right)
+
+
+def _series(arm: Record, control: Record, compare: Compare) -> Iterator[Finding]:
+    told = tells_data(arm) and tells_data(control)
+    for key, stage in (("lr", Stage.optimizer), *((("data_digest", Stage.data),) if told else ())):
+        pairs = enumerate(zip(arm.columns[key], control.columns[key], strict=True), start=1)
+        first = next(((step, *pair) for step, pair in pairs if pair[0] != pair[1]), None)
+        if first is None:
+            yield Finding("T0", key, stage, Grade.ok, "equal", "equal", count=arm.length)
+        else:
+            yield compare(key, stage, *first[1:], step=first[0])
+
+
+def tells_data(run: Record) -> bool:
+    return all(run.columns["data_digest"]) and run.length > 0
+
+
+def limits(arm: Record, control: Record) -> list[str]:
+    """Unknown facts of two runs, of which one or both were watched, as clauses."""
+    found = []
+    silent = [run.name for run in (arm, control) if not tells_data(run)]
+    if silent:
+        found.append(f"what {' and '.join(silent)} was fed is not known")
+    if not all(run.summary.get("initial_weights") for run in (arm, control)):
+        found.append("their first weights are not known to be the same")
+    blind = [run.name for run in (arm, control) if not run.captures and not _sees(run, "reduced_squares")]
+    if blind:
+        found.append(f"{' and '.join(blind)} shows no gradients, so only losses and weights were held side by side")
+    return [*found, *_others(arm, control)]
+
+
+def _sees(run: Record, column: str) -> bool:
+    return run.stream is not None and not bool((run.stream.column(column) != run.stream.column(column)).all())
+
+
+def _others(arm: Record, control: Record) -> Iterator[str]:
+    left, right = (_facts(run.provenance) for run in (arm, control))
+    odd = [f"{key} {left[key]} and {right[key]}" for key in left if left[key] != right[key]]
+    if odd:
+        yield f"they ran with {', '.join(odd)}"
+
+
+def _facts(origin: Mapping[str, Any]) -> dict[str, Any]:
+    versions = origin.get("versions") or {}
+    return {"torch": versions.get("torch"), **{key: origin.get(key) for key in NAMED}}

@@ -1,0 +1,160 @@
+"""Training loops that know nothing of this package but `watch`: one model under several of torch's parallelisms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from harness.capture import watch
+
+WORDS, WIDTH, ROWS, LENGTH = 32, 16, 8, 9
+STEPS = 12
+
+Event = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int
+    shards: Callable[[Net], nn.Module]
+    readers: int = 0
+    """Ranks with rows of their own; the others repeat them. 0: all."""
+
+
+def _ddp(model: Net) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _fsdp2(model: Net, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _hsdp(model: Net) -> nn.Module:
+    return _fsdp2(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")))
+
+
+def _fsdp2_and_tp(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return _fsdp2(model, mesh=mesh["data"])
+
+
+def _ours(model: Net) -> nn.Module:
+    from harness.fsdp import fully_shard as ours
+
+    return ours(model, unit_modules=[Block])
+
+
+LAYOUTS = {
+    "single": Layout(1, lambda model: model),
+    "ddp": Layout(2, _ddp),
+    "fsdp2": Layout(2, _fsdp2),
+    "hsdp": Layout(4, _hsdp),
+    "fsdp2_tp": Layout(4, _fsdp2_and_tp, readers=2),
+    "ours": Layout(2, _ours),
+}
+
+
+def batches(steps: int, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator) for _ in range(steps)]
+
+
+def train(
+    rank: int,
+    layout: str,
+    path: Path | None,
+    *,
+    steps: int = STEPS,
+    fed: bool = True,
+    tied: bool = False,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    build: Callable[[Net], None] = lambda model: None,
+    before_update: Event = lambda step, model, optimizer: None,
+    after_update: Event = lambda step, model, optimizer: None,
+    seed: int = 1,
+) -> list[bytes]:
+    """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator."""
+
+    chosen = LAYOUTS[layout]
+    torch.manual_seed(0)
+    net = Net(tied=tied)
+    build(net)
+    model = chosen.shards(net)
+    params = [param for param in model.parameters() if param.requires_grad]
+    stepping = optimizer(params, lr=1e-3)
+    run = None if path is None else watch(model, stepping, path)
+    readers = chosen.readers or chosen.ranks
+    for number, batch in enumerate(batches(steps, seed), start=1):
+        rows = batch.chunk(readers)[rank * readers // chosen.ranks]
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        before_update(number, model, stepping)
+        stepping.step()
+        stepping.zero_grad()
+        after_update(number, model, stepping)
+        if run is not None:
+            run.step(loss=loss, data=rows if fed else None)
+    if run is not None:
+        run.close()
+    return [*(_bytes(param) for param in model.parameters()), torch.get_rng_state().numpy().tobytes()]
+
+
+def _bytes(param: Tensor) -> bytes:
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local.detach().contiguous().numpy().tobytes()
+
+
+def gradient_of(model: nn.Module, end: str) -> Tensor:
+    """This rank's part of a gradient, by the end of the parameter's name."""
+    (param,) = [param for name, param in model.named_parameters() if name.endswith(end)]
+    assert param.grad is not None
+    return param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
+
+
+def everywhere(rank: int, jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Several calls in one set of ranks: function, arguments, keywords."""
+    found = []
+    for function, arguments, keywords in jobs:
+        found.append(function(rank, *arguments, **keywords))
+        if dist.is_initialized():
+            dist.barrier()
+    return found

@@ -1,0 +1,210 @@
+"""A watched program trains as it does unwatched, and runs of programs under other parallelisms are EQUIVALENT."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.capture.parts import FOLDER
+from harness.parity.compare import compare
+from harness.parity.outcome import Outcome, Verdict
+from harness.parity.record import Record, load
+from harness.store.rundir import RunDir
+from harness.store.show import show
+from tests.capture import loops
+from tests.support.spawn import run_ranks
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a watched run of every layout, by its name."""
+    folder = tmp_path_factory.mktemp("runs") / "study"
+    for name, layout in loops.LAYOUTS.items():
+        run_ranks(loops.train, layout.ranks, name, folder / name)
+    return folder
+
+
+def made(folder: Path, name: str, layout: str = "fsdp2", **keywords: Any) -> Path:
+    run_ranks(partial(loops.train, **keywords), loops.LAYOUTS[layout].ranks, layout, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("layout", loops.LAYOUTS)
+def test_no_bit_of_training_is_another_where_it_is_watched(layout: str, tmp_path: Path) -> None:
+    ranks = loops.LAYOUTS[layout].ranks
+    watched, alone = (
+        run_ranks(partial(loops.train, steps=3), ranks, layout, path) for path in (tmp_path / "run", None)
+    )
+    assert watched == alone
+    assert load(tmp_path / "run").problems == ()
+
+
+@pytest.mark.parametrize("layout", [name for name in loops.LAYOUTS if name != "single"])
+def test_every_parallelism_is_equivalent_to_one_process(layout: str, study: Path) -> None:
+    verdict = compare(study / layout, study / "single")
+    assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence
+    run = load(study / layout)
+    assert run.summary["unplaced"] == {}
+    assert run.captures.keys() == {1, 10}
+    assert run.captures[1].tensors.keys() == load(study / "single").captures[1].tensors.keys()
+    assert run.final is not None
+    assert not (study / layout / FOLDER).exists()
+
+
+def test_two_programs_with_the_same_sums_are_equal(study: Path) -> None:
+    assert compare(study / "fsdp2", study / "ddp").outcome is Outcome.EQUAL
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "hsdp"])
+def test_local_gradients_are_seen_before_they_are_reduced(layout: str, study: Path) -> None:
+    stream = load(study / layout).stream
+    assert stream is not None
+    for j in range(stream.sketches):
+        local, reduced = stream.column(f"local_{j}"), stream.column(f"reduced_{j}")
+        assert abs(local - reduced).max() < 1e-5 * abs(reduced).max()
+
+
+def test_show_tells_of_another_program(study: Path) -> None:
+    told = show(RunDir(study / "ddp"))
+    assert "another program" in told
+    assert "stale" not in told
+
+
+def scaled(end: str, at: int, step: int, model: Any, optimizer: Any) -> None:
+    if step == at:
+        loops.gradient_of(model, end).mul_(1.5)
+
+
+def moved(end: str, at: int, step: int, model: Any, optimizer: Any) -> None:
+    """Change a weight, as a wrong update or something between two steps would."""
+    if step == at:
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if name.endswith(end):
+                    getattr(param, "_local_tensor", param).mul_(1.01)
+
+
+DOWN = "blocks.1.down.weight"
+
+
+@pytest.mark.parametrize(
+    ("event", "at", "stage"),
+    [
+        ({"before_update": partial(scaled, DOWN, 5)}, 5, "reduction"),
+        ({"before_update": partial(scaled, DOWN, 1)}, 1, "reduction"),
+        ({"after_update": partial(moved, DOWN, 10)}, 10, "optimizer"),
+    ],
+    ids=["gradient at step 5", "gradient at step 1", "update at step 10"],
+)
+def test_a_fault_is_named_by_step_stage_and_tensor(
+    event: dict[str, Any], at: int, stage: str, study: Path, tmp_path: Path
+) -> None:
+    verdict = compare(made(tmp_path / "study", "faulty", **event), study / "ddp")
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    for word in (f"at step {at}, ", DOWN, stage):
+        assert word in verdict.sentence
+    assert not any("run.py" in command for command in verdict.commands), "another program is no request of ours"
+
+
+def test_weights_that_change_between_steps_are_named(tmp_path: Path, study: Path) -> None:
+    run = made(tmp_path / "study", "faulty", before_update=partial(moved, DOWN, 4))
+    verdict = compare(run, study / "fsdp2")
+    assert verdict.outcome is Outcome.DIFFERENT
+    assert "weights between steps" in verdict.sentence
+    assert "at step 4, " in verdict.sentence
+    assert DOWN in verdict.sentence
+
+
+def test_without_digests_of_the_data_nothing_is_equal(tmp_path: Path, study: Path) -> None:
+    verdict = compare(made(tmp_path / "study", "unfed", fed=False), study / "fsdp2")
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert "what study/unfed was fed is not known" in verdict.sentence
+
+
+def test_other_data_are_named_with_their_step(tmp_path: Path, study: Path) -> None:
+    verdict = compare(made(tmp_path / "study", "other", seed=2), study / "fsdp2")
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert "data_digest at step 1" in verdict.sentence
+
+
+def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr)
+
+
+def test_another_optimizer_is_not_comparable(tmp_path: Path, study: Path) -> None:
+    verdict = compare(made(tmp_path / "study", "sgd", optimizer=sgd), study / "fsdp2")
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert "optimizer.name is sgd in the one and adamw in the other" in verdict.sentence
+
+
+def edited(run: Path, to: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(run, to)
+    facts = json.loads((to / "provenance.json").read_text())
+    edit(facts)
+    (to / "provenance.json").write_text(json.dumps(facts))
+    return to
+
+
+def test_two_versions_of_torch_are_named_and_not_hidden(study: Path, tmp_path: Path) -> None:
+    other = edited(study / "fsdp2", tmp_path / "study" / "other", lambda facts: facts["versions"].update(torch="2.99"))
+    verdict = compare(other, study / "fsdp2")
+    assert verdict.outcome is Outcome.EQUIVALENT, "equal bits of two versions are no proof"
+    assert "torch 2.99 and" in verdict.sentence
+
+
+def without_gradients(rank: int, path: Path) -> None:
+    """A program whose optimizer nobody can watch: weights and losses alone."""
+    from harness.capture import watch
+
+    torch.manual_seed(0)
+    model = loops.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = watch(model, None, path, steps=[])
+    for rows in loops.batches(4):
+        loss = torch.nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss, data=rows)
+    run.close()
+
+
+def test_without_gradients_the_verdict_says_so(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        without_gradients(0, tmp_path / "study" / name)
+    verdict: Verdict = compare(tmp_path / "study" / "one", tmp_path / "study" / "other")
+    assert verdict.outcome is Outcome.EQUIVALENT
+    assert "no gradients" in verdict.sentence
+
+
+def accumulated(rank: int, path: Path) -> None:
+    from harness.capture import watch
+
+    torch.manual_seed(0)
+    model = loops.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = watch(model, optimizer, path)
+    for batch in loops.batches(loops.STEPS):
+        for number, rows in enumerate(batch.chunk(2)):
+            loss = torch.nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+            (loss / 2).backward()
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
+            run.step(loss=loss, data=rows)
+    run.close()
+
+
+def test_calls_without_an_update_are_microbatches_of_one_step(tmp_path: Path, study: Path) -> None:
+    accumulated(0, tmp_path / "study" / "accumulated")
+    record: Record = load(tmp_path / "study" / "accumulated")
+    assert record.length == loops.STEPS
+    verdict = compare(record.path, study / "fsdp2")
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
