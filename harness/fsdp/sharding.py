@@ -30,6 +30,7 @@ from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import successor_of
 from harness.fsdp.update.flat_step import FlatStep
+from harness.fsdp.update.matrices import matrix_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
@@ -255,6 +256,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
     if flat is None:
         flat = FlatStep(optimizer)
+        flat.step_matrices = matrix_step_of(optimizer)
         setattr(optimizer, _FLAT_STEP, flat)
         optimizer.register_state_dict_pre_hook(_have_state)
         optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())

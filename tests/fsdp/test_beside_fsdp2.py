@@ -47,7 +47,6 @@ OPERATIONS: dict[str, Act] = {
         setattr(m, "1", nn.Linear(WIDTH, WIDTH, bias=False)),
         m(torch.ones(2, WIDTH)),
     ),
-    "`torch.optim.Muon`": lambda m, take: take(torch.optim.Muon(m.parameters())).step(),
     "`torch.optim.LBFGS`, where rows divide evenly": lambda m, take: take(torch.optim.LBFGS(m.parameters())).step(
         closure(m)
     ),

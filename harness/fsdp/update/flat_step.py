@@ -8,7 +8,6 @@ Any other rule (LAMB, a class with its own `step`) steps the sharded parameters 
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,8 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import values_here
-from harness.fsdp.update.rules import COUNTERS, ENTRIES, KERNELS, kernels_of
+from harness.fsdp.update.rules import COUNTERS, KERNELS, kernels_of, moments_of
+from harness.muon import steps_matrices
 from harness.private_torch import note_step, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
@@ -35,15 +35,6 @@ DECOUPLED = "decoupled_grad"
 Opt = torch.optim.Optimizer
 _Place = tuple[ShardedParameters, int]
 _Stepped = tuple[int, Tensor, int]  # number of its group, the parameter, and one number for those that step alike
-
-
-def moments_of(optimizer: Opt) -> frozenset[str] | None:
-    """Entries with a number an element; None for a rule that is not torch's own and elementwise."""
-    names = "step", "_init_group"
-    for kind, entries in ENTRIES.items():
-        if all(inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name)) for name in names):
-            return frozenset(entries) - COUNTERS
-    return None
 
 
 @dataclass(eq=False)
@@ -106,7 +97,7 @@ class Counter:
 class FlatStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* kernels:
     settings of a group while the rule runs. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients
-    as `decoupled_grad`.
+    as `decoupled_grad`. step_matrices: called with the optimizer, pieces by group, and its rule, in place of the rule.
     """
 
     def __init__(self, optimizer: Opt) -> None:
@@ -114,6 +105,7 @@ class FlatStep:
         self.before: list[Callable[..., None]] = []
         self.kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]] = lambda *_: {}
         self.steps_unused = self.decoupled = False
+        self.step_matrices: Callable[[Opt, list[list[Any]], Callable[[Opt], Any]], None] | None = None
         self.moments = moments_of(optimizer)
         self._others: dict[str, Any] = {}
         self._began = False
@@ -141,6 +133,10 @@ class FlatStep:
 
         def step(own: Opt, closure: Callable[[], Any] | None = None) -> Any:
             try:
+                if self.step_matrices is not None:
+                    loss = begin(self) if closure is None else around(closure)
+                    self.step_matrices(own, self._plan, rule)
+                    return loss
                 if closure is None:
                     begin(self)
                     return rule(own)
@@ -344,9 +340,12 @@ class FlatStep:
         kinds: dict[Any, int] = {}
         stepped: dict[ParamGroup, dict[str, _Stepped]] = {}
         for number, group in enumerate(groups):
+            is_alone = self.step_matrices is not None and steps_matrices(group)
             for param in group["params"]:
                 if id(param) in placed and grad_of(param) is not None:
-                    kind = kinds.setdefault((number, id(self._spans[id(param)]), self._counts(param)), len(kinds))
+                    alone = id(param) if is_alone else None
+                    alike = number, id(self._spans[id(param)]), self._counts(param), alone
+                    kind = kinds.setdefault(alike, len(kinds))
                     bucket, name = _slot_of(param)
                     stepped.setdefault(bucket, {})[name] = number, param, kind
         for bucket, by_name in stepped.items():

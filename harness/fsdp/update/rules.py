@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.fsdp.storage.param_group import ParamGroup
+from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.vocabulary import Numerics
+from harness.muon import MOMENTUM, MuonWithAdamW, matrices_of, steps_matrices
 
 Optimizer = torch.optim.Optimizer
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # one number for all elements of a tensor
@@ -27,15 +31,30 @@ ENTRIES: dict[type[Optimizer], dict[str, str]] = {
     torch.optim.RMSprop: {"step": "", "square_avg": "", "momentum_buffer": "momentum", "grad_avg": "centered"},
     torch.optim.ASGD: {"step": "", "eta": "", "mu": "", "ax": ""},
     torch.optim.Rprop: {"step": "", "prev": "", "step_size": ""},
+    torch.optim.Muon: {MOMENTUM: ""},
+    MuonWithAdamW: {"step": "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad", MOMENTUM: ""},
 }
 """Entries of torch's optimizers, and the setting of the group that asks for each ("": always)."""
 NEEDS_WHOLE = {
-    "Muon": "it orthogonalizes whole matrices",
+    "Muon": "its own `step` has rows of matrices; torch.optim.Muon's and harness.muon.MuonWithAdamW's have whole ones",
     "LBFGS": "it works on one vector of all parameters",
     "Adafactor": "it keeps sums over whole rows and columns",
     "ZeroRedundancyOptimizer": "it splits whole parameters over ranks once more: use its optimizer_class itself",
 }
 KERNELS = ("fused", "foreach")
+
+
+def is_of_matrices(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    return isinstance(optimizer, torch.optim.Muon | MuonWithAdamW) and steps_matrices(group)
+
+
+def moments_of(optimizer: Optimizer) -> frozenset[str] | None:
+    """Entries with a number an element; None for a rule that is not torch's own and elementwise."""
+    names = "step", "_init_group"
+    for kind, entries in ENTRIES.items():
+        if all(inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name)) for name in names):
+            return frozenset(entries) - COUNTERS
+    return None
 
 
 # -- state before the first step ---------------------------------------------------------------------------------------
@@ -81,7 +100,8 @@ def _entries_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ..
     declared = getattr(optimizer, "entries", None)
     if declared is not None:
         return tuple(declared)
-    known = next((entries for kind, entries in ENTRIES.items() if isinstance(optimizer, kind)), {})
+    kinds = (kind for kind in ENTRIES if isinstance(optimizer, kind))
+    known = ENTRIES[torch.optim.Muon] if is_of_matrices(optimizer, group) else ENTRIES.get(next(kinds, Optimizer), {})
     return tuple(entry for entry, setting in known.items() if not setting or group[setting])
 
 
@@ -133,15 +153,19 @@ def check_optimizer(
 
     Raises:
         TypeError: it needs unsharded parameters where these are cut.
-        ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`.
+        ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`; or as
+            `matrices_of`.
     """
     name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in NEEDS_WHOLE), None)
-    if name and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+    if name and moments_of(optimizer) is None and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
         raise TypeError(
             f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
             " optimizer, as AdamW, or zero_dp_strategy=0, under which parameters are whole"
         )
-    if decoupled and type(optimizer).__module__.startswith("torch.optim"):
+    for group in filter(partial(is_of_matrices, optimizer), optimizer.param_groups):
+        for param in group["params"]:
+            matrices_of(param.shape, group, f"parameter {getattr(param, HOME, ('?',))[0]}")
+    if decoupled and type(optimizer).__module__.startswith(("torch.optim", MuonWithAdamW.__module__)):
         raise ValueError(
             f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
             " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"

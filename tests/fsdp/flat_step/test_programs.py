@@ -6,7 +6,7 @@ import pytest
 
 from harness.fsdp import sharding
 from harness.fsdp.runtime import gradient_sync
-from harness.fsdp.update import flat_step
+from harness.fsdp.update import flat_step, rules
 from harness.fsdp.update.flat_step import Counter
 from tests.fsdp.flat_step import world
 from tests.fsdp.flat_step.more_programs import PROGRAMS
@@ -149,7 +149,7 @@ MUTANTS = {
         "state_of_one_process",
     ),
     "any class": (
-        Slip(flat_step, "moments_of", "all(", "any(", "A class with its own step gets flat pieces"),
+        Slip(rules, "moments_of", "all(", "any(", "A class with its own step gets flat pieces"),
         "subclass with its own step",
     ),
     "fused kernels unseen": (

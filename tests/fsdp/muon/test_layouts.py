@@ -1,0 +1,227 @@
+"""Matrices that torch's Muon steps are those of one process to the last bit, whoever has their rows, and whoever works.
+
+Gradients are known exactly, under every strategy, split and dtype policy: so every mode of numerics has to agree with
+torch on a plain model. Shapes are odd: tall, wide, of one row, of fewer rows than ranks; a stack, a frozen one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from harness import muon
+from harness.fsdp.update import flat_step, matrices
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.muon import nets
+from tests.fsdp.muon.nets import MAKERS, STEPS, Case, sharded, train, trained
+from tests.support.covering import Cover, once
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+STRATEGIES = "no_shard", "optim", "optim_grads", "optim_grads_params"
+MESHES = [
+    *[(world, 1, "no_shard", tp) for world, tp in ((1, 1), (2, 1), (3, 1), (8, 1), (1, 2), (3, 2))],
+    *[(world, 2, outer, tp) for world, tp in ((4, 1), (4, 2)) for outer in ("no_shard", "optim")],
+]
+"""Data-parallel ranks, how many of them the outer axis has and what it does, tensor-parallel ranks."""
+OPTIONS = ((), (("numerics", "exact"),), (("offload_optimizer", True),), (("unit_min_elements", 1 << 20),))
+CASES = Cover(
+    (
+        Case(
+            world, strategy, outer, split, tp, k, maker, policy, options=options,
+            worth=0 if k == 2 else 1 << 20,
+        )
+        for (world, outer, split, tp), strategy, k, maker, policy, options in itertools.product(
+            MESHES, STRATEGIES, (1, 2), MAKERS, nets.POLICIES, OPTIONS
+        )
+    ),
+    values=lambda c: ((c.world, c.outer, c.outer_strategy, c.tp), c.strategy, c.k, c.maker, c.policy, c.options),
+    key=lambda c: c.world * c.tp,
+)  # fmt: skip
+
+
+@cache
+def expected(maker: str) -> nets.Trained:
+    return nets.plain(Case(1, maker=maker))
+
+
+def run_all(rank: int, cases: list[Case]) -> list[list[str]]:
+    """Differences of each case from torch on a plain model."""
+    found = []
+    for case in cases:
+        model, optimizers = sharded(case)
+        with nets.planned(case):
+            train(model, optimizers, k=case.k)
+        found.append(nets.differences(trained(model, optimizers), expected(case.maker)))
+        model.close()
+    return found
+
+
+@once
+def outcomes(cases: tuple[Case, ...]) -> dict[Case, list[str]]:
+    told = run_ranks(run_all, cases[0].world * cases[0].tp, list(cases))
+    return {case: [each for rank in told for each in rank[place]] for place, case in enumerate(cases)}
+
+
+def name_of(case: Case) -> str:
+    mesh = f"{case.world}x{case.tp}" if case.outer == 1 else f"{case.outer}x{case.world // case.outer}x{case.tp}"
+    numerics = "-".join(str(value) for _, value in case.options) or "fast"
+    return f"{mesh}-{case.outer_strategy}-{case.strategy}-{case.k}-{case.maker}-{case.policy}-{numerics}"
+
+
+@pytest.mark.parametrize("case", CASES.params(name_of))
+def test_bits_are_those_of_one_process(case: Case) -> None:
+    assert outcomes(CASES.batch(case))[case] == []
+
+
+# -- the rule that is held against: torch's own ------------------------------------------------------------------------
+
+
+def stepped(optimizers: Sequence[torch.optim.Optimizer], params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    for step in range(STEPS):
+        for place, param in enumerate(params):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + place))
+        for optimizer in optimizers:
+            optimizer.step()
+    return [param.detach() for param in params]
+
+
+SETTINGS: list[dict[str, Any]] = [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_muon_with_adamw_is_torchs_muon_and_torchs_adamw(settings: dict[str, Any]) -> None:
+    def made() -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.ones(shape)) for shape in (*nets.SHAPES, (7,))]
+
+    ours, theirs = made(), made()
+    rate: Any = torch.tensor(0.02)
+    group: dict[str, Any] = {"params": ours[:-1], "muon": True, "lr": rate, **settings}
+    both = [muon.MuonWithAdamW([group, {"params": ours[-1:]}], lr=0.01)]
+    apart = [torch.optim.Muon(theirs[:-1], lr=rate, **settings), torch.optim.AdamW(theirs[-1:], lr=0.01)]
+    assert all(map(torch.equal, stepped(both, ours), stepped(apart, theirs)))
+
+
+def test_blocks_and_stacks_are_matrices_of_their_own() -> None:
+    whole = [torch.nn.Parameter(torch.ones(12, 5)), torch.nn.Parameter(torch.ones(2, 6, 5))]
+    group: dict[str, Any] = {"params": whole, "muon": True, "blocks": 3}
+    optimizer = muon.MuonWithAdamW([group], lr=0.02)
+    blocks = [torch.nn.Parameter(torch.ones(4, 5)) for _ in range(3)]
+    blocks += [torch.nn.Parameter(torch.ones(2, 5)) for _ in range(6)]
+    torch_ones = torch.optim.Muon(blocks, lr=0.02)
+    for step in range(STEPS):
+        grad = torch.randn(24, 5, generator=torch.Generator().manual_seed(step))
+        whole[0].grad, whole[1].grad = grad[:12], grad[12:].view(2, 6, 5)
+        for block, part in zip(blocks, [*grad[:12].split(4), *grad[12:].split(2)], strict=True):
+            block.grad = part
+        optimizer.step()
+        torch_ones.step()
+    assert torch.equal(
+        torch.cat([each.detach().view(-1, 5) for each in whole]), torch.cat([*map(torch.detach, blocks)])
+    )
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def traffic(rank: int, case: Case) -> tuple[int, list[tuple[int | None, int]]]:
+    """Bytes of matrices that a rank sends in a step, counted outside the engine; owner and elements here of each."""
+    model, optimizers = sharded(case)
+    with nets.planned(case), closing(CollectiveMeter()) as meter:
+        train(model, optimizers, range(1))
+        meter.take()
+        train(model, optimizers, range(1, 2))
+        sent = sum(row.bytes for row in meter.take() if " matrices" in row.bucket)
+    step = optimizers[0]._fsdp_flat_step.step_matrices.__self__
+    held = [(m.owner, m.here(rank, m.piece.flat).numel()) for lane in step._lanes for m in lane.matrices]
+    model.close()
+    return sent, held
+
+
+@pytest.mark.parametrize("case", [Case(4), Case(4, "optim", 2), Case(4, "no_shard", 2, "optim")], ids=name_of)
+def test_bytes_follow_the_formula(case: Case) -> None:
+    """16 bits an element to the owner, once; and back, to whoever keeps it; less what the owner has."""
+    found = run_ranks(traffic, case.world, case)
+    copies = {"optim_grads_params": 1, "optim": 2, "no_shard": 2}[case.strategy]
+    elements = sum(rows * columns for rows, columns in nets.SHAPES)
+    of_owners = sum(numel for rank, (_, held) in enumerate(found) for owner, numel in held if owner == rank)
+    assert sum(sent for sent, _ in found) == 2 * ((1 + copies) * elements - 2 * of_owners)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+SPLIT, TENSOR = Case(3), Case(2, tp=2, maker="one")
+MISTAKES = {
+    "momentum of the gradient": (Slip(muon, "mix", "1 - group", "group", "Momentum and gradient are exchanged"), SPLIT),
+    "no Nesterov mix": (
+        Slip(muon, "mix", 'if group["nesterov"] else momentum', 'if not group["nesterov"] else momentum', "Mixed"),
+        SPLIT,
+    ),
+    "scale of tall matrices": (
+        Slip(muon, "add", "rows / columns", "columns / rows", "Wide matrices are scaled as tall ones"), SPLIT,
+    ),
+    "scale of a piece": (
+        Slip(matrices.Lane, "finish", "values.to(target.device), m.rows", "values.to(target.device), target.shape[0]",
+             "The rate is adjusted to the rows that lie here"), SPLIT,
+    ),
+    "iteration on a cut matrix": (
+        Slip(matrices.Lane, "work", "self.whole[id(m)].view(m.rows, m.columns)",
+             "m.part(self.whole[id(m)], self.comm.rank).flatten(0, -2)", "Rows that lie here are orthogonalized"),
+        Case(2, shapes=((64, 64),) * 3),
+    ),
+    "an update that is not taken": (
+        Slip(matrices.Lane, "finish", "for m, values in updates:", "for m, values in updates if me != 1 else ():",
+             "One rank does not add what owners send"), SPLIT,
+    ),
+    "order of pieces": (
+        Slip(matrices.MatrixStep, "_lanes_of", "matrices.sort(", "sorted(matrices, ", "Each rank has its own order"),
+        SPLIT,
+    ),
+    "momentum that begins anew": (
+        Slip(matrices.Lane, "begin", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
+    ),
+    "decay of a group": (
+        Slip(matrices.Lane, "finish", "decay(groups[number]", "decay(groups[0]", "The first group's decay"),
+        SPLIT,
+    ),
+    "one piece for all": (
+        Slip(flat_step.FlatStep, "_build", "id(param) if is_alone else None", "None", "Matrices share a piece"),
+        Case(1),
+    ),
+    "columns of the first": (
+        Slip(matrices.Regions, "of", "rank=place.tensor)", "rank=0)",
+             "Every tensor-parallel rank gives the first one's columns"), TENSOR,
+    ),
+    "blocks by stack": (
+        Slip(muon, "boxes", "divmod(place * rows", "divmod(place * rows * 0", "All blocks are the first"), TENSOR,
+    ),
+}  # fmt: skip
+
+
+def slipped(rank: int, name: str, case: Case) -> list[str]:
+    reference = nets.plain(case)
+    with pytest.MonkeyPatch.context() as patch:
+        MISTAKES[name][0].put(patch)
+        try:
+            model, optimizers = sharded(case)
+            train(model, optimizers)
+            return nets.differences(trained(model, optimizers), reference)
+        except Exception:
+            return [traceback.format_exc(limit=1)]
+
+
+def mistakes() -> Iterator[tuple[str, str]]:
+    yield from ((name, slip.breaks) for name, (slip, _) in MISTAKES.items())
+
+
+@pytest.mark.parametrize("name", each("steps of matrices", mistakes()))
+def test_a_mistake_is_found(name: str) -> None:
+    case = MISTAKES[name][1]
+    assert any(run_ranks(slipped, case.world * case.tp, name, case))
