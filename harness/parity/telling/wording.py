@@ -93,7 +93,7 @@ def _right(
         return f"agrees in every recorded bit ({recorded}, and the final weights)"
     reach = "" if resolution is None else f"; a wrong scale of {percent(resolution)} or more {RESOLVED}"
     steps = counted(arm.length, "step")
-    seen = _looked_at(looked_at, arm.length) + _followed(*followed)
+    seen = _looked_at(looked_at, arm.length, again=not arm.is_watched) + _followed(*followed)
     return f"differs by no more than rounding explains over {steps}{seen}{reach}"
 
 
@@ -127,12 +127,13 @@ def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
     return None if first.tensor else next((f for f in same if f.tensor), None)
 
 
-def _looked_at(steps: Mapping[str, Sequence[int]], length: int) -> str:
+def _looked_at(steps: Mapping[str, Sequence[int]], length: int, *, again: bool = True) -> str:
+    """Args: again: say of steps that were worked out again, also if there are none."""
     every = [word for name, word in LOOKED_AT.items() if len(steps.get(name, ())) == length]
     told = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
     for name, word in LOOKED_AT.items():
         found = steps.get(name, ())
-        if word not in every and (found or (name == AGAIN and name in steps)):
+        if word not in every and (found or (name == AGAIN and again)):
             told.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
     return "".join(f"; {each}" for each in told)
 
