@@ -2,9 +2,9 @@
 
 [Note: Worked out again] Observers compare everything with autograd's gradients, but cannot know that these belong to
 the model, weights and tokens. So in chosen steps each rank builds the model in plain torch, fills it with the engine's
-main weights, reads its part of the batch from the source again, and runs the same microbatches. Equal modules then see
-equal bits, shapes, dtypes and threads; differences come from the feed, the computation, a gather or a buffer. Sketches
-of gradients are compared rank by rank.
+main weights, reads its part of the batch again without loader and sources (`harness.data.reread`), and runs the same
+microbatches. Equal modules then see equal bits, shapes, dtypes and threads; differences come from the feed, the
+computation, a gather or a buffer. Sketches of gradients are compared rank by rank.
 
 It takes a forward, a backward and unsharded weights on each rank. So it runs in captured steps, the last of which still
 has a persistent fault, and in a share of the others (`measure.again`), drawn by the seed: runs that are compared have
@@ -31,7 +31,7 @@ from harness.config.captured import captured
 from harness.config.derived import global_microbatches
 from harness.config.schema import Config, ModelFamily
 from harness.control import Control
-from harness.data.loader import Loader
+from harness.data.reread import Reread
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Microbatch, Seen
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -118,11 +118,11 @@ def local_gradients(
     None without memory. scaled: maps a loss to the differentiated value.
     """
     workload, device = workload_for(session.config), session.ranks.device
-    loader = Loader(session.config, session.ranks.data_rank)  # not the one that fed the run, which may have gone wrong
+    sequences = torch.from_numpy(Reread(session.config, session.ranks.data_rank).sequences(step))
     with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
-        for tokens, targets in loader.batch(step):
+        for rows in sequences.split(session.config.train.microbatch_size):
             session.alive()
-            batch = Microbatch(*(torch.from_numpy(rows).to(device) for rows in (tokens, targets)))
+            batch = Microbatch(rows[:, :-1].to(device), rows[:, 1:].to(device))
             scaled(workload.loss(model, batch)).backward()
             for param in model.parameters():
                 param.grad = None

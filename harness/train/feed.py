@@ -1,7 +1,7 @@
 """Sequences of `forward_backward` against those of the data source.
 
-The loader is not trusted: microbatches are copied before a step and hashed after it; the source is read again, by the
-order of sequences alone. Neither counts for a step's time.
+The loader is not trusted: microbatches are copied before a step and hashed after it; what they should be is read again
+without loader and sources (`harness.data.reread`). Neither counts for a step's time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from harness.config.schema import Config
-from harness.data.loader import positions, sequence_digest
-from harness.data.order import MASK64, sequence_at
-from harness.data.sources import Tokens, open_source
+from harness.data.loader import sequence_digest
+from harness.data.order import MASK64
+from harness.data.reread import Reread
+from harness.data.sources import Tokens
 from harness.engines.protocol import Microbatch
 
 
@@ -23,7 +24,7 @@ class FeedDigests(NamedTuple):
     """Hashes of one rank's tokens and targets of one step, unsigned 64-bit; equal for right data."""
 
     held: int
-    """Hash from the data source."""
+    """Hash of what the data holds."""
     fed: int
     """Hash of the engine's input."""
 
@@ -35,16 +36,13 @@ class Feed:
     """
 
     def __init__(self, config: Config, data_rank: int) -> None:
-        self._config, self._data_rank = config, data_rank
-        self._source = open_source(config)  # not the loader's
+        self._again = Reread(config, data_rank)
 
     def digests(self, step: int, given: Microbatch) -> FeedDigests:
         """Digests of a step and of its microbatches; waits for the device."""
-        wanted = positions(self._config, self._data_rank, step)
-        order = (sequence_at(each, self._source.num_sequences, self._config.data.order_seed) for each in wanted)
-        right = np.stack([self._source[index] for index in order])
-        held, fed = _digest(wanted.start, right), _sequences(given)
-        return FeedDigests(held, held if np.array_equal(fed, right) else _digest(wanted.start, fed))
+        first, right, fed = self._again.first(step), self._again.sequences(step), _sequences(given)
+        held = _digest(first, right)
+        return FeedDigests(held, held if np.array_equal(fed, right) else _digest(first, fed))
 
 
 def joined(microbatches: Sequence[Microbatch]) -> Microbatch:

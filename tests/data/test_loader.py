@@ -122,6 +122,9 @@ def test_token_files_read_as_one_stream(tmp_path: Path, width: str, header: int)
     assert source.num_sequences == (1000 - 1) // 16
     for index in range(source.num_sequences):
         np.testing.assert_array_equal(source[index], stream[index * 16 : index * 16 + 17])
+    config.model.vocab_size = 60000
+    for step in range(1, 9):  # an epoch is 7.75 steps
+        held(config, 0, step)
 
 
 def test_large_files_are_mapped(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ of a number times 0.1 or 0.01, or that share of the elements; a fault of precisi
 [Note: Edition] Faults come in editions. Those of the edition that is `SEALED` were written by somebody who had not seen
 the judges, and no judge has seen them: nothing but the campaign over whole runs may hold one against a verdict, once,
 after judges were frozen. Then `SEALED` becomes 0, and what is asked of other faults is asked of them. So it was with
-edition 2, judged at commit b20c64d (docs/records/power.md). The next that nobody has seen is 3.
+edition 2, judged at commit b20c64d (docs/records/power.md). Edition 3 was written with the judges in mind, and no
+campaign has it. The next that nobody has seen is 4.
 
 [Note: Late] `fault.begins_at` names the step from which on a fault acts. Whatever it needs to know of earlier steps (a
 stale gradient) it has seen by then. What acts once, at a moment of its own (a resume, the end), takes no step.

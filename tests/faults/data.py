@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from harness.data.loader import Loader, Microbatch
+from harness.data.order import sequence_at
 from tests.faults.corpus import ZERO2, ZERO3
 from tests.faults.site import Site, fault, share
 
@@ -77,3 +80,52 @@ def F32_host_buffer_reused(site: Site) -> None:
         return wrapped
 
     site.around(site.engine, "forward_backward", wrap, always=True)
+
+
+@fault(
+    "targets that are shifted already are shifted again, by every loader that is asked",
+    "data",
+    cell=(ZERO3,),
+    edition=3,
+)
+def shifted_targets(site: Site) -> None:
+    """On the last rank, in a share of each microbatch's rows, one at least."""
+    last, begins = site.size - 1, site.config.fault.begins_at
+
+    def shifted(rows: Any) -> Microbatch:
+        targets, count = rows.targets.copy(), max(1, round(site.amount * len(rows.targets)))
+        targets[:count, :-1] = targets[:count, 1:]
+        return Microbatch(rows.tokens, targets)
+
+    def wrap(batch: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(loader: Loader, step: int) -> Any:
+            found = batch(loader, step)
+            return [shifted(rows) for rows in found] if loader.rank == last and step >= begins else found
+
+        return wrapped
+
+    site.around(Loader, "batch", wrap, always=True)
+
+
+@fault(
+    "what begins at a wrong offset is read a token late, by every source that is opened",
+    "data",
+    cell=(ZERO2,),
+    edition=3,
+)
+def late_offset(site: Site) -> None:
+    """A share of the sequences that no step before has read, one at least, on every rank."""
+    source, size, seed = site.loader.source, site.config.train.global_batch_size, site.config.data.order_seed
+    ends = [(step - 1) * size for step in (site.config.fault.begins_at, site.config.train.steps + 1)]
+    early, order = ([sequence_at(each, source.num_sequences, seed) for each in range(end)] for end in ends)
+    fresh = [each for each in dict.fromkeys(order) if each not in early]
+    late = fresh[: max(1, round(site.amount * len(fresh)))]
+
+    def wrap(read: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(source: Any, index: int) -> Any:
+            tokens = read(source, index)
+            return np.roll(tokens, -1) if index in late else tokens
+
+        return wrapped
+
+    site.around(type(source), "__getitem__", wrap, always=True)

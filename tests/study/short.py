@@ -104,12 +104,12 @@ def _train(rank: int, job: Job) -> None:
 
 @contextmanager
 def functions_given_back() -> Iterator[None]:
-    """Undo what a fault does to functions of modules; what it does to an engine ends with the engine."""
+    """Undo what a fault does to functions of modules and classes; what it does to an engine ends with the engine."""
     around = Site.around
     with ExitStack() as undo:
 
         def noting(site: Site, owner: Any, name: str, wrap: Callable[[Any], Any], **options: bool) -> None:
-            if isinstance(owner, ModuleType):
+            if isinstance(owner, ModuleType | type):
                 undo.callback(setattr, owner, name, getattr(owner, name))
             around(site, owner, name, wrap, **options)
 

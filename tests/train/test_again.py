@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.config.schema import Config, Dtype, Fp8, ModelFamily
-from harness.data import loader
+from harness.data import loader, reread
+from harness.data.sources import SyntheticSource
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.registry import workload_for
@@ -28,7 +29,6 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.probe.step_checks.sketch import Sketch
 from harness.train import again
-from tests.support import factory
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import Slip, each
 
@@ -231,16 +231,14 @@ def wrong_runs(root: Path) -> Iterator[str]:
         path = root / f"run{fault}"
         if found(trained(path, "fp32", fault)) != wanted:
             yield f"a run with {fault or 'no fault'}"
-    with mock.patch.object(factory, "Loader", Behind):
+    right = loader.Loader.batch
+    with mock.patch.object(loader.Loader, "batch", lambda self, step: right(self, max(1, step - 1))):
         if found(trained(root / "behind", "fp32")) != [(STEPS, Grade.bad)]:
-            yield "a loader that gave other tokens than the source holds"
-
-
-class Behind(loader.Loader):
-    """Gives the microbatches of the step before, from step 2 on."""
-
-    def batch(self, step: int) -> list[loader.Microbatch]:
-        return super().batch(max(1, step - 1))
+            yield "every loader gave the microbatches of the step before"
+    of_source = SyntheticSource.__getitem__
+    with mock.patch.object(SyntheticSource, "__getitem__", lambda self, index: np.roll(of_source(self, index), 1)):
+        if found(trained(root / "source", "fp32")) != [(1, Grade.bad), (STEPS, Grade.bad)]:
+            yield "every source gave other tokens than its formula"
 
 
 def wrong_bounds(root: Path) -> Iterator[str]:
@@ -300,9 +298,19 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
         Slip(
             again,
             "local_gradients",
-            "Loader(session.config, session.ranks.data_rank)",
-            "session.loader",
+            "Reread(session.config, session.ranks.data_rank).sequences(step)",
+            "np.concatenate([np.c_[tokens, targets[:, -1:]] for tokens, targets in session.loader.batch(step)])",
             "Tokens are asked of the loader that gave them once before",
+        ),
+    ),
+    "the source that fed the run": (
+        wrong_runs,
+        Slip(
+            reread.Reread,
+            "__init__",
+            "_Hashed(config)",
+            "__import__('harness.data.sources', fromlist=['']).open_source(config)",
+            "Tokens are asked of a source of the class that gave them once before",
         ),
     ),
     "the first captured step": (
@@ -320,14 +328,14 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
         Slip(
             again,
             "local_gradients",
-            "batch(step)",
-            "batch(max(1, step - 1))",
+            "sequences(step)",
+            "sequences(max(1, step - 1))",
             "The second time has another step's tokens",
         ),
     ),
     "half of the batch": (
         wrong_runs,
-        Slip(again, "local_gradients", "batch(step):", "batch(step)[:1]:", "One microbatch is worked out again"),
+        Slip(again, "local_gradients", "_size):", "_size)[:1]:", "One microbatch is worked out again"),
     ),
     "weights of nobody": (
         wrong_runs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,10 @@ import pytest
 
 from harness import control
 from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
+from harness.data import reread
 from harness.data.loader import Loader, Microbatch
+from harness.data.order import sequence_at
+from harness.data.sources import FileSource, SyntheticSource, open_source
 from harness.parity import judgement
 from harness.parity.alone import every_step, fed
 from harness.parity.outcome import Grade, Outcome, Stage
@@ -72,6 +76,25 @@ def wrong_loader(case: str, once: bool = False) -> Any:
         return spoil(found) if acts and loader.rank + 1 >= first else found
 
     return mock.patch.object(Loader, "batch", batch)
+
+
+def sources(root: Path) -> dict[type, Config]:
+    """A run on each source of the harness; its sequences are read once."""
+    np.random.default_rng(0).integers(0, 64, 3000).astype("<u2").tofile(root / "tokens.bin")
+    tokens = {"data__kind": DataKind.tokens, "data__path": str(root / "tokens.bin")}
+    return {SyntheticSource: config_of("one"), FileSource: config_of("one", **tokens)}
+
+
+def wrong_source(source: type, config: Config) -> Any:
+    """In place of every source of a class: what is first read in step 7 or later begins a token late."""
+    right, first = source.__getitem__, (BEGINS - 1) * config.train.global_batch_size
+    count = open_source(config).num_sequences
+    early = {sequence_at(position, count, config.data.order_seed) for position in range(first)}
+
+    def held(self: Any, index: int) -> Any:
+        return right(self, index) if index in early else np.roll(right(self, index), -1)
+
+    return mock.patch.object(source, "__getitem__", held)
 
 
 class Own:
@@ -171,6 +194,21 @@ def wrong_feeds(root: Path) -> Iterator[str]:
         wanted = [] if case in ("right", "one rank") else [(BEGINS, Stage.data, 2)]
         if found(root / case) != wanted:
             yield f"{case}: {found(root / case)}"
+    for source, config in sources(root).items():
+        with wrong_source(source, config):
+            run(config, root / source.__name__)
+        if found(root / source.__name__) != [(BEGINS, Stage.data, 2)]:
+            yield f"{source.__name__}: {found(root / source.__name__)}"
+
+
+def wrong_ranks(_: Path) -> Iterator[str]:
+    """What is read again is what every rank's loader gives, in every layout."""
+    for ranks, size in ((1, 2), (2, 1), (2, 4), (4, 2)):
+        config = config_of("native", mesh__world_size=ranks, train__microbatch_size=size)
+        for rank, step in product(range(ranks), (1, 3, 20)):
+            given = [np.c_[tokens, targets[:, -1:]] for tokens, targets in Loader(config, rank).batch(step)]
+            if not np.array_equal(reread.Reread(config, rank).sequences(step), np.concatenate(given)):
+                yield f"rank {rank} of {ranks} in step {step}"
 
 
 def wrong_verdicts(root: Path) -> Iterator[str]:
@@ -201,7 +239,7 @@ def wrong_peers(_: Path) -> Iterator[str]:
 
 
 Claim = Callable[[Path], Iterator[str]]
-CLAIMS: tuple[Claim, ...] = (wrong_feeds, wrong_verdicts, wrong_peers)
+CLAIMS: tuple[Claim, ...] = (wrong_feeds, wrong_ranks, wrong_verdicts, wrong_peers)
 MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "the loader's word": (
         wrong_feeds,
@@ -227,7 +265,21 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "another step's": (
         wrong_feeds,
-        Slip(feed.Feed, "digests", "self._data_rank, step)", "self._data_rank, 1)", "Always step 1 is held against it"),
+        Slip(feed.Feed, "digests", "sequences(step)", "sequences(1)", "Always step 1 is held against it"),
+    ),
+    "the source's word": (
+        wrong_feeds,
+        Slip(
+            reread.Reread,
+            "__init__",
+            "_Files(config)",
+            "__import__('harness.data.sources', fromlist=['']).open_source(config)",
+            "What files hold is asked of a source of the class that fed the run",
+        ),
+    ),
+    "another rank's": (
+        wrong_ranks,
+        Slip(reread.Reread, "first", "self._data_rank * self._own", "0", "All ranks are held against the first"),
     ),
     "nobody asks": (
         wrong_verdicts,
