@@ -22,6 +22,7 @@ from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, wors
 from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import (
+    alike,
     bitwise,
     divergence,
     ending,
@@ -345,6 +346,7 @@ class Judgement:
     def verdict(self) -> Verdict:
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
         own = [finding for kind in self.testimony for finding in kind if finding.grade is not Grade.ok]
+        own += [finding for finding in self.alike if finding.grade is not Grade.ok]
         failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
         outcome = self._outcome(bits, failed)
         resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
@@ -367,6 +369,16 @@ class Judgement:
         """Unknown facts of a watched run, as clauses; with any of them equal bits are no proof."""
         return watched.limits(self.arm, self.control) if watched.is_one(self.arm, self.control) else []
 
+    @cached_property
+    def alike(self) -> list[Finding]:
+        """Weights of the first unequal step of two runs that are equal so far, unless one has shown by itself why."""
+        own = [f.step or 0 for kind in self.testimony for f in kind if f.grade is Grade.bad]
+        return [
+            f
+            for f in alike.check(self.arm, self.control)
+            if f.grade is Grade.ok or (f.step or 0) < min([*own, math.inf])
+        ]
+
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
         numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
         return [*(bits if self.admission.tier == "T1" else []), *numbers, *self.blindness]
@@ -382,7 +394,7 @@ class Judgement:
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
         rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]
-        for kind in [*self.testimony, *self.numbers]:
+        for kind in [*self.testimony, self.alike, *self.numbers]:
             found = worst(kind)
             if found is not None:
                 rows.append(wording.standing_for(found, listed(kind)))

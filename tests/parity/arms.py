@@ -63,6 +63,8 @@ class Fault:
     """Changes weights or moments before a step, by something that is no optimizer; after the last one too."""
     moments: Callable[[int, Optimizer], None] = nothing
     """Changes the moments as an update leaves them."""
+    updated: Callable[[int, Params, Params], None] = nothing
+    """Changes the weights as an update leaves them; is given those before it as well."""
     used: Callable[[int, Params], Params] = unchanged
     """Changes the weights that the last rank computes a step with."""
     local: Callable[[int, Params], Params] = unchanged

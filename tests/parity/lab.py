@@ -93,6 +93,7 @@ def train(arm: Arm) -> Outcome:
         if step != fault.skipped:
             optimizer.step(weights, clipped, lr, step)
         fault.moments(step, optimizer)
+        fault.updated(step, before, weights)
         checker.after(weights, optimizer, had)
         if step in arm.updates:
             updates[step] = {name: weights[name] - before[name] for name in weights}

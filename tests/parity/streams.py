@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule, UpdateState
-from harness.store.check_stream import MOMENTS, ONCE, CheckedTensor, StreamWriter, step_columns, tensor_columns
+from harness.store.check_stream import ONCE, CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
 
 if TYPE_CHECKING:
@@ -136,10 +136,10 @@ class Checker(Silent):
                     found = max(found, float((abs(held[name] - wanted) / room).max()))
             off[name] = found
         self._worst("rule", off)
-        self._add(weights)
+        self._add(weights, optimizer)
         self._left = tuple({n: p[n].copy() for n in self.names} for p in (weights, optimizer.m, optimizer.v))  # type: ignore[assignment]
 
-    def _add(self, weights: Params) -> None:
+    def _add(self, weights: Params, optimizer: Optimizer) -> None:
         squares = lambda values: float((values.astype(np.float64) ** 2).sum())  # noqa: E731
         table = np.array(
             [
@@ -147,7 +147,7 @@ class Checker(Silent):
                     *(*self._local[n], self._terms[n]),
                     *(*self.sketch(n, self._mean[n]), squares(self._mean[n])),
                     *(*self.sketch(n, weights[n]), squares(weights[n])),
-                    *(0.0 for _ in MOMENTS),
+                    *(self.sketch(n, moment[n])[0] for moment in (optimizer.m, optimizer.v)),
                 ]
                 for n in self.names
             ]

@@ -189,6 +189,7 @@ SPOILS: dict[str, Spoil] = {
     "local gradient given the weights": TWICE["witness"],
     "gradient given the weights": TWICE["step"],
     "weights given those before": TWICE["update"],
+    "weights after equal gradients": TWICE["update"],
     **dict.fromkeys(("loss given the weights", "loss", "loss bits"), in_line(loss=9.0)),
     **dict.fromkeys(("gradient norm", "grad_norm bits"), in_line(grad_norm=9.0)),
     **dict.fromkeys(("weight norm", "param_norm bits"), in_line(param_norm=9.0)),

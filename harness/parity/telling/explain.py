@@ -65,6 +65,7 @@ CHECKS = {
     "the same function": "once in a run: the plain model's gradients at the first weights, at the start and at the end",
     "local gradient given the weights": "a local gradient jumps although weights do not: wrong forward or backward",
     "gradient given the weights": "the same for the reduced gradient",
+    "weights after equal gradients": "in two runs that are equal so far, equal gradients must leave equal weights",
     "weights given those before": "whether the distance of weights jumps from one step to the next",
     "weights at the end": "the distance of the final weights against the most that both runs can move",
     "weights at the end, sketched": "the same from sketches, if whole weights were too large to keep",

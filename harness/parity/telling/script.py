@@ -170,6 +170,7 @@ LOOKS: Mapping[str, Look] = {
     "local gradient given the weights": _tensors("distance", TESTIMONIES),
     "gradient given the weights": _tensors("distance"),
     "weights given those before": _tensors("distance", UPDATES),
+    "weights after equal gradients": _tensors("distance", UPDATES),
     "loss given the weights": _series("relative", "loss"),
     "loss": _series("relative", "loss"),
     "gradient norm": _series("relative", "grad_norm"),

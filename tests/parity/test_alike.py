@@ -1,0 +1,170 @@
+"""Two runs that are equal so far owe equal weights after equal gradients, in 16 bits too, where no bound is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from harness.parity import Grade, Outcome, Verdict, compare, judgement
+from harness.parity.outcome import Finding
+from harness.parity.record import load
+from harness.parity.tiers import alike
+from tests.parity.arms import Arm, Params, broken
+from tests.parity.conftest import Bench
+from tests.parity.corpus import OURS, OURS_BF16
+from tests.parity.lab import CLEAN
+from tests.parity.network import Optimizer, bf16
+from tests.support.mutants import Slip, each
+
+AT = 8
+NAME = "blocks.1.w_up.weight"
+PURE = replace(OURS_BF16, checked=True, main="bf16", steps=12, captures=(1,), updates=(1,))
+WIDE = replace(OURS, checked=True, strategy="optim_grads", updates=(1,))
+Updated = Callable[[int, Params, Params], None]
+
+
+def kept_in_bf16(step: int, before: Params, weights: Params) -> None:
+    """Weights that are kept in 16 bits."""
+    for value in weights.values():
+        value[...] = bf16(value)
+
+
+def frozen_row(step: int, before: Params, weights: Params) -> None:
+    kept_in_bf16(step, before, weights)
+    if step >= AT:
+        weights[NAME][5] = before[NAME][5]
+
+
+def grown_weight(step: int, before: Params, weights: Params) -> None:
+    """One weight of large size grows by two units a step, which the rule of single updates allows."""
+    kept_in_bf16(step, before, weights)
+    if step >= AT:
+        flat = weights[NAME].ravel()
+        flat[abs(flat).argmax()] += 2**-6
+
+
+def one_kept(step: int, before: Params, weights: Params) -> None:
+    """One element is not updated in one step."""
+    kept_in_bf16(step, before, weights)
+    if step == AT:
+        weights[NAME].ravel()[77] = before[NAME].ravel()[77]
+
+
+def forgotten(step: int, optimizer: Optimizer) -> None:
+    """Sixty-four second moments are zeroed as a step leaves them."""
+    if step == AT - 1:
+        optimizer.v[NAME].ravel()[:64] = 0.0
+
+
+def rounded_otherwise(step: int, before: Params, weights: Params) -> None:
+    """Another kernel's last bits."""
+    if step >= AT:
+        weights[NAME].ravel()[3] *= 1 + 2**-22
+
+
+def another_element(step: int, values: Params) -> Params:
+    """A gradient whose one element has another last bit."""
+    changed = {name: value.copy() for name, value in values.items()}
+    if step == AT:
+        flat = changed[NAME].ravel()
+        flat[abs(flat).argmax()] *= 1 + 2**-7
+    return changed
+
+
+TWIN = broken(replace(PURE, replicate=1), updated=kept_in_bf16)
+CASES: dict[str, tuple[Arm, Arm, str]] = {
+    "a frozen row": (broken(PURE, updated=frozen_row), TWIN, NAME),
+    "a weight that grows": (broken(PURE, updated=grown_weight), TWIN, NAME),
+    "an element, once": (broken(PURE, updated=one_kept), TWIN, NAME),
+    "64 moments": (broken(PURE, updated=kept_in_bf16, moments=forgotten), TWIN, NAME),
+    "in fp32": (broken(WIDE, updated=rounded_otherwise), replace(WIDE, replicate=1), NAME),
+    "run twice": (broken(PURE, updated=kept_in_bf16), TWIN, ""),
+    "run twice, hot": (
+        broken(replace(PURE, lr=0.1), updated=kept_in_bf16),
+        broken(replace(PURE, lr=0.1, replicate=1), updated=kept_in_bf16),
+        "",
+    ),
+    "other gradients": (broken(PURE, updated=kept_in_bf16, local=another_element), TWIN, ""),
+    "other microbatches": (broken(replace(PURE, k=4), updated=kept_in_bf16), TWIN, ""),
+    "another engine": (broken(WIDE, updated=rounded_otherwise), replace(WIDE, engine="fsdp2"), ""),
+}
+"""Arm, control, and the tensor that is different in step 8; none in a clean pair."""
+
+
+def held(bench: Bench, name: str) -> Verdict:
+    arm, control, _ = CASES[name]
+    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
+
+
+def asked(verdict: Verdict) -> list[Finding]:
+    return [row for row in verdict.evidence if row.check == alike.ALIKE]
+
+
+def wrong(bench: Bench) -> Iterator[str]:
+    for name, (_, _, tensor) in CASES.items():
+        verdict = held(bench, name)
+        found = [f for f in verdict.findings if f.grade is Grade.bad]
+        if not tensor and verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
+            yield f"{name}: {verdict.sentence}"
+        if tensor and [(f.check, f.step, f.tensor, f.place) for f in found[:1]] != [
+            (alike.ALIKE, AT, tensor, "between clipping and optimizer")
+        ]:
+            yield f"{name}: {verdict.sentence}"
+    arm, control = (load(bench.run(each)) for each in CASES["a frozen row"][:2])
+    elsewhere = [replace(run, config={**run.config, "cluster.device": "cuda"}) for run in (arm, control)]
+    if [f.grade for f in alike.check(*elsewhere)] != [Grade.doubt]:
+        yield "on another device"
+    if alike.check(replace(arm, provenance={**arm.provenance, "sources_digest": "another"}), control):
+        yield "other sources"
+    own = [replace(run, config={**run.config, "optimizer.name": "ext"}) for run in (arm, control)]
+    if alike.check(*own):
+        yield "one's own optimizer"
+    other = replace(arm, columns={**arm.columns, "grad_norm": [1.0, *arm.columns["grad_norm"][1:]]})
+    if alike.check(other, control):
+        yield "after another norm"
+
+
+def test_equal_gradients_leave_equal_weights(bench: Bench) -> None:
+    assert list(wrong(bench)) == []
+
+
+def test_it_is_asked_of_every_step_of_equal_gradients(bench: Bench) -> None:
+    assert [row.count for row in asked(held(bench, "run twice"))] == [12]
+    assert [row.count for row in asked(held(bench, "other gradients"))] == [AT - 1]
+    assert asked(held(bench, "other microbatches")) == asked(held(bench, "another engine")) == []
+
+
+def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
+    """A whole tensor that is not updated breaks the rule of single updates, which says in which run."""
+
+    def stopped(step: int, before: Params, weights: Params) -> None:
+        if step >= AT:
+            weights[NAME][...] = before[NAME]
+
+    verdict = compare(bench.run(broken(WIDE, updated=stopped)), bench.run(replace(WIDE, replicate=1)), sources=CLEAN)
+    assert [row for row in asked(verdict) if row.grade is not Grade.ok] == []
+    assert f"at step {AT}, update by the rule, sampled" in verdict.sentence
+
+
+MUTANTS = {
+    "nobody asks": Slip(judgement.Judgement, "verdict", "own += [", "[", "Equal gradients owe nothing"),
+    "whatever the gradients": Slip(
+        alike, "_steps_of_equal_gradients", "steps if equal.all()", "steps if True", "Other gradients owe equal weights"
+    ),
+    "whatever the norm": Slip(
+        alike, "_steps_of_equal_gradients", '"grad_norm", ', "", "Gradients that were clipped otherwise owe them too"
+    ),
+    "any configuration": Slip(alike, "_one_configuration", "same and same_code", "same_code", "Any kernel owes bits"),
+    "any sources": Slip(alike, "_one_configuration", "same and same_code", "same", "Other code owes bits"),
+    "any optimizer": Slip(alike, "_one_configuration", "in KNOWN", "!= ''", "One's own optimizer owes bits"),
+    "all tensors": Slip(alike, "_finding", "differs.any(1)", "differs.all(1)", "One tensor is let off"),
+    "on any device": Slip(alike, "_finding", '== "cpu"', '!= ""', "Memory chooses no kernel on any device"),
+}
+
+
+@pytest.mark.parametrize("name", each("The comparator: equal until", ((n, s.breaks) for n, s in MUTANTS.items())))
+def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(wrong(bench)), f"{name} survives"
