@@ -11,7 +11,8 @@ D:
                L(a) - L(c) = (g(a) + g(c)) / 2 . (a - c), up to the third order, and so by at most the mean of the two
                gradients' norms times D. The factor SAFETY covers the third order and the error of D.
 
-Their answers raise a doubt and refute nothing: a difference alone, where all witnesses pass, is never DIFFERENT. Where
+Their answers raise a doubt and refute nothing: once gradients differ (`alike`), a difference alone, where all witnesses
+pass, is never DIFFERENT. Where
 the control is no longer stable (`stability.stable_until`) curvature bursts, and K and the gradient between the two with
 it: they are asked with that much more room (`apart.BURST`, its root for a gradient).
 """
