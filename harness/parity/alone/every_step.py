@@ -43,11 +43,17 @@ doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A 
 have its two gradients added in the compute dtype or in fp32, and lie one rounding off. Wider dtypes are allowed SAFETY
 SIGMAS roundings there, 4e-7 in fp32, as products of unaligned memory may add in another order; refuted is as elsewhere.
 An engine of one's own may have kernels of its own, and 8 bits may be made of weights that were cast before: these are
-held to e. Where routers choose, one choice that rounding turned changes an expert's gradient by anything, and nothing
-is refuted.
+held to e. Where routers choose and kernels may be others, a choice that rounding turned changes an expert's gradient by
+anything, and nothing is refuted.
 
 `drift` is held to the same. Both times it is one process and its plain model: on a CPU, what differs at all in any
 dtype is in doubt.
+
+[Note: Routes that cannot flip] On CPUs a router's scores have the same bits twice. Only memory that lies otherwise may
+add in another order, by a rounding in a product: a flip is then expected of fewer routes than `RARE` (of 512 in fp32,
+2e-5), and what is refuted of other models is refuted. Where more routes could flip, as in 16 bits, s of the T K / N
+tokens of an expert change its gradient by sqrt(2 s N / T K), s = max(1, 2 n / N) for n flips, and twice that is refuted
+as well.
 """
 
 from __future__ import annotations
@@ -239,8 +245,17 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     if name == "drift" and on_cpu:
         allowed = EXACT
     if arithmetic.num_experts > 1:
-        refuted = math.inf
+        owes_bits = on_cpu and (shared or name == "drift")
+        refuted = max(refuted, REFUTED * _rerouted(arithmetic)) if owes_bits else math.inf
     return allowed, refuted
+
+
+def _rerouted(arithmetic: Arithmetic) -> float:
+    """Effect of flips on an expert's gradient on one rank; see [Note: Routes that cannot flip]."""
+    tokens, experts = arithmetic.tokens / arithmetic.ranks, arithmetic.num_experts
+    flips = arithmetic.swapped(RMS * UNIT[arithmetic.compute], tokens)
+    changed = max(1.0, 2 * flips / experts)
+    return math.sqrt(2 * changed * experts / (tokens * arithmetic.experts_per_token)) if flips > RARE else 0.0
 
 
 def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:

@@ -35,6 +35,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
@@ -327,6 +328,19 @@ class Arithmetic:
         """Norm of an averaged gradient's part below the integers' resolution, for `numel` elements."""
         terms = self.global_microbatches
         return 0.0 if self.exact_bits is None else lost_in_integers(self.exact_bits, terms, numel)
+
+    def swapped(self, error: float, tokens: float) -> float:
+        """Expected routes of so many tokens, over all blocks, that scores with this error send to another expert.
+
+        Among N scores drawn alike, the last chosen and the first rejected lie within x standard deviations of each
+        other with density N * phi(z), z the quantile that K of N exceed. Scores that err by e in the mean square swap
+        across a gap with probability e / sqrt(pi) times that density.
+        """
+        n, k = self.num_experts, self.experts_per_token
+        if k >= n:
+            return 0.0
+        density = n * NormalDist().pdf(NormalDist().inv_cdf(1 - k / n))
+        return tokens * self.layers * min(1.0, density * error / math.sqrt(math.pi))
 
     @property
     def logged_norm(self) -> float:

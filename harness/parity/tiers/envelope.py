@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT, reach_name
@@ -56,19 +55,10 @@ class Envelope:
 
     @property
     def flips(self) -> int:
-        """Most tokens, over all blocks, that rounding sends to another expert at step 1: exceeded once in a million.
-
-        Among N scores drawn alike, the last chosen and the first rejected lie within x standard deviations of each
-        other with density N * phi(z), z the quantile that K of N exceed. Scores that err by e in the mean square swap
-        across a gap with probability e / sqrt(pi) times that density.
-        """
-        n, k = self.arm.num_experts, self.arm.experts_per_token
-        if self.same_forward or k >= n:
+        """Most tokens, over all blocks, that rounding sends to another expert at step 1: exceeded once in a million."""
+        if self.same_forward:
             return 0
-        density = n * NormalDist().pdf(NormalDist().inv_cdf(1 - k / n))
-        error = math.hypot(self.arm.forward, self.control.forward)
-        routes = self.arm.tokens * self.arm.layers
-        return _most(routes * min(1.0, density * error / math.sqrt(math.pi)))
+        return _most(self.arm.swapped(math.hypot(self.arm.forward, self.control.forward), self.arm.tokens))
 
     @property
     def rerouted(self) -> float:
