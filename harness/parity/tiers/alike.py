@@ -8,8 +8,8 @@ gradients differ, or that was not kept, nothing is said.
 
 Four signed sums and a sum of squares hide a difference of gradients with a negligible chance; differences of rounding
 are many. A kernel that does a whole group's update may do its last elements otherwise, so tensors must be cut alike:
-one configuration of this harness, and the same sources. On other devices than CPUs memory may choose a kernel, and a difference is in
-doubt.
+one configuration of this harness, and the same sources. On other devices than CPUs memory may choose a kernel, and a
+difference is in doubt.
 """
 
 from __future__ import annotations
