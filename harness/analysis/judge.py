@@ -13,6 +13,7 @@ from harness.analysis.plot import Style
 from harness.config.errors import BadRequest, Violation
 from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
 from harness.parity.study import absence
+from harness.parity.telling.usual import farthest
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
@@ -104,7 +105,8 @@ def _sentence(refused: Violation) -> str:
 def verdicts(of: Study) -> pd.DataFrame:
     """One row an arm: `run`, `label`, `control` (label), `verdict`, `tier`, `used`, `check`, `resolution`, `sentence`.
 
-    `used` is the worst check's share of its bound (1 is the bound), `check` its name. `resolution` is the smallest
+    `check` is the check that is farthest out beside what clean pairs show of it (`harness.parity.telling.usual`),
+    `used` its share of its bound (1 is the bound). `resolution` is the smallest
     detectable relative error in the scale of all gradients.
     """
     rows = [
@@ -125,11 +127,10 @@ def verdicts(of: Study) -> pd.DataFrame:
 
 
 def _used(arm: Verdict) -> tuple[float | None, str]:
-    rows = [row for row in arm.evidence if not isinstance(row.observed, str) and not isinstance(row.allowed, str)]
-    if not rows:
+    found = farthest(arm.evidence)
+    if found is None:
         return None, arm.findings[0].check if arm.findings else "equal bits"
-    worst = max(rows, key=lambda row: row.ratio)
-    return worst.ratio, worst.check
+    return found.ratio, found.told
 
 
 def evidence(of: Study) -> pd.DataFrame:

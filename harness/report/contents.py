@@ -137,7 +137,8 @@ def _verdicts(study: Study) -> Table:
         for row in found.itertuples()
     ]
     caption = (
-        "Of the bound: how much of what rounding explains the worst check used up, and which check that is. Smallest "
+        "Farthest out: the check that is farthest beside the most that clean pairs show of it, and how much of what "
+        "rounding explains it used up (of the bound). Smallest "
         "error seen: the relative error in the scale of all gradients from which on this pair would have been called "
         "DIFFERENT."
     )

@@ -39,7 +39,7 @@ BARS = (
     ("Peak tensor memory", "result/peak_bytes", "bytes"),
     ("Peak resident set", "result/rss_bytes", "bytes, rank 0"),
     ("Sent in the last step", "result/sent_bytes", "bytes, rank 0"),
-    ("Share of the bound that the worst check used", "parity/margin", "1 is the bound"),
+    ("Share of the bound that the farthest check used", "parity/margin", "1 is the bound"),
 )
 COLUMNS = ("parity/verdict", "parity/tier", "parity/margin", "result/state", "result/peak_bytes", "result/sent_bytes")
 

@@ -10,6 +10,7 @@ from typing import Any
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
+from harness.parity.telling.usual import farthest
 from harness.store import checksums, status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
@@ -191,5 +192,6 @@ def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | 
 
 
 def margin(found: Verdict) -> float | None:
-    """Worst check's share of its bound (1 is the bound); None without measurements."""
-    return max((row.ratio for row in found.evidence if not isinstance(row.observed, str)), default=None)
+    """Share of its bound that the farthest check used (1 is the bound); None without measurements."""
+    farthest_out = farthest(found.evidence)
+    return None if farthest_out is None else farthest_out.ratio

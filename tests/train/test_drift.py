@@ -226,8 +226,37 @@ def wrong_bounds(root: Path) -> Iterator[str]:
         yield "a step is held against itself"
 
 
+def in_any_order(attend: Any) -> Any:
+    """Attention that meets the keys in another order each time, as kernels with atomic additions do."""
+    generator = torch.Generator().manual_seed(5)
+
+    def shuffled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **others: Any) -> Tensor:
+        order = torch.randperm(k.shape[-2], generator=generator)
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
+        mask = (seen.tril() if is_causal else seen)[:, order]
+        found: Tensor = attend(q, k[..., order, :], v[..., order, :], attn_mask=mask, **others)
+        return found
+
+    return shuffled
+
+
+def wrong_orders(root: Path) -> Iterator[str]:
+    """Kernels that add in another order each time are no fault; code that changes later is none of them."""
+    captured = {"measure__capture_steps": [1, STEPS]}
+    attend = llama.F.scaled_dot_product_attention
+    with mock.patch.object(llama.F, "scaled_dot_product_attention", in_any_order(attend)):
+        run = trained(root / "shuffled", "fp32", **captured)
+    assert run.stream is not None
+    assert 1e-9 < column(run)[STEPS - 1] < 1e-5
+    failed = [f for f in every_step.check(run, Arithmetic.of(run.config)) if f.grade is not Grade.ok]
+    if failed:
+        yield f"another order: {failed}"
+    if found(trained(root / "capped", "fp32", "a wide softcap", **captured)) != [(STEPS, Grade.doubt)]:
+        yield "code that changed is another order"
+
+
 Claim = Callable[[Path], Iterator[str]]
-CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds)
+CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_orders)
 MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "weights of nobody": (
         wrong_runs,
@@ -292,6 +321,14 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "bits are owed anywhere": (
         wrong_bounds,
         Slip(every_step, "bounds", 'name == "drift" and on_cpu', 'name == "drift"', "A GPU owes the same bits twice"),
+    ),
+    "another order is a fault": (
+        wrong_orders,
+        Slip(every_step, "_reassociates", "return len(seen)", "return len(seen) > 9", "Kernels owe the same bits"),
+    ),
+    "anything is another order": (
+        wrong_orders,
+        Slip(every_step, "_reassociates", "all(", "any(", "Code that changed is taken for another order"),
     ),
     "a step against itself": (
         wrong_bounds,

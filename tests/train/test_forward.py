@@ -3,6 +3,7 @@ microbatches and engines that do the same are not called different."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -170,6 +171,24 @@ def test_on_other_devices_kernels_may_be_chosen_by_more(runs: dict[str, Record])
     assert [finding.grade for finding in doubtful(arm, control)] == [Grade.doubt]
 
 
+def test_a_sum_in_another_order_is_not_refuted(runs: dict[str, Record]) -> None:
+    assert list(wrong_orders(runs)) == []
+
+
+def wrong_orders(runs: dict[str, Record]) -> Iterator[str]:
+    """A product was off by 6e-8 where its inner sum was made of two halves; a rotation changes a thousandth."""
+    baseline = runs[BASELINE]
+    assert baseline.forward is not None
+    sketches, squares = baseline.forward.modules["blocks.0.ffn.w_gate"]
+    size = math.sqrt(squares)
+    for off, grade in ((6e-8, Grade.doubt), (1e-4, Grade.doubt), (1e-3, Grade.bad)):
+        moved = tuple(value + off * size for value in sketches)
+        one = {**baseline.forward.modules, "blocks.0.ffn.w_gate": (moved, squares)}
+        wrong = doubtful(told(baseline, modules=one), baseline)
+        if [(each.tensor, each.grade) for each in wrong] != [("blocks.0.ffn.w_gate", grade)]:
+            yield f"{off}: {wrong}"
+
+
 def test_what_has_other_dtypes_or_was_not_looked_at_says_nothing(runs: dict[str, Record]) -> None:
     baseline = runs[BASELINE]
     assert found(replace(baseline, forward=None), baseline) == []
@@ -203,7 +222,7 @@ def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
         yield "forwards in two dtypes are compared"
     if found(told(baseline, rows=baseline.forward.rows + 1), baseline):
         yield "forwards of other positions are compared"
-    yield from broken_in_fp32(runs)
+    yield from broken_besides(runs)
     batch = (1, baseline.forward.batch[1])
     for factor, wrong in ((1.3, [("head.output", Grade.bad)]), (1.001, [])):
         sketches, squares = baseline.forward.modules["head.output"]
@@ -213,7 +232,9 @@ def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
             yield f"in other microbatches outputs {factor} times as large are {told_so}"
 
 
-def broken_in_fp32(runs: dict[str, Record]) -> Iterator[str]:
+def broken_besides(runs: dict[str, Record]) -> Iterator[str]:
+    """In fp32, and where another order of additions is no fault."""
+    yield from wrong_orders(runs)
     if places(runs["fp32, tables of 8 bits"], runs["fp32"]) != {"between forward and gradient"}:
         yield "a forward in fp32 is not seen"
     if forward.parts(runs["fp32, fsdp2"], runs["fp32"]):
@@ -221,6 +242,16 @@ def broken_in_fp32(runs: dict[str, Record]) -> Iterator[str]:
 
 
 MUTANTS = {
+    "no other order": Slip(
+        forward, "check", "max(refuted, another_order)", "refuted", "A product that was split is another computation"
+    ),
+    "any other order": Slip(
+        forward,
+        "check",
+        "max(refuted, another_order)",
+        "max(refuted, 5e-3)",
+        "Another order explains a rotation, too",
+    ),
     "SAME is what bf16 explains": Slip(forward, "SAME", "", lambda _: 5e-3, "Forwards agree to the count of roundings"),
     "the farthest module": Slip(
         forward,

@@ -9,6 +9,7 @@ from harness.config.words import ask_again
 from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
 from harness.parity.telling import explain
 from harness.parity.telling.deciding import ALWAYS
+from harness.parity.telling.usual import farthest
 from harness.store import screen
 from harness.store.commands import shown
 from harness.store.labels import named
@@ -125,11 +126,10 @@ def _value(value: float | str) -> str:
 
 
 def _farthest(verdict: Verdict) -> tuple[str, str]:
-    rows = [finding for finding in verdict.evidence if not isinstance(finding.observed, str)]
-    if not rows:
+    found = farthest(verdict.evidence)
+    if found is None:
         return "", verdict.findings[0].check if verdict.findings else "equal bits"
-    row = max(rows, key=lambda finding: finding.ratio)
-    return ("", "nothing") if row.ratio == 0.0 else (percent(row.ratio), row.check)
+    return ("", "nothing") if found.ratio == 0.0 else (percent(found.ratio), found.told)
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:

@@ -174,6 +174,10 @@ MANY = 32
 """Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
+WHOLE_LOSSES = (EngineName.native, EngineName.single)
+"""Engines whose backward begins with a microbatch's loss as it is, not divided by k."""
+
+
 class Depth(NamedTuple):
     """Roundings and products in series through a model; parallel branches count once."""
 
@@ -218,6 +222,8 @@ class Arithmetic:
     """Pattern of parameters used more than once in a forward; may be empty."""
     fp8: str = ""
     """FP8 recipe; may be empty."""
+    loss_divisor: int = 1
+    """Factor by which a token's loss is divided before the backward: a microbatch's tokens, times k in most engines."""
     exact_bits: int | None = None
     """Resolution of integer gradients under `numerics=exact`; else None."""
     seen_forward: float | None = None
@@ -233,6 +239,7 @@ class Arithmetic:
         model = _model(config)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
         routed = model.family is ModelFamily.moe
+        divides = EngineName[config["engine.name"]] not in WHOLE_LOSSES
         return cls(
             compute=config["dtype.compute"],
             wire=config["dtype.grad_comm"],
@@ -251,6 +258,7 @@ class Arithmetic:
             experts_per_token=model.experts_per_token if routed else 1,
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
+            loss_divisor=rows * (microbatches_per_rank(config) if divides else 1),
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
             counted=_counted(config),
         )
@@ -317,6 +325,15 @@ class Arithmetic:
     def _counted_blocks(self) -> tuple[int, int]:
         depth = Depth.of(self.family, self.experts_per_token)
         return depth.block * self.layers + depth.ends, depth.products_block * self.layers + depth.products_ends
+
+    @property
+    def reordered(self) -> float:
+        """Relative error of a product in 16 bits whose inner sum is made in another order: roundings that flip.
+
+        A sum that errs by e crosses the edge between two numbers with probability e / u, and is 2 u off then.
+        """
+        inner = RMS * UNIT["fp32"] * math.sqrt(self.inner)
+        return 2 * math.sqrt(UNIT[self.compute] * inner)
 
     @cached_property
     def reduction(self) -> float:

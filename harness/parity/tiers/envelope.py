@@ -61,6 +61,15 @@ class Envelope:
         return _most(self.arm.swapped(math.hypot(self.arm.forward, self.control.forward), self.arm.tokens))
 
     @property
+    def loses_gradients(self) -> bool:
+        """True if the first step of delayed scaling may lose other gradients in one run than in the other.
+
+        Its scales are 1, and e5m2 keeps nothing below 2^-17: what is lost depends on what losses are divided by.
+        """
+        delayed = [run.loss_divisor for run in (self.arm, self.control) if run.fp8 == "delayed"]
+        return len(delayed) == 1 or len(set(delayed)) == 2
+
+    @property
     def rerouted(self) -> float:
         """Effect of flips on a gradient that all tokens feed: each replaces one token's share by another.
 

@@ -50,7 +50,10 @@ def first_step(
         _outliers(pairs, envelope),
         [_scale(pair, envelope, factors) for pair in pairs],
     ]
-    return [findings for findings in _excused(kinds, envelope) if findings]
+    kinds = _excused(kinds, envelope)
+    if envelope.loses_gradients:
+        kinds = [[_lost(finding) for finding in findings] for findings in kinds]
+    return [findings for findings in kinds if findings]
 
 
 def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Finding]]:
@@ -63,6 +66,16 @@ def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Fi
     if not off or len(off) > 2 * envelope.flips:
         return list(kinds)
     return [[_doubt(finding) if _refuted_expert(finding) else finding for finding in findings] for findings in kinds]
+
+
+LOST = "the first step of delayed scaling has scales of 1, and loses gradients that are small once losses are divided"
+
+
+def _lost(finding: Finding) -> Finding:
+    """Finding of a size in doubt at most, and without a cause: any share of a gradient may be lost."""
+    if finding.grade is Grade.ok or isinstance(finding.observed, str):
+        return finding
+    return replace(finding, grade=Grade.doubt, note=LOST)
 
 
 def _refuted_expert(finding: Finding) -> str | None:
