@@ -249,10 +249,11 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     if name == "drift" and on_cpu:
         allowed = EXACT
     another_order = rounded if arithmetic.compute in SIXTEEN_BITS else bound(name, stream, arithmetic)
-    if on_cpu and _reassociates(stream, another_order):
+    reordered = _reassociates(stream, another_order)
+    if on_cpu and reordered:
         allowed = another_order
     if arithmetic.num_experts > 1:
-        owes_bits = on_cpu and (shared or name == "drift")
+        owes_bits = on_cpu and (shared or name == "drift") and not reordered
         refuted = max(refuted, REFUTED * _rerouted(arithmetic)) if owes_bits else math.inf
     return allowed, refuted
 
