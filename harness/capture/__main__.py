@@ -11,7 +11,7 @@ from harness.capture.parts import FOLDER
 
 def main(words: list[str]) -> int:
     if len(words) != 1 or not (Path(words[0]) / FOLDER).is_dir():
-        print("usage: python -m harness.capture RUN, a folder whose ranks did not all end", file=sys.stderr)
+        print("give one folder: of a watched run whose ranks did not all end", file=sys.stderr)
         return 2
     merge(Path(words[0]))
     return 0

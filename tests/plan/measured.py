@@ -21,8 +21,8 @@ STEPS = 3
 
 
 class Measured(NamedTuple):
-    """kept: the engine's own account. sent: count and bytes by kind, of the last step. persistent, peak: tensor bytes
-    between steps and at most, of the last step."""
+    """kept: the engine's own account. sent: count and bytes by kind, of the last step. persistent: tensor bytes
+    between steps. peak: at most in a step, the least of all but the first: ranks that part hold more for a while."""
 
     kept: dict[str, int]
     sent: dict[str, dict[str, int]]
@@ -59,4 +59,4 @@ def measure_cell(rank: int, config: Config) -> Measured:
     steps = storage.finish()
     engine.close()
     assert steps is not None
-    return Measured(kept, sent, steps[-1].persistent, steps[-1].peak)
+    return Measured(kept, sent, steps[-1].persistent, min(each.peak for each in steps[1:]))
