@@ -50,17 +50,22 @@ class MuonWithAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self.param_groups
-        for group in filter(steps_matrices, groups):
+        for group in filter(steps_matrices, self.param_groups):
             for param in group["params"]:
                 if param.grad is not None:
                     step_alone(group, param, param.grad, self.state[param])
-        self.param_groups = [group for group in groups if not steps_matrices(group)]
-        try:
-            _adamw(self)
-        finally:
-            self.param_groups = groups
+        step_rest(self, _adamw)
         return loss
+
+
+def step_rest(optimizer: torch.optim.Optimizer, rule: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """Step the groups that have no matrices by the optimizer's rule."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if not steps_matrices(group)]
+    try:
+        rule(optimizer)
+    finally:
+        optimizer.param_groups = groups
 
 
 def steps_matrices(group: Mapping[str, Any]) -> bool:

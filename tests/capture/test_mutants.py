@@ -33,7 +33,7 @@ def left_apart(rank: int, layout: str, path: Path, fed: bool, nudged: bool) -> N
 def nudge(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if step == 2:
         with torch.no_grad():
-            next(iter(model.parameters()))._local_tensor.mul_(1.01)  # type: ignore[attr-defined]
+            next(iter(model.parameters()))._local_tensor.mul_(1.01)  # type: ignore[attr-defined] # a DTensor's
 
 
 RUNS = {"ddp": ("ddp", True, False), "fsdp2": ("fsdp2", True, False), "unfed": ("fsdp2", False, False)}

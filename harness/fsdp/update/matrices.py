@@ -46,6 +46,7 @@ from harness.muon import (
     multiplications,
     orthogonalize,
     step_alone,
+    step_rest,
     steps_matrices,
 )
 
@@ -273,11 +274,7 @@ class MatrixStep:
             for param in entries if steps_matrices(group) else ():
                 if not isinstance(param, Piece) and param.grad is not None:
                     step_alone(group, param, param.grad, optimizer.state[param])
-        optimizer.param_groups = [group for group in groups if not steps_matrices(group)]
-        try:
-            rule(optimizer)
-        finally:
-            optimizer.param_groups = groups
+        step_rest(optimizer, rule)
 
     def _lanes_of(self, groups: Sequence[dict[str, Any]], plan: list[list[Any]]) -> list[Lane]:
         by_bucket: dict[ParamGroup, list[Matrix]] = {}
