@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from typing import Any
 
 from harness.cli.fit import nearest
@@ -15,7 +16,7 @@ from harness.cli.verb import Implementation
 from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.own import environment
-from harness.config.rules.environment import ONLY_PLANNED
+from harness.config.rules import ONLY_PLANNED
 from harness.store import commands, screen
 from harness.study.request import cells_asked
 
@@ -144,4 +145,4 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]]) -> list[st
     return screen.table(["cell", "kept MiB", "peak MiB", "sent MiB a step", "fits", "peak at"], rows, screen.width())
 
 
-PLAN = Implementation(_arguments, _plan)
+PLAN = Implementation(_arguments, lambda arguments: copy_context().run(_plan, arguments))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from pathlib import Path
 
 import pytest
 
 from harness.cli.fit import nearest
 from harness.cli.main import main
 from harness.config.catalog import ROOT
+from harness.config.rules import ONLY_PLANNED
 from harness.plan.planned import Records, planned
 from tests.support.composing import compose
 
@@ -53,6 +55,16 @@ def test_nonsense_is_refused_as_run_py_refuses_it(
 def test_a_model_beyond_this_machine_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=llama_70b", "model.num_layers=4", "mesh.world_size=4096", *_batch(4096)]) == 0
     assert "of each of 4,096 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("cluster=slurm",), ("cluster.device=cuda",)])
+def test_a_cell_that_this_machine_could_not_start_is_planned(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["plan", *WORDS, *words]) == 0
+    assert not ONLY_PLANNED.get(), "what is asked for next may run"
 
 
 def _batch(ranks: int) -> tuple[str, ...]:

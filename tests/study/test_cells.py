@@ -55,14 +55,17 @@ def ask(hydra: Hydra, *words: str) -> Desired:
 
 NARROWED = {"engine_step_time": "train.replicate=0,1", "engines": "dtype=fp32"}
 """What `make test` asks of studies of hundreds of cells, which take ten seconds each: all their ways of sharding."""
+PLANNED = ("will_it_fit",)
+"""Studies for `harness plan` alone: nothing is compared, and no machine need be able to start them."""
 
 
 @cache
 def shipped(study: str, *, whole: bool = False) -> Desired:
     """What `run.py -m study=STUDY` asks for."""
     narrowed = () if whole or study not in NARROWED else (NARROWED[study],)
+    started = ("launch.dry_run=true",) if study in PLANNED else ()
     with begun() as instance:
-        return ask(instance, f"study={study}", *narrowed)
+        return ask(instance, f"study={study}", *narrowed, *started)
 
 
 OVERRIDES = [
@@ -96,10 +99,6 @@ def test_what_a_request_starts_from_reaches_nothing_else() -> None:
     chosen = [(group, name) for group, name in begun if group in load_catalog().groups and name]
     assert len(chosen) >= 16
     assert not [f"{group}={name}" for group, name in chosen if read_option(group, name).reaches]
-
-
-PLANNED = ("will_it_fit",)
-"""Studies for `harness plan` alone: nothing is compared."""
 
 
 def test_every_large_study_is_shipped() -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 
 from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
@@ -155,14 +154,10 @@ def _at_least(version: str, wanted: tuple[int, int]) -> bool:
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
 
 
-ONLY_PLANNED = ContextVar("only planned", default=False)
-"""True while nothing of a request is to run: the memory of this machine does not matter then."""
-
-
 @rule(*_SIZES, "mesh.world_size", "mesh.dp_outer")
 def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     cfg = request.config
-    if ONLY_PLANNED.get() or cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
+    if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
         return
     if cfg.mesh.world_size % cfg.mesh.dp_outer:  # said elsewhere
         return
