@@ -103,11 +103,11 @@ class Control:
         def end() -> StepReport:
             rows = gathered()
             peers = [rows[first : first + self.ranks.tp] for first in range(0, len(rows), self.ranks.tp)]
-            told = [_fed_otherwise(each) for each in peers]  # tensor-parallel ranks say the same of the same data
+            reports = [_fed_otherwise(each) for each in peers]  # tensor-parallel ranks say the same of the same data
             return StepReport(
-                losses=[_float(bits) for row in told for bits in row[:-3]],
-                held=[row[-3] & MASK64 for row in told],
-                fed=[row[-2] & MASK64 for row in told],
+                losses=[_float(bits) for row in reports for bits in row[:-3]],
+                held=[row[-3] & MASK64 for row in reports],
+                fed=[row[-2] & MASK64 for row in reports],
                 stop=any(row[-1] & 1 for row in rows),
                 save=any(row[-1] & 2 for row in rows),
             )

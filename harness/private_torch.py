@@ -264,8 +264,8 @@ def backends_of(group: dist.ProcessGroup, *devices: torch.device) -> list[Any]:
 
 def timeout_of(*backends: Any) -> timedelta:
     """The shortest timeout of a collective; torch's default for gloo where no backend tells one."""
-    told = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
-    return min(filter(None, told), default=default_pg_timeout)
+    timeouts = [getattr(getattr(each, "options", None), "_timeout", None) for each in backends]
+    return min(filter(None, timeouts), default=default_pg_timeout)
 
 
 def flight_recorder(kind: str) -> Callable[..., bytes]:

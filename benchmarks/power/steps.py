@@ -86,17 +86,17 @@ def _tried_here() -> Iterator[None]:
 
     known: dict[str, str] = {}
 
-    def told(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> str:
+    def reply(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> str:
         try:
             return json.dumps(described(kind, setting, name, shaping))
         except Unusable as error:
-            return json.dumps(error.told)
+            return json.dumps(error.reply)
 
     def ask(question: str, _folder: str) -> tuple[list[str], str]:
         asked = json.loads(question)
         for target in asked["targets"]:
             if target[-1] not in known:
-                known[target[-1]] = told(*target, asked["config"])
+                known[target[-1]] = reply(*target, asked["config"])
         return [known[target[-1]] for target in asked["targets"]], ""
 
     with mock.patch("harness.config.own._ask", ask):

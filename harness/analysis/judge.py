@@ -40,7 +40,7 @@ class Study:
         return self.runs[self.runs["state"] == "done"]
 
     @cached_property
-    def told(self) -> str:
+    def incomplete(self) -> str:
         states = self.runs["state"].value_counts()
         counts = ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
         found = [f"Not every run is done: {counts}."] if counts else []
@@ -130,7 +130,7 @@ def _used(arm: Verdict) -> tuple[float | None, str]:
     found = farthest(arm.evidence)
     if found is None:
         return None, arm.findings[0].check if arm.findings else "equal bits"
-    return found.ratio, found.told
+    return found.ratio, found.text
 
 
 def evidence(of: Study) -> pd.DataFrame:

@@ -175,8 +175,8 @@ def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Ite
         arms: dict[str, list[Process]] = {}
         for process in group:
             arms.setdefault(process.arm, []).append(process)
-        told = details({arm: same[0].config for arm, same in arms.items()})
-        rows = {arm: _row(arms, arm, references.get(arm), told[arm]) for arm in arms}
+        details_of = details({arm: same[0].config for arm, same in arms.items()})
+        rows = {arm: _row(arms, arm, references.get(arm), details_of[arm]) for arm in arms}
         ordered = sorted(rows.values(), key=lambda row: (row.strategy, not row.is_reference, row.engine, row.detail))
         yield Regime(title(own, keys), own, tuple(ordered), tuple(_targets(arms, rows)))
 

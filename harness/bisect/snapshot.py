@@ -112,12 +112,12 @@ class Snapshot:
             started = subprocess.Popen(
                 command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
-            told = False
+            announced = False
             while _is_running(started):
-                if asked.stops and not told:
-                    told = True
+                if asked.stops and not announced:
+                    announced = True
                     started.send_signal(asked.stops[0])
-        if told:
+        if announced:
             raise KeyboardInterrupt
         return started.returncode
 
@@ -149,10 +149,10 @@ class Snapshot:
 
 
 def _own_words(log: Path) -> str:
-    told = log_tail(log)
-    if (at := max(told.rfind("bad request"), told.rfind("refused:\n"))) >= 0:
-        return f"Its own words:\n{told[at:]}"
-    return f"It ends with: {told.splitlines()[-1] if told else 'nothing'} ({log})"
+    tail = log_tail(log)
+    if (at := max(tail.rfind("bad request"), tail.rfind("refused:\n"))) >= 0:
+        return f"Its own words:\n{tail[at:]}"
+    return f"It ends with: {tail.splitlines()[-1] if tail else 'nothing'} ({log})"
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:

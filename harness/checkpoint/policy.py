@@ -187,8 +187,8 @@ class Checkpoints:
         source = self.config.ckpt.load
         begins = "begins at step 0" if source is None or folder != self.folder else f"begins from ckpt.load={source}"
         how = shlex.join(["rm", "-r", str(folder)]) if folder == self.folder else "ckpt.load=null"
-        told = _none_intact(folder, passed, only, f"{how} {begins}") if self.ranks.rank == 0 else ""
-        return str(_everyone(told, self.control)[0])
+        problem = _none_intact(folder, passed, only, f"{how} {begins}") if self.ranks.rank == 0 else ""
+        return str(_everyone(problem, self.control)[0])
 
     def _verified(self, path: Path) -> tuple[Manifest | None, str]:
         wrong, manifest = "", None
@@ -242,11 +242,11 @@ class Checkpoints:
         weights = sorted(key for key in found if key.startswith("weights/"))
         if not weights:
             return
-        told = f"{path} holds weights that are no finite numbers: {', '.join(weights[:SHOWN])}"
+        problem = f"{path} holds weights that are no finite numbers: {', '.join(weights[:SHOWN])}"
         if path.parent != self.folder and self.config.ckpt.strict:
-            raise ValueError(f"{told}. Choose an earlier checkpoint; ckpt.strict=false takes it all the same")
+            raise ValueError(f"{problem}. Choose an earlier checkpoint; ckpt.strict=false takes it all the same")
         if self.ranks.rank == 0:
-            self.warn(told)
+            self.warn(problem)
 
     def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
         here = data_position(self.config, values["step"])
@@ -277,18 +277,18 @@ class Checkpoints:
         unexpected = sorted((key for key in held if key not in wanted), key=_weights_first)
         fitting = wanted.keys() & held.keys()
         shapes = sorted((key for key in fitting if held[key].shape != wanted[key]), key=_weights_first)
-        told = [f"missing {key}" for key in missing] + [f"unexpected {key}" for key in unexpected]
-        told += [f"{key} is {list(held[key].shape)}, here {list(wanted[key])}" for key in shapes]
-        if told and self.config.ckpt.strict:
-            shown = "; ".join(told[:SHOWN]) + (f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else "")
+        wrong = [f"missing {key}" for key in missing] + [f"unexpected {key}" for key in unexpected]
+        wrong += [f"{key} is {list(held[key].shape)}, here {list(wanted[key])}" for key in shapes]
+        if wrong and self.config.ckpt.strict:
+            shown = "; ".join(wrong[:SHOWN]) + (f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
             raise ValueError(
                 f"{path} does not fit this run, nothing was loaded "
-                f"({len(told)} difference{'s' * (len(told) > 1)}): {shown}. Is it another model's, or another "
+                f"({len(wrong)} difference{'s' * (len(wrong) > 1)}): {shown}. Is it another model's, or another "
                 "optimizer's? ckpt.strict=false loads what fits and leaves the rest as it is"
             )
-        if told and self.ranks.rank == 0:
-            do = "names do" if len(told) > 1 else "name does"
-            self.warn(f"ckpt.strict=false: of {path}, {len(told)} {do} not fit: {'; '.join(told[:SHOWN])}")
+        if wrong and self.ranks.rank == 0:
+            do = "names do" if len(wrong) > 1 else "name does"
+            self.warn(f"ckpt.strict=false: of {path}, {len(wrong)} {do} not fit: {'; '.join(wrong[:SHOWN])}")
         return {key for key in mine if key not in held} | set(shapes)
 
     def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
@@ -406,15 +406,15 @@ def _casts(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[str, ...]
 
 def _none_intact(folder: Path, passed: Sequence[str], only: Path | None, instead: str) -> str:
     """Damage of each, and a way out. instead: how a run begins without them, and where."""
-    told = "; ".join(passed)
+    bad = "; ".join(passed)
     if only is not None:
         found = folders.newest_intact(folder)
         way = f"ckpt.load={found} is intact" if found else f"No other in {folder} is intact; {instead}"
-        return f"ckpt.load={only} is damaged: {told}. {way}"
+        return f"ckpt.load={only} is damaged: {bad}. {way}"
     found = folders.newest_intact(folder, (folders.UNFINISHED, folders.REPLACED))
     if found is None:
-        return f"no checkpoint in {folder} is intact: {told}. {instead}"
+        return f"no checkpoint in {folder} is intact: {bad}. {instead}"
     final = found.with_suffix("")
     put = shlex.join(["mv", str(found), str(final)])
     clear = f"{shlex.join(['rm', '-r', str(final)])} && " if final.exists() else ""
-    return f"no checkpoint in {folder} is intact: {told}. An interrupted save left {found.name}, which is: {clear}{put}"
+    return f"no checkpoint in {folder} is intact: {bad}. An interrupted save left {found.name}, which is: {clear}{put}"

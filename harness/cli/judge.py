@@ -79,8 +79,8 @@ def _compare_code(arguments: Namespace) -> int:
 
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
-    told = text(found, explained=arguments.explain)
-    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(told)
+    answer = text(found, explained=arguments.explain)
+    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
 
 
@@ -105,8 +105,8 @@ def _verdict(arguments: Namespace) -> int:
     found = replace(found, arms=_scripted(*found.arms))
     if found.study:
         keep_verdict(Store(root).root, found)
-    told = study_text(found, explained=arguments.explain)
-    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(told)
+    answer = study_text(found, explained=arguments.explain)
+    print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from harness.config.derived import optimizer_states, parameter_count
 from harness.config.schema import Config, MeasureMode
 
-TESTIMONY = 4
+RECOMPUTED = 4
 """Bytes of a weight's local gradients, summed: as their difference from the gradient, in fp32, or fp64 beside fp64."""
 
 MIB = 2**20
@@ -100,4 +100,4 @@ def _size(cfg: Config, gradients: tuple[int, ...], updates: tuple[int, ...]) -> 
     anew = [step for step in updates if step - 1 not in updates]
     begins = len(anew) + optimizer_states(cfg) * sum(step > 1 for step in anew)
     gradient = cfg.dtype.main_grads.bytes
-    return count * ((gradient + max(TESTIMONY, gradient)) * len(gradients) + main * (len(updates) + begins))
+    return count * ((gradient + max(RECOMPUTED, gradient)) * len(gradients) + main * (len(updates) + begins))

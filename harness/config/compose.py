@@ -119,7 +119,7 @@ def freeze(values: Mapping[str, Any], overrides: Sequence[str], *, earlier: Sequ
     _anchor_paths(config)
     _shorten_warmup(config, [*earlier, *overrides])
     counted = own.described("model", config)
-    config.model.parameters = None if counted is None else counted.told["parameters"]
+    config.model.parameters = None if counted is None else counted.answer["parameters"]
     violations = rules.check(config, overrides, beyond)
     if violations:
         raise BadRequest(violations)

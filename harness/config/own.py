@@ -38,7 +38,7 @@ class Target(NamedTuple):
 class Own:
     kind: str
     name: str
-    told: Mapping[str, Any]
+    answer: Mapping[str, Any]
     """Result of its trial: `parameters` (model), `num_sequences` and `max_token` (data), `elementwise` (optimizer),
     `capabilities` (engine)."""
     root: str
@@ -105,14 +105,14 @@ def capabilities_of(config: Config) -> Capabilities:
     declared = _declared_here(engine.adapter)
     if declared is None:
         found = describe_engine(engine.adapter)
-        declared = _capabilities(found.told) if isinstance(found, Own) else ENGINES[EngineName.ext]
+        declared = _capabilities(found.answer) if isinstance(found, Own) else ENGINES[EngineName.ext]
     return replace(declared, settings=tuple(dict.fromkeys((*declared.settings, "engine.adapter"))))
 
 
-def _capabilities(told: Mapping[str, Any]) -> Capabilities:
+def _capabilities(answer: Mapping[str, Any]) -> Capabilities:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(Capabilities).validate_python(told["capabilities"])
+    return TypeAdapter(Capabilities).validate_python(answer["capabilities"])
 
 
 def _declared_here(adapter: str) -> Capabilities | None:
@@ -182,11 +182,12 @@ def _misnamed(target: Target) -> Violation | None:
     return Violation(subject(target), f"names no {kind.lower()}", f"package.module:{kind}", fix)
 
 
-def _answer(target: Target, told: Mapping[str, Any]) -> Own | Violation:
-    if "problem" in told:
+def _answer(target: Target, found: Mapping[str, Any]) -> Own | Violation:
+    if "problem" in found:
         guide = page("adapter.md") if target.kind == "engine" else page("own.md")
-        return Violation(subject(target), told["problem"], told["choices"], told["fix"], f"{guide} shows a whole one")
-    return Own(target.kind, target.name, told["told"], told["root"], tuple(told["files"]))
+        shows = f"{guide} shows a whole one"
+        return Violation(subject(target), found["problem"], found["choices"], found["fix"], shows)
+    return Own(target.kind, target.name, found["answer"], found["root"], tuple(found["files"]))
 
 
 def subject(target: Target) -> str:

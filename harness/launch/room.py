@@ -57,14 +57,14 @@ def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there:
     free = free_bytes(root)
     if need.total - there > free:
         left = f", of which {size(there)} are there" if there else ""
-        problem = f"has {size(free)} free, and {what} keeps at least {size(need.total)}{left}: {_told(need)}"
+        problem = f"has {size(free)} free, and {what} keeps at least {size(need.total)}{left}: {_listed(need)}"
         raise NoRoom([Violation(subject, problem, fix=fix)])
 
 
 def say_room(store: Store, starting: Sequence[Cell]) -> str:
     need = kept_by(starting)
     keep = f"{counted(len(starting), 'run')} keep{'s' * (len(starting) == 1)}"
-    return f"{keep} at least {size(need.total)}: {_told(need)}; {store.root} has {size(free_bytes(store.root))} free"
+    return f"{keep} at least {size(need.total)}: {_listed(need)}; {store.root} has {size(free_bytes(store.root))} free"
 
 
 def kept_by(cells: Iterable[Cell]) -> Kept:
@@ -84,5 +84,5 @@ def held(folder: Path) -> int:
     return found
 
 
-def _told(need: Kept) -> str:
+def _listed(need: Kept) -> str:
     return f"checkpoints {size(need.checkpoints)}, captures {size(need.captures)}"

@@ -123,16 +123,16 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
     texts = [tuple(each[place] for place in kept) for each in (HEADER, *cells)]
     last = len(kept) - 1
     widths = [max(len(text[place]) for text in texts) for place in range(last + 1)]
-    told = any(text[last] for text in texts[1:])
+    explained = any(text[last] for text in texts[1:])
     fixed = sum(len(screen.GAP) + each for each in widths[1:last])
-    reason = told * (len(screen.GAP) + min(LEGIBLE, widths[last]))
+    reason = explained * (len(screen.GAP) + min(LEGIBLE, widths[last]))
     breaks: tuple[int, ...] = ()
     names = _names(found, width - fixed - reason)
     if not _fit(names, width - fixed - reason):
         breaks, names = (last,), _names(found, width - fixed)
     if not _fit(names, width - fixed):
         breaks, names = (1,), _names(found, width)
-    shown = slice(None) if told else slice(last)
+    shown = slice(None) if explained else slice(last)
     head, *body = ((name, *text[1:])[shown] for name, text in zip([HEADER[0], *names], texts, strict=True))
     return screen.table(head, body, width, flexible=(last, 0), firm=(0,), breaks=breaks, rule=False)
 

@@ -23,7 +23,7 @@ FORMER = ("step-", "witness-", "update-", "weights-", "moments-")
 
 
 @dataclass(frozen=True)
-class Testimony:
+class Recomputed:
     capture: Capture
     """Sum of all local gradients, averaged, by parameter; fp64."""
     terms: Mapping[str, float]
@@ -41,7 +41,7 @@ class Steps:
     updates: dict[int, Capture] = field(default_factory=dict)
     weights: dict[int, Capture] = field(default_factory=dict)
     moments: dict[int, Capture] = field(default_factory=dict)
-    witnesses: dict[int, Testimony] = field(default_factory=dict)
+    witnesses: dict[int, Recomputed] = field(default_factory=dict)
     final: Capture | None = None
     ends: dict[int, Capture] = field(default_factory=dict)
     """Weights after captured updates."""
@@ -156,7 +156,7 @@ def _take_testimony(found: Steps, step: int, header: _Header, gradients: Capture
 
     terms = {name: float(header.facts["terms"][name]) for name in local.tensors}
     wrong = tuple(header.facts["wrong_weights"])
-    found.witnesses[step] = Testimony(Computed(local, values), terms, header.facts["kept"], wrong)
+    found.witnesses[step] = Recomputed(Computed(local, values), terms, header.facts["kept"], wrong)
 
 
 def _take_final(found: Steps, folder: Path) -> None:
@@ -200,7 +200,7 @@ class _Former:
             changes,
             self._of("weights", self._there("weights", changes)),
             self._of("moments", self._there("moments", changes)),
-            self._testimonies(plan.gradients),
+            self._recomputed(plan.gradients),
             self._final(plan),
             problems=self._problems,
         )
@@ -243,13 +243,13 @@ class _Former:
     def _there(self, kind: str, steps: Iterable[int]) -> list[int]:
         return [step for step in steps if self._path(kind, step).exists()]
 
-    def _testimonies(self, wanted: Sequence[int]) -> dict[int, Testimony]:
-        found: dict[int, Testimony] = {}
+    def _recomputed(self, wanted: Sequence[int]) -> dict[int, Recomputed]:
+        found: dict[int, Recomputed] = {}
         for step, capture in self._of("witness", wanted).items():
             try:
                 facts = read_json(capture.path.with_suffix(".json"), WITNESS) or {}
                 terms = {name: float(facts["terms"][name]) for name in capture.tensors}
-                found[step] = Testimony(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
+                found[step] = Recomputed(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
             except StoreError as error:
                 self._problems.append(str(error))
             except (KeyError, ValueError) as error:

@@ -119,7 +119,7 @@ class Judgement:
         return _alone(*left, factors), _alone(*right, factors)
 
     @cached_property
-    def testimony(self) -> list[list[Finding]]:
+    def alone(self) -> list[list[Finding]]:
         kinds: dict[str, list[Finding]] = {}
         for finding in chain(*self._of_itself):
             kinds.setdefault(finding.check, []).append(finding)
@@ -270,7 +270,7 @@ class Judgement:
         wrong = [f for kind in kinds for f in kind if f.stage is Stage.gradient and f.grade is not Grade.ok]
         summed = {f.step for f in wrong if f.check != trajectory.NORM and f.since is None} & self.pairs.keys()
         places = {step: self._place(step) for step in summed if step is not None}
-        own = [(f.step, f.stage) for kind in self.testimony for f in kind if f.grade is not Grade.ok]
+        own = [(f.step, f.stage) for kind in self.alone for f in kind if f.grade is not Grade.ok]
 
         def place(finding: Finding) -> Finding:
             step = finding.step
@@ -345,7 +345,7 @@ class Judgement:
 
     def verdict(self) -> Verdict:
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
-        own = [finding for kind in self.testimony for finding in kind if finding.grade is not Grade.ok]
+        own = [finding for kind in self.alone for finding in kind if finding.grade is not Grade.ok]
         own += [finding for finding in self.alike if finding.grade is not Grade.ok]
         failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
         outcome = self._outcome(bits, failed)
@@ -372,7 +372,7 @@ class Judgement:
     @cached_property
     def alike(self) -> list[Finding]:
         """Weights of the first unequal step of two runs that are equal so far, unless one has shown by itself why."""
-        own = [f.step or 0 for kind in self.testimony for f in kind if f.grade is Grade.bad]
+        own = [f.step or 0 for kind in self.alone for f in kind if f.grade is Grade.bad]
         return [
             f
             for f in alike.check(self.arm, self.control)
@@ -394,7 +394,7 @@ class Judgement:
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
         rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]
-        for kind in [*self.testimony, self.alike, *self.numbers]:
+        for kind in [*self.alone, self.alike, *self.numbers]:
             found = worst(kind)
             if found is not None:
                 rows.append(wording.standing_for(found, listed(kind)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.doc import unknown_settings, unknown_words
 from harness.parity import captured
-from harness.parity.captured import Testimony
+from harness.parity.captured import Recomputed
 from harness.parity.tensors import Capture
 from harness.store import check_stream, checksums, forward, provenance, status
 from harness.store.check_stream import Stream
@@ -66,7 +66,7 @@ class Record:
     """Main weights before captured updates, by step, unless they follow from the update before."""
     moments: Mapping[int, Capture]
     """Moments of the optimizer there, as `<parameter>/<entry>`; not before step 1, where they are zero."""
-    witnesses: Mapping[int, Testimony]
+    witnesses: Mapping[int, Recomputed]
     """Observations beside the engine by captured step; empty where an engine exposes nothing."""
     moves: Mapping[str, Mapping[str, Mapping[str, float]]]
     """Effect of rounding on gradients of step 1, by compute dtype and parameter ("" for all), each `distance`, `scale`

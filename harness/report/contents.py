@@ -78,7 +78,7 @@ class Contents:
     question: str
     outcome: str
     meaning: str
-    told: str
+    incomplete: str
     tables: Sequence[Table]
     seeds: Sequence[str]
     arms: Sequence[Arm]
@@ -99,7 +99,7 @@ def contents(study: Study, root: Path | str, command: str) -> Contents:
         question=study.question,
         outcome=outcome.value if outcome else "NOT JUDGED",
         meaning=OUTCOMES[outcome] if outcome else "There is no arm that could be held against a control.",
-        told=study.told,
+        incomplete=study.incomplete,
         tables=[table for table in (_verdicts(study), _runs(study)) if table.rows],
         seeds=[named(study, each.sentence) for each in (study.verdict.seeds if study.verdict else ())],
         arms=_arms(study),

@@ -18,8 +18,8 @@ def _parts(contents: Contents) -> Iterator[str]:
     if contents.question:
         yield escaped(contents.question)
     yield contents.meaning
-    if contents.told:
-        yield f"**{escaped(contents.told)}**"
+    if contents.incomplete:
+        yield f"**{escaped(contents.incomplete)}**"
     yield from map(escaped, contents.seeds)
     for table in contents.tables:
         yield f"### {table.title}"

@@ -238,8 +238,8 @@ def _agreed(gloo: Any, rank: int, size: int, reason: str) -> str:
     mine[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
     gloo.allgather([list(rows)], [mine]).wait()
     for number, row in enumerate(rows):
-        if told := bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"):
-            return f"rank {number}: {told}"
+        if message := bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"):
+            return f"rank {number}: {message}"
     return ""
 
 

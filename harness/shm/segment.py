@@ -29,13 +29,13 @@ TOKEN = ctypes.sizeof(ctypes.c_int64)
 _watching: list[Callable[[int], None]] = []
 
 
-def watch_memory(told: Callable[[int], None]) -> Callable[[], None]:
+def watch_memory(observer: Callable[[int], None]) -> Callable[[], None]:
     """Tell of each block of this process that is handed out: its bytes, negative where it is given back.
 
     Returns what ends that.
     """
-    _watching.append(told)
-    return lambda: _watching.remove(told)
+    _watching.append(observer)
+    return lambda: _watching.remove(observer)
 
 
 def aligned(num_bytes: int) -> int:
@@ -80,8 +80,8 @@ class Segment:
         begin = self._find(length)
         block = (ctypes.c_char * max(num_bytes, 1)).from_buffer(self.memory, begin)
         weakref.finalize(block, _give_back, self._given_back, begin, length).atexit = False
-        for told in _watching:
-            told(length)
+        for observer in _watching:
+            observer(length)
         return begin, torch.frombuffer(block, dtype=torch.uint8)
 
     def find(self, tensor: Tensor) -> int | None:
@@ -125,8 +125,8 @@ class Segment:
 
 def _give_back(given_back: deque[tuple[int, int]], begin: int, length: int) -> None:
     given_back.append((begin, begin + length))
-    for told in _watching:
-        told(-length)
+    for observer in _watching:
+        observer(-length)
 
 
 def words(memory: mmap.mmap, begin: int, count: int) -> Any:

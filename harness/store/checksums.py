@@ -87,7 +87,7 @@ def unfit(run: Path, *names: str) -> list[str]:
     return [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]
 
 
-def told(run: Path) -> str:
+def condition(run: Path) -> str:
     found = damage(run)
     if found is None:
         return ""

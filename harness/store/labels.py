@@ -67,16 +67,16 @@ def labels(configs: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
 
     Returns labels that differ wherever the defining configurations differ; `the only run` for a single one.
     """
-    flat = {key: _told(config) for key, config in configs.items()}
+    flat = {key: _settings(config) for key, config in configs.items()}
     keys = _keys(flat)
     return _distinct({key: _label(own, keys) for key, own in flat.items()}, flat)
 
 
 def differing(configs: Collection[Flat]) -> list[str]:
-    return _keys({number: _told(config) for number, config in enumerate(configs)})
+    return _keys({number: _settings(config) for number, config in enumerate(configs)})
 
 
-def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = flatten(dict(config))
     flat["sharding.strategy"] = strategy_of(flat)
     return {key: value for key, value in flat.items() if key.split(".")[0] not in EXCLUDED}
@@ -129,7 +129,7 @@ def _distinct(found: dict[Key, str], flat: Mapping[Key, Flat]) -> dict[Key, str]
 
 def details(arms: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
     """Settings that distinguish an arm from others of its engine and sharding: `dtype=bf16 nccl_ub.mode=auto`."""
-    flat = {arm: _told(config) for arm, config in arms.items()}
+    flat = {arm: _settings(config) for arm, config in arms.items()}
     kinds = {arm: (own["engine.name"], own["sharding.strategy"]) for arm, own in flat.items()}
     keys = {kind: _keys({arm: own for arm, own in flat.items() if kinds[arm] == kind}) for kind in kinds.values()}
     return {

@@ -47,7 +47,7 @@ def _shown(run: RunDir, jobs: JobProbe | None) -> str:
         *_job(run, found),
         _field("attempts", _attempts(run.attempts())),
         *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
-        *([_field("record", told)] if (told := checksums.told(run.path)) else []),
+        *([_field("record", condition)] if (condition := checksums.condition(run.path)) else []),
         *(_field("asked", override) for override in run.overrides()),
         *([_field("notes", notes)] if (notes := run.config().get("notes")) else []),
         *_origin(run),
@@ -71,8 +71,8 @@ def _job(run: RunDir, found: status.Status | None) -> list[str]:
         return []
     facts = provenance.read(run.path).get("environment", {})
     where = {"on": facts.get("SLURM_JOB_NODELIST"), "partition": facts.get("SLURM_JOB_PARTITION")}
-    told = "".join(f", {name} {value}" for name, value in where.items() if value)
-    return [_field("job", f"{found.job}{told}")]
+    places = "".join(f", {name} {value}" for name, value in where.items() if value)
+    return [_field("job", f"{found.job}{places}")]
 
 
 def _field(name: str, value: object) -> str:
@@ -115,14 +115,14 @@ def _progress(run: RunDir) -> list[str]:
         if seconds is not None:
             lines += [_field("ms/step", f"{1e3 * seconds:.1f}"), *_speed(last, seconds)]
     if held_out := (summary or {}).get("validation"):
-        told = "loss {loss:.6g}, perplexity {perplexity:.6g}; lowest loss {best_loss:.6g} at step {best_step:.0f}"
-        lines.append(_field("held out", told.format(**{name: float(value) for name, value in held_out.items()})))
+        text = "loss {loss:.6g}, perplexity {perplexity:.6g}; lowest loss {best_loss:.6g} at step {best_step:.0f}"
+        lines.append(_field("held out", text.format(**{name: float(value) for name, value in held_out.items()})))
     if summary is not None:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
         if again := summary.get("worked_out_again"):
-            told = f"{screen.counted(again['steps'], 'step')} in {again['seconds']:.2f} s, beside the steps' own time"
-            lines.append(_field("again", told))
+            text = f"{screen.counted(again['steps'], 'step')} in {again['seconds']:.2f} s, beside the steps' own time"
+            lines.append(_field("again", text))
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     traces = sorted(each.name for each in (run.path / "trace").glob("step-*"))
     return (
@@ -133,8 +133,8 @@ def _progress(run: RunDir) -> list[str]:
 
 
 def _speed(last: Mapping[str, Any], seconds: float) -> list[str]:
-    told = [SPEEDS[name].format(value) for name, value in rates(last, seconds).items()]
-    return [_field("speed", ", ".join(told))] if told else []
+    speeds = [SPEEDS[name].format(value) for name, value in rates(last, seconds).items()]
+    return [_field("speed", ", ".join(speeds))] if speeds else []
 
 
 def _plain(value: Any) -> str:
@@ -144,8 +144,8 @@ def _plain(value: Any) -> str:
 
 
 def _counters(counted: dict[str, Any]) -> list[str]:
-    told = [f"{name} {with_unit(f'counters/{name}', value)}" for name, value in counted.items() if value is not None]
-    return [_field("counters", ", ".join(told))] if told else []
+    counts = [f"{name} {with_unit(f'counters/{name}', value)}" for name, value in counted.items() if value is not None]
+    return [_field("counters", ", ".join(counts))] if counts else []
 
 
 def _cost(summary: dict[str, Any]) -> list[str]:
@@ -200,9 +200,9 @@ def diff(a: RunDir, b: RunDir) -> str:
     sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
     room = screen.width()
     for title, pairs in sections.items():
-        told = (f"  {key}: {' -> '.join(_short(left, right, room))}" for key, left, right in pairs)
+        rows = (f"  {key}: {' -> '.join(_short(left, right, room))}" for key, left, right in pairs)
         if pairs:
-            lines += [f"{title}:", *(line for each in told for line in screen.fold(each, room, " " * 6)), ""]
+            lines += [f"{title}:", *(line for each in rows for line in screen.fold(each, room, " " * 6)), ""]
     if len(lines) == begin:
         lines.append(ALIKE)
     return "\n".join(lines).rstrip()

@@ -296,10 +296,10 @@ class StepChecks(Callback):
         if self.session.control is not None:
             dist.all_reduce(table, group=self.session.control)
         if self.is_first_rank:
-            told = dict(zip(names, table.tolist(), strict=True))
+            counts = dict(zip(names, table.tolist(), strict=True))
             config = self.session.config
             batch = config.train.microbatch_size, config.data.seq_len
-            called = {name: told[name] for name in order if any(told[name])}
+            called = {name: counts[name] for name in order if any(counts[name])}
             write_forward(self.session.run_dir, watch.rows, batch, called)
         self.forward = None
 

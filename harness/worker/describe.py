@@ -55,7 +55,7 @@ class Unusable(Exception):
 
     def __init__(self, problem: str, *, choices: str = "", fix: str = "") -> None:
         super().__init__(problem)
-        self.told = {"problem": problem, "choices": choices, "fix": fix}
+        self.reply = {"problem": problem, "choices": choices, "fix": fix}
 
 
 def main() -> int:
@@ -70,17 +70,17 @@ def main() -> int:
         if status:
             code = os.waitstatus_to_exitcode(status)
             fix = f"python -c 'import {name.partition(':')[0]}'"
-            print(json.dumps(Unusable(f"trying it ended the process (exit code {code})", fix=fix).told), flush=True)
+            print(json.dumps(Unusable(f"trying it ended the process (exit code {code})", fix=fix).reply), flush=True)
     return 0
 
 
 def _tell(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> NoReturn:
     try:
         with redirect_stdout(sys.stderr):
-            told = described(kind, setting, name, shaping)
+            reply = described(kind, setting, name, shaping)
     except Unusable as error:
-        told = error.told
-    print(json.dumps(told), flush=True)
+        reply = error.reply
+    print(json.dumps(reply), flush=True)
     sys.stderr.flush()
     os._exit(0)
 
@@ -100,9 +100,9 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
         choices, fix = (name for name in own if not name.startswith("_")), nearest(module, attribute, setting)
         raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(choices), fix=fix)
     with trying("trying it"):
-        told = TRIALS[kind](found, load_config(shaping))
+        answer = TRIALS[kind](found, load_config(shaping))
     root, files = sources(module)
-    return {"told": told, "root": str(root), "files": files}
+    return {"answer": answer, "root": str(root), "files": files}
 
 
 def imported(name: str) -> Any:
@@ -138,8 +138,8 @@ def sources(module: Any) -> tuple[Path, list[str]]:
     depth = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
     root = Path(module.__file__).resolve().parents[depth]
     folder = root / module.__name__.partition(".")[0] if depth else root
-    told = [Path(getattr(m, "__file__", None) or "") for m in list(sys.modules.values())]
-    loaded = {path.resolve() for path in told if path.is_absolute()}  # torch.ops says "_ops.py", and is no file
+    sources = [Path(getattr(m, "__file__", None) or "") for m in list(sys.modules.values())]
+    loaded = {path.resolve() for path in sources if path.is_absolute()}  # torch.ops says "_ops.py", and is no file
     own = [path for path in loaded if path.is_relative_to(folder) and not path.is_relative_to(PACKAGE)]
     foreign = "site-packages" if "site-packages" not in folder.parts else None
     named = [path.relative_to(root) for path in own if foreign not in path.parts]

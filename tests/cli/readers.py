@@ -123,7 +123,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
     "show": (
         lambda run: " ".join(show.show(RunDir(run)).split()),
         f"record damaged: {TOLD}",
-        Slip(show, "_shown", "checksums.told(run.path)", "''"),
+        Slip(show, "_shown", "checksums.condition(run.path)", "''"),
     ),
     "show of what is no JSON": (_shown_broken, TOLD, Slip(show, "show", "checksums.demand(run.path)", "pass")),
     "diff": (_differ, "damaged: config.yaml was changed", Slip(show, "diff", "*_damaged(a, b), ", "")),

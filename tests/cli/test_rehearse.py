@@ -54,10 +54,10 @@ def rehearse(run: RunDir, *words: str) -> int:
 @pytest.fixture(scope="module")
 def rehearsed(run: RunDir) -> dict[str, Any]:
     """What was told of an interruption after step 3."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
+    condition = io.StringIO()
+    with contextlib.redirect_stdout(condition):
         assert rehearse(run, "--preempt-at", "3", "--json") == 0
-    found: dict[str, Any] = json.loads(told.getvalue())
+    found: dict[str, Any] = json.loads(condition.getvalue())
     return found
 
 
@@ -69,9 +69,9 @@ def test_the_same_layout_keeps_every_bit(rehearsed: dict[str, Any]) -> None:
 
 def test_a_resumed_run_lists_what_both_attempts_recorded(rehearsed: dict[str, Any]) -> None:
     resumed = Path(rehearsed["resumed"])
-    assert checksums.told(resumed).startswith("complete, ")
+    assert checksums.condition(resumed).startswith("complete, ")
     (resumed / "attempts/0").rename(resumed / "away")
-    assert checksums.told(resumed).startswith("damaged: attempts/ is truncated: 1 of 2 are there")
+    assert checksums.condition(resumed).startswith("damaged: attempts/ is truncated: 1 of 2 are there")
     (resumed / "away").rename(resumed / "attempts/0")
 
 
@@ -143,9 +143,9 @@ def test_one_at_a_time_and_only_where_there_is_room(
     with small_disk(tmp_path, 1) as disk:
         words = ["rehearse", str(run.path), "--preempt-at", "4", "--root", str(disk)]
         assert main(words) == 2
-        told = capsys.readouterr().err
-        assert f"--root {disk}: has " in told
-        assert "what would be trained keeps at least" in told
+        condition = capsys.readouterr().err
+        assert f"--root {disk}: has " in condition
+        assert "what would be trained keeps at least" in condition
         (lock,) = (disk / ".rehearsals").glob("*.lock")
         with Lock.acquire(lock) or pytest.fail("it is free again"):
             assert main(words) == 69
@@ -166,6 +166,6 @@ def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     begun = Store(tmp_path / "runs").find("@last")
-    told = json.loads(begun.summary.read_text())
-    assert told["initial_weights"] == json.loads(run.summary.read_text())["final_weights"]
-    assert told["restored"]["step"] == 0
+    condition = json.loads(begun.summary.read_text())
+    assert condition["initial_weights"] == json.loads(run.summary.read_text())["final_weights"]
+    assert condition["restored"]["step"] == 0

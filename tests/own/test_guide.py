@@ -160,7 +160,7 @@ def test_a_class_is_tried_before_ranks_start(said: str | None, tmp_path: Path, m
         if each == kind:
             with pytest.raises(Unusable) as caught:
                 described(each, "setting", name, shaping)
-            assert str(said) in caught.value.told["problem"]
+            assert str(said) in caught.value.reply["problem"]
         elif said is None:
             described(each, "setting", name, shaping)
         monkeypatch.delitem(sys.modules, path.stem, raising=False)

@@ -47,7 +47,7 @@ def wrong_choices() -> Iterator[str]:
         if found is None or found.check != name:
             yield f"{name}: {found}"
     found = usual.farthest(cases[SCALE])
-    if found is None or found.told != f"{SCALE}, 200 % of the most in clean pairs" or found.ratio != unusual.ratio:
+    if found is None or found.text != f"{SCALE}, 200 % of the most in clean pairs" or found.ratio != unusual.ratio:
         yield f"told: {found}"
 
 
@@ -57,7 +57,7 @@ def test_what_is_far_for_this_pair_is_named() -> None:
     assert usual.farthest([replace(row(SCALE, 0.1), observed="as kept", allowed="as kept")]) is None
     alone = usual.farthest([row("a check of its own", 0.9)])
     assert alone is not None
-    assert alone.told == "a check of its own"
+    assert alone.text == "a check of its own"
 
 
 def test_a_study_names_it(bench: Bench) -> None:
@@ -65,7 +65,7 @@ def test_a_study_names_it(bench: Bench) -> None:
     found = usual.farthest(verdict.evidence)
     assert found is not None
     assert found.ratio > 1, "a check that failed comes first"
-    assert render._farthest(verdict) == (render.percent(found.ratio), found.told)
+    assert render._farthest(verdict) == (render.percent(found.ratio), found.text)
     assert margin(verdict) == found.ratio or math.isinf(found.ratio)
     assert "of the most in clean pairs" in " ".join(study_text(StudyVerdict("lab", "", arms=(verdict,))).split())
 

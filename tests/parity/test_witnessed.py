@@ -134,7 +134,7 @@ def wrong_testimony(it: Witnessed) -> Iterator[str]:
     """Each run is held to its own arithmetic: gradients in bf16 are an arm's that sends them so, and no control's."""
     arm = load(it.bench.run(replace(SEEN, wire="bf16")))
     control = load(it.bench.run(ROUNDED))
-    told = [f for kind in Judgement(arm, control, []).testimony for f in kind if f.grade is Grade.bad]
+    told = [f for kind in Judgement(arm, control, []).alone for f in kind if f.grade is Grade.bad]
     if {f.check for f in told} != {LOOKS["sum"].check} or min(f.step or 0 for f in told) != AT:
         yield f"what is wrong in the control: {told[:1]}"
     if any(arm.name in f.note for f in told):
@@ -279,7 +279,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         wrong_testimony,
         Slip(
             judgement.Judgement,
-            "testimony",
+            "alone",
             "",
             lambda _: property(
                 lambda self: [list(judgement._alone(r, self.envelope.arm, ())) for r in (self.arm, self.control)]
@@ -291,7 +291,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         wrong_testimony,
         Slip(
             judgement.Judgement,
-            "testimony",
+            "alone",
             "",
             lambda _: property(lambda self: [list(judgement._alone(self.arm, self.envelope.arm, ()))]),
             "What a control says against itself is not heard",

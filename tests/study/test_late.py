@@ -55,7 +55,7 @@ def arm(fault: str, begins: int) -> Overrides:
 
 REFERENCE = (*CELL, "engine=ddp")
 ORACLE = (*CELL, *ONE, "dtype=fp64")
-TWINS = sorted({baseline(fault) for fault, *_ in SEEN.values()})
+CONTROLS = sorted({baseline(fault) for fault, *_ in SEEN.values()})
 FORWARD = arm("wrong_targets", LATE)
 OFTEN = (*baseline("noisy_gradient"), "measure.capture_steps=[1,3,10,12]", "measure.update_steps=[1,3,10,12]")
 """As runs of so many steps were captured when docs/records/power.md was made."""
@@ -76,7 +76,7 @@ HOT_REFERENCE = (*CELL, "engine=ddp", "optimizer.lr=0.06", "train.seed=1")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[Overrides, Path]:
     faulty = [arm(fault, begins) for fault, begins, *_ in SEEN.values()]
     hot = [*chain(*HOT.values()), HOT_TWIN, HOT_FAULT, HOT_REFERENCE]
-    wanted = [*faulty, *TWINS, REFERENCE, ORACLE, FORWARD, OFTEN, OFTEN_FAULT, *hot]
+    wanted = [*faulty, *CONTROLS, REFERENCE, ORACLE, FORWARD, OFTEN, OFTEN_FAULT, *hot]
     return short.runs(wanted, tmp_path_factory.mktemp("late") / "runs")
 
 
@@ -96,7 +96,7 @@ def test_it_is_different_where_it_begins(runs: Mapping[Overrides, Path], name: s
 
 
 @pytest.mark.parametrize("against", [REFERENCE, ORACLE], ids=["ddp", "fp64"])
-@pytest.mark.parametrize("overrides", TWINS, ids=lambda overrides: overrides[-1])
+@pytest.mark.parametrize("overrides", CONTROLS, ids=lambda overrides: overrides[-1])
 def test_its_baseline_passes(runs: Mapping[Overrides, Path], overrides: Overrides, against: Overrides) -> None:
     verdict = compare(runs[overrides], runs[against])
     assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence

@@ -54,7 +54,7 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
         yield Violation("optimizer=ext", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
         return
     found = described("optimizer", config)
-    if found is not None and config.engine.name is EngineName.native and not found.told["elementwise"]:
+    if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:
         yield Violation(
             f"optimizer.target={found.name}",
             "is not known to update each element on its own, and engine=native steps flat pieces of parameters",

@@ -116,9 +116,9 @@ def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]
                 f"{path}: {name!r}", "is not a long option of sbatch", fix="its name without dashes before it"
             )
         elif plain in OF_SETTINGS:
-            told = OF_SETTINGS[plain]
-            fix = f"{told}=VALUE" if told else "leave it out"
-            yield Violation(f"{path}: {name}", f"is {told or 'how a run finds its job again'}", fix=fix)
+            setting = OF_SETTINGS[plain]
+            fix = f"{setting}=VALUE" if setting else "leave it out"
+            yield Violation(f"{path}: {name}", f"is {setting or 'how a run finds its job again'}", fix=fix)
     for name, value in c.additional.items():
         plain = name.replace("_", "-")
         if value.lower() in ("true", "", "none", "null") and not (value.lower() == "none" and plain in MAY_BE_NONE):

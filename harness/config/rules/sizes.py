@@ -187,8 +187,8 @@ def _facts(config: Config) -> SourceFacts | str | None:
         found = described("data", config)
         if found is None:
             return None
-        count = int(found.told["num_sequences"])
-        return SourceFacts(count * (data.seq_len + 1), count, int(found.told["max_token"]))
+        count = int(found.answer["num_sequences"])
+        return SourceFacts(count * (data.seq_len + 1), count, int(found.answer["max_token"]))
     try:
         return _inspected(data.kind, data.path, data.seq_len, data.token_dtype, data.header_bytes, data.num_sequences)
     except (ValueError, OSError) as error:

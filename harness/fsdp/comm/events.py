@@ -129,8 +129,8 @@ def explained(error: Exception) -> Exception:
 
 def _raise_explained(error: Exception) -> None:
     """Raise what watchers make of an error of a collective, where they know more than it says."""
-    if (told := explained(error)) is not error:
-        raise told from error
+    if (clearer := explained(error)) is not error:
+        raise clearer from error
 
 
 class waiting:

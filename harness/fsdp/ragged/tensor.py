@@ -206,13 +206,13 @@ def check_data(value: Tensor, held: Tensor, name: str) -> None:
     was, now = ((each.shape, each.dtype, each.device.type) for each in (held, value))
     if was != now:
         raise RuntimeError(
-            f"{name} was changed after sharding: it is {_told(held)}, its `.data` was given {_told(value)}, and is no"
+            f"{name} was changed after sharding: it is {_kind(held)}, its `.data` was given {_kind(value)}, and is no"
             " longer the engine's. Cast, move and reshape before sharding; values of another dtype are taken by"
             " parameter.copy_(values)"
         )
 
 
-def _told(tensor: Tensor) -> str:
+def _kind(tensor: Tensor) -> str:
     return f"{[*tensor.shape]} {tensor.dtype} on {tensor.device.type}"
 
 

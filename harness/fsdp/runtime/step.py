@@ -180,8 +180,8 @@ class Step:
         row = TRANSITIONS[self.state]
         if call not in row:
             possible = ", ".join(each.value for each in row)
-            told = REFUSALS.get((self.state, call))
-            raise StepError(told or f"{call.value} is not possible now ({self.state.value}); possible is: {possible}")
+            why = REFUSALS.get((self.state, call))
+            raise StepError(why or f"{call.value} is not possible now ({self.state.value}); possible is: {possible}")
         return row[call]
 
     def move(self, call: Call, to: StepState | None = None) -> None:

@@ -75,17 +75,17 @@ class Trainability:
         return [bucket.views.flags() for bucket in self._buckets]
 
     def _agree(self, now: list[list[bool]]) -> None:
-        told, changed = [], []
+        frozen, changed = [], []
         for bucket, flags, before in zip(self._buckets, now, self._agreed, strict=True):
             if not bucket.key.expert:
-                told += [(f"parameter {name}", WORDS[f]) for (name, _), f in zip(bucket.params, flags, strict=True)]
+                frozen += [(f"parameter {name}", WORDS[f]) for (name, _), f in zip(bucket.params, flags, strict=True)]
                 params = zip(bucket.params, flags, before, strict=True)
                 changed += [f"{name} is {WORDS[flag]} now" for (name, _), flag, old in params if flag != old]
         if not changed:
             return
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         check_agreed(
-            told,
+            frozen,
             self.weights.meshes.dense.everyone,
             f"requires_grad, which the program changed ({changed[0]}{more})",
             "requires_grad differs between ranks",

@@ -47,7 +47,7 @@ class Scheduler:
                 self._queue = error
                 if isinstance(error, NoAnswer):
                     self._mute["squeue"] = error
-        return _told(self._queue)
+        return _jobs(self._queue)
 
     def job_of(self, status: Status) -> Job | None:
         """Job of a submitted run, by its id, or by the token in its name if a crash lost the id.
@@ -75,14 +75,14 @@ class Scheduler:
 
     def _renamed(self, status: Status, job: Job) -> Job | None:
         try:
-            told = _told(self._array("scontrol", job.main)).get(job.id)
+            answer = _jobs(self._array("scontrol", job.main)).get(job.id)
         except SlurmError:
             return None
-        return job if _of(status, told) else None
+        return job if _of(status, answer) else None
 
     def _of_another(self, number: str) -> Job | None:
         try:
-            return _told(self._array("squeue", number.partition("_")[0])).get(number)
+            return _jobs(self._array("squeue", number.partition("_")[0])).get(number)
         except SlurmError:
             return None
 
@@ -91,7 +91,7 @@ class Scheduler:
         living: Job | None = None
         for command in ("sacct", "scontrol"):
             try:
-                found = _of(status, _told(self._array(command, number.partition("_")[0])).get(number))
+                found = _of(status, _jobs(self._array(command, number.partition("_")[0])).get(number))
             except SlurmError as error:
                 silent = error
                 continue
@@ -129,7 +129,7 @@ def _of(status: Status, job: Job | None) -> Job | None:
     return job if ours else None
 
 
-def _told(answer: Jobs | SlurmError) -> Jobs:
+def _jobs(answer: Jobs | SlurmError) -> Jobs:
     if isinstance(answer, SlurmError):
         raise answer
     return answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.parity.captured import Testimony
+from harness.parity.captured import Recomputed
 from harness.parity.outcome import Finding, Grade, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
@@ -25,12 +25,12 @@ TENSOR_SIGMAS = 6.0
 def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tuple[float, str]]) -> list[Finding]:
     """Findings of one run's captured step against its own witnesses.
 
-    Args: run: has a capture and a testimony of the step. factors: wrong factors and their causes.
+    Args: run: has a capture of the step and what was recomputed. factors: wrong factors and their causes.
     """
-    testimony = run.witnesses[step]
+    recomputed = run.witnesses[step]
     capture = run.captures[step]
-    both, odd = names(capture, testimony.capture)
-    pairs = [compare_tensor(name, capture, testimony.capture) for name in both]
+    both, odd = names(capture, recomputed.capture)
+    pairs = [compare_tensor(name, capture, recomputed.capture) for name in both]
     pairs = [pair for pair in pairs if pair.finite and pair.control_finite]
     lost = [
         Finding(
@@ -38,9 +38,9 @@ def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tupl
         )
         for each in odd
     ]
-    allowed = {pair.name: _allowed(pair, testimony, arithmetic) for pair in pairs}
+    allowed = {pair.name: _allowed(pair, recomputed, arithmetic) for pair in pairs}
     return [
-        *_weights(run, step, testimony, len(both)),
+        *_weights(run, step, recomputed, len(both)),
         *lost,
         *(_distance(run, step, pair, allowed[pair.name]) for pair in pairs),
         *(_piece(run, step, pair, allowed[pair.name]) for pair in pairs),
@@ -62,10 +62,10 @@ def restored(run: Record) -> list[Finding]:
     ]
 
 
-def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[Finding]:
+def _weights(run: Record, step: int, recomputed: Recomputed, count: int) -> list[Finding]:
     """Checksums suffice, because a cast has one result."""
     kind = "weights of the forward"
-    if not testimony.wrong_weights:
+    if not recomputed.wrong_weights:
         return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
     return [
         Finding(
@@ -79,14 +79,14 @@ def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[F
             tensor=str(wrong["tensor"]),
             note=run.name,
         )
-        for wrong in testimony.wrong_weights
+        for wrong in recomputed.wrong_weights
     ]
 
 
-def _allowed(pair: TensorPair, testimony: Testimony, arithmetic: Arithmetic) -> float:
+def _allowed(pair: TensorPair, recomputed: Recomputed, arithmetic: Arithmetic) -> float:
     if pair.norm == 0.0:
         return 0.0
-    rounded = arithmetic.reduction * max(1.0, testimony.terms[pair.name] / pair.norm)
+    rounded = arithmetic.reduction * max(1.0, recomputed.terms[pair.name] / pair.norm)
     return SAFETY * math.hypot(rounded, arithmetic.lost(pair.numel) / pair.norm)
 
 

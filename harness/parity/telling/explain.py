@@ -84,6 +84,6 @@ def lines(evidence: Sequence[Finding]) -> list[str]:
     checks = dict.fromkeys(finding.check for finding in evidence if finding.check in CHECKS)
     tiers = sorted({finding.tier for finding in evidence} & TIERS.keys())
     size = max(map(len, checks), default=0)
-    told = [f"{tier}  {TIERS[tier]}" for tier in tiers]
+    lines = [f"{tier}  {TIERS[tier]}" for tier in tiers]
     marks = "ok: allowed. ?: in doubt. BAD: refuted. differ: other bits, where equal bits are not promised."
-    return [*told, marks, *(f"{check.ljust(size)}  {CHECKS[check]}" for check in checks), PAGE]
+    return [*lines, marks, *(f"{check.ljust(size)}  {CHECKS[check]}" for check in checks), PAGE]

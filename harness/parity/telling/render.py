@@ -129,7 +129,7 @@ def _farthest(verdict: Verdict) -> tuple[str, str]:
     found = farthest(verdict.evidence)
     if found is None:
         return "", verdict.findings[0].check if verdict.findings else "equal bits"
-    return ("", "nothing") if found.ratio == 0.0 else (percent(found.ratio), found.told)
+    return ("", "nothing") if found.ratio == 0.0 else (percent(found.ratio), found.text)
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:

@@ -367,10 +367,10 @@ def _render(verdict: Verdict, plan: _Plan) -> str:
     body = "".join([texts["head"], reads, texts[plan.look.body], texts["foot"]]).replace("@measure@", plan.look.measure)
     cut = "`launch.preempt_at` ends a run early; `train.steps` stays, because the learning rate depends on it."
     end = cut if plan.stop else "Runs go to their end: what it shows needs that."
-    told, usage = body.split('"""')[1].split("\n\n")
+    about, usage = body.split('"""')[1].split("\n\n")
     said = {"sentence": verdict.sentence.replace("\\", "/").replace('"', "'"), "again": plan.look.again, "length": end}
-    intro = "\n\n".join(_filled(_put(paragraph, said)) for paragraph in (told, usage)) + "\n"
-    return _put(body.replace(f"{told}\n\n{usage}", intro), {"imports": _imports(body), "constants": _constants(plan)})
+    intro = "\n\n".join(_filled(_put(paragraph, said)) for paragraph in (about, usage)) + "\n"
+    return _put(body.replace(f"{about}\n\n{usage}", intro), {"imports": _imports(body), "constants": _constants(plan)})
 
 
 def _put(text: str, values: Mapping[str, str]) -> str:

@@ -29,7 +29,7 @@ class Farthest(NamedTuple):
     """Multiple of the largest share in clean pairs; None if none of them showed this check."""
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return self.check if self.usual is None else f"{self.check}, {percent(self.usual)} of the most in clean pairs"
 
 

@@ -60,12 +60,12 @@ def verdict(
     """Args: followed: tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
-        told = f": {_wrong(outcome, findings, besides, of_tensors=watched.is_one(arm, control))}"
+        claim = f": {_wrong(outcome, findings, besides, of_tensors=watched.is_one(arm, control))}"
     else:
-        told = f" {_right(outcome, arm, evidence, resolution, looked_at, followed)}"
+        claim = f" {_right(outcome, arm, evidence, resolution, looked_at, followed)}"
     return Verdict(
         outcome=outcome,
-        sentence=f"{outcome.value}: {arm.name} against {control.name}{'; '.join([told, *limits])}.",
+        sentence=f"{outcome.value}: {arm.name} against {control.name}{'; '.join([claim, *limits])}.",
         arm=str(arm.path),
         control=str(control.path),
         tier=decided,
@@ -105,20 +105,20 @@ def _wrong(
 ) -> str:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    told = _told(first, findings, of_tensors=of_tensors)
+    clause = _clause(first, findings, of_tensors=of_tensors)
     more = besides(first)
     if more is None:
-        return told
+        return clause
     doubt = ", in doubt" if more.grade is Grade.doubt else ""
-    return f"{told}; and besides{doubt}, {_told(more, findings, of_tensors=of_tensors)}"
+    return f"{clause}; and besides{doubt}, {_clause(more, findings, of_tensors=of_tensors)}"
 
 
-def _told(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
+def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
     """Args: of_tensors: begin with a jump of a tensor in the same step, if a finding is about all of them."""
     named = first if first.tensor else _named(first, findings)
-    told = describe(first, named, _hint(first, findings))
+    clause = describe(first, named, _hint(first, findings))
     begins = deciding.onset(first, findings) or (_tensor_of(first, findings) if of_tensors else None)
-    return told if begins is None else f"{describe(begins, begins, '')}; certain {told}"
+    return clause if begins is None else f"{describe(begins, begins, '')}; certain {clause}"
 
 
 def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
@@ -130,12 +130,12 @@ def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
 def _looked_at(steps: Mapping[str, Sequence[int]], length: int, *, again: bool = True) -> str:
     """Args: again: say of steps that were worked out again, also if there are none."""
     every = [word for name, word in LOOKED_AT.items() if len(steps.get(name, ())) == length]
-    told = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
+    clauses = [f"looked at in both at every step, and right: {', '.join(every)}"] if every else []
     for name, word in LOOKED_AT.items():
         found = steps.get(name, ())
         if word not in every and (found or (name == AGAIN and again)):
-            told.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
-    return "".join(f"; {each}" for each in told)
+            clauses.append(f"{word}: {_of_steps(found, length, named=NAMED_STEPS if name == AGAIN else 1)}")
+    return "".join(f"; {each}" for each in clauses)
 
 
 def _followed(count: int, known: int) -> str:

@@ -48,19 +48,19 @@ def check(arm: Record, control: Record, envelope: Envelope, found: Apart | None)
 
     if arm.final is not None and control.final is not None:
         pairs = [compare_tensor(name, arm.final, control.final) for name in names(arm.final, control.final)[0]]
-        told = [(pair.name, pair.numel, pair.distance, pair.norm) for pair in pairs]
-        return _graded(END, arm.length, told, (arm, control), envelope)
+        distances = [(pair.name, pair.numel, pair.distance, pair.norm) for pair in pairs]
+        return _graded(END, arm.length, distances, (arm, control), envelope)
     if found is None or np.isnan(found.weights[-1]).all():
         return []
     last = int(found.steps[-1])
-    told = [*zip(found.names, found.numel, found.weights[-1].tolist(), found.norms[-1].tolist(), strict=True)]
-    return _graded(SKETCHED, last, told, (arm, control), envelope, DRAW)
+    distances = [*zip(found.names, found.numel, found.weights[-1].tolist(), found.norms[-1].tolist(), strict=True)]
+    return _graded(SKETCHED, last, distances, (arm, control), envelope, DRAW)
 
 
 def _graded(
     kind: str,
     step: int,
-    told: list[tuple[str, int, float, float]],
+    distances: list[tuple[str, int, float, float]],
     runs: tuple[Record, Record],
     envelope: Envelope,
     draw: float = 1.0,
@@ -68,7 +68,7 @@ def _graded(
     rounding = 2 * step * max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
     made, farthest = [], reach(runs, envelope, step)
     is_shared = runs[1].config["optimizer.name"] != "sgd"  # by all elements alike; SGD may spend all on one
-    for name, numel, distance, norm in told:
+    for name, numel, distance, norm in distances:
         own = farthest * (math.sqrt(numel / envelope.control.parameters) if is_shared else 1.0)
         allowed = draw * (rounding + (own / norm if norm else math.inf))
         found = measured(kind, Stage.optimizer, distance, allowed, step=step, tensor=name, since=Stage.weights)

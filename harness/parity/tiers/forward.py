@@ -60,8 +60,8 @@ def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding
         return []
     if left.batch != right.batch or envelope.arm.compute not in SIXTEEN_BITS:
         apart = next((name for name, off in distances.items() if off > counted), None)
-        told = distances if apart is None else {apart: distances[apart]}
-        return [[_finding(name, off, counted, REFUTED * counted) for name, off in told.items()]]
+        shown = distances if apart is None else {apart: distances[apart]}
+        return [[_finding(name, off, counted, REFUTED * counted) for name, off in shown.items()]]
     on_cpu = {run.config.get("cluster.device") for run in (arm, control)} == {"cpu"}
     refuted = SAME if on_cpu else math.inf
     apart = next((name for name, off in distances.items() if off > SAME), None)

@@ -54,8 +54,8 @@ def _weights(arm: Record, control: Record, compare: Compare) -> Iterator[Finding
 
 
 def _series(arm: Record, control: Record, compare: Compare) -> Iterator[Finding]:
-    told = tells_data(arm) and tells_data(control)
-    for key, stage in (("lr", Stage.optimizer), *((("data_digest", Stage.data),) if told else ())):
+    fed = tells_data(arm) and tells_data(control)
+    for key, stage in (("lr", Stage.optimizer), *((("data_digest", Stage.data),) if fed else ())):
         pairs = enumerate(zip(arm.columns[key], control.columns[key], strict=True), start=1)
         first = next(((step, *pair) for step, pair in pairs if pair[0] != pair[1]), None)
         if first is None:
