@@ -70,7 +70,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
             "name": name,
             "shape": list(piece.shape),
             "dtype": NAMES.get(piece.local.dtype, str(piece.local.dtype)),
-            "place": None if piece.place is None else [*piece.place.rows, *piece.place.columns],
+            "place": None if piece.place is None else piece.place.numbers,
             "trained": watching.params[name][1].requires_grad,
         }
         for name, piece in watching.pieces.items()

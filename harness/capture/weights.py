@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from harness.probe.step_checks.sketch import Place
+from harness.probe.step_checks.sketch import Place, Range
 
 AT_ONCE = 1 << 20
 """Elements of a part; a part takes some 40 bytes an element meanwhile."""
@@ -16,8 +16,10 @@ ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd factors with bits everywhere: of splitmix64 and murmur3, as signed numbers."""
 
 
-def digest(name: str, piece: Tensor, place: Place, width: int) -> int:
+def digest(name: str, piece: Tensor, place: Place | Range, width: int) -> int:
     """Sum over a piece's elements modulo 2**64; pieces of a tensor add up to the whole. Args: width: of its rows."""
+    if isinstance(place, Range):
+        return sum(digest(name, elements, block, width) for block, elements in place.blocks(piece, width)) % 2**64
     (top, _), (left, right) = place.rows, place.columns
     wide = right - left
     bits = piece.detach().contiguous().view(BITS[piece.element_size()]).reshape(-1)

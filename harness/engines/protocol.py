@@ -7,7 +7,7 @@ returns losses and the gradient norm. It never reads data, logs or saves; it onl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -54,6 +54,8 @@ class Seen(NamedTuple):
     """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
     compute: torch.dtype
     """Dtype of the weights in the forward."""
+    shapes: Mapping[str, torch.Size] | None = None
+    """Full shapes by parameter, where the module's parameters are shards between passes."""
 
 
 class Scaled(NamedTuple):
@@ -62,6 +64,17 @@ class Scaled(NamedTuple):
     scale: float
     skipped: bool
     """True if gradients overflowed and the update was skipped, on all ranks."""
+
+
+class FlatPiece(NamedTuple):
+    """This rank's elements of a tensor, where an engine cuts flattened tensors without regard to rows."""
+
+    shape: Sequence[int]
+    """Of the whole tensor."""
+    source: Tensor
+    """The elements, in whichever shape; or a parameter whose `data` they are."""
+    begin: int
+    """Place of the first one in the flattened tensor."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,11 @@ class Engine(ABC):
 
     def seen(self) -> Seen | None:
         """Where local gradients and the weights of the forward can be observed; None if they cannot."""
+        return None
+
+    def flat_pieces(self) -> Mapping[str, FlatPiece] | None:
+        """This rank's weights and moments by the keys of a portable state, frozen weights too; None where `state` says
+        it or nothing can."""
         return None
 
     def local_gradients(self) -> Mapping[str, Tensor] | None:

@@ -127,7 +127,7 @@ def _take(found: Steps, step: int, header: _Header) -> None:
     if gradients is not None:
         found.gradients[step] = gradients
         try:
-            _take_testimony(found, step, header, gradients)
+            _take_recomputed(found, step, header, gradients)
         except (KeyError, ValueError) as error:
             found.problems.append(f"{header.path} has a damaged description: {error!r}")
     if before is not None:
@@ -145,7 +145,7 @@ def _difference(after: Capture, before: Capture) -> Capture:
     return Computed(Capture(after.path, common), lambda name: after.values(name) - before.values(name))
 
 
-def _take_testimony(found: Steps, step: int, header: _Header, gradients: Capture) -> None:
+def _take_recomputed(found: Steps, step: int, header: _Header, gradients: Capture) -> None:
     local = header.part("local/")
     if local is None:
         return

@@ -13,6 +13,23 @@ Heard = Callable[[str, Tensor], None]
 Aside = Callable[[], AbstractContextManager[None]]
 
 
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by their names in the model before FSDP1 wrapped any of it."""
+    return {_unwrapped(name): param for name, param in module.named_parameters()}
+
+
+def named_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules by their names in the model before FSDP1 wrapped any of it; a wrapper stands for what it wraps."""
+    found: dict[str, nn.Module] = {}
+    for name, each in module.named_modules():
+        found.setdefault(_unwrapped(name), each)
+    return found
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
+
+
 class Nothing:
     """Hook of a copied module."""
 
@@ -23,15 +40,15 @@ class Nothing:
 class ParameterHooks:
     """Context manager around forwards and backwards.
 
-    An engine may put another parameter in a module's slot during the forward: its gradient is then hooked instead,
-    unless the engine has moved the first one's hooks (FSDP2 does not). Args: gradient: called with a parameter's name
-    and each gradient of autograd. forward: called with a parameter's name and the tensor of a module's forward, or its
-    cast copy. aside: context of all work here (`Timers.aside`).
+    An engine may put another parameter in a module's slot during the forward, or a view of one (FSDP1): its gradient is
+    then hooked instead, unless the engine has moved the first one's hooks (FSDP2 does not). Args: gradient: called with
+    a parameter's name and each gradient of autograd. forward: called with a parameter's name and the tensor of a
+    module's forward, or its cast copy. aside: context of all work here (`Timers.aside`).
     """
 
     def __init__(self, module: nn.Module, gradient: Heard, forward: Heard, aside: Aside = nullcontext) -> None:
         self._module, self._gradient, self._forward, self._aside = module, gradient, forward, aside
-        self._listened: dict[int, nn.Parameter] = {}
+        self._listened: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._hung = set[int]()
 
@@ -40,8 +57,9 @@ class ParameterHooks:
         return ParameterHooks, (nn.Module(), Nothing(), Nothing())
 
     def __enter__(self) -> ParameterHooks:
-        names = {id(param): name for name, param in self._module.named_parameters()}
-        for name, param in self._module.named_parameters():
+        params = named_parameters(self._module)
+        names = {id(param): name for name, param in params.items()}
+        for name, param in params.items():
             self._listen(name, param)
         for module in self._module.modules():
             own = {slot: names[id(param)] for slot, param in module._parameters.items() if param is not None}
@@ -56,7 +74,7 @@ class ParameterHooks:
         self._listened.clear()
         self._hung.clear()
 
-    def _listen(self, name: str, param: nn.Parameter) -> None:
+    def _listen(self, name: str, param: Tensor) -> None:
         hung = param._backward_hooks or {}
         if param.requires_grad and id(param) not in self._listened and self._hung.isdisjoint(hung):
             self._listened[id(param)] = param
@@ -71,6 +89,6 @@ class ParameterHooks:
         with self._aside():
             for slot, name in own.items():  # looked up as the module does
                 weight = getattr(module, slot)
-                if isinstance(weight, nn.Parameter):
+                if isinstance(weight, nn.Parameter) or isinstance(weight._base, nn.Parameter):
                     self._listen(name, weight)
                 self._forward(name, weight)

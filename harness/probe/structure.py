@@ -55,11 +55,7 @@ def _ties(fresh: nn.Module) -> dict[str, str]:
 
 
 def _at(module: nn.Module, name: str) -> object:
-    *path, slot = name.split(".")
-    for step in path:
-        child = module._modules.get(step)
-        if child is None:
-            return object()
-        module = child
-    param = module._parameters.get(slot)
-    return object() if param is None else param
+    found: object = module
+    for step in name.split("."):  # not by `_modules`: a wrapper may lie between, which passes names on
+        found = getattr(found, step, None)
+    return object() if found is None else found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import Fp8Linear
-from harness.probe.hooks import Aside, ParameterHooks
+from harness.probe.hooks import Aside, ParameterHooks, named_parameters
 
 UNSEEN = -1
 SEVERAL = -2
@@ -66,12 +66,14 @@ class Witness:
         module: whose own parameters autograd hands local gradients to, and whose modules look their weights up.
         divisor: what the sum of those gradients over all microbatches and ranks must be divided by.
         compute: dtype of the weights in the forward.
+        shapes: full shapes by parameter; those of the module by default.
         aside: surrounds what its hooks do (`Timers.aside`).
     """
 
     module: nn.Module
     divisor: int
     compute: torch.dtype
+    shapes: Mapping[str, torch.Size] | None = None
     aside: Aside = nullcontext
     checksums: dict[str, set[int]] = field(default_factory=dict)
     """Checksums of every value that a forward used, by parameter; and, of weights with two payloads, a backward."""
@@ -84,11 +86,12 @@ class Witness:
     _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Witness:
-        for name, param in self.module.named_parameters():
+        params = named_parameters(self.module)
+        for name, param in params.items():
             self.checksums[name] = set()
             if param.requires_grad:
                 self._sums[name] = _Sum()
-        names = {id(param): name for name, param in self.module.named_parameters()}
+        names = {id(param): name for name, param in params.items()}
         layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
         self._quantized = {names[id(layer.weight)]: layer for layer in layers if layer.is_held}
         self.checksums |= {name + TURNED: set() for name, layer in self._quantized.items() if _has_two(layer)}
@@ -138,7 +141,7 @@ class Witness:
 
         Call it once: the sums are used up.
         """
-        shapes = {name: param.shape for name, param in self.module.named_parameters()}
+        shapes = self.shapes or {name: param.shape for name, param in named_parameters(self.module).items()}
         totals = {
             name: torch.zeros(shapes[name], dtype=torch.float64) if held.total is None else held.total
             for name, held in self._sums.items()

@@ -21,6 +21,8 @@ def pieces_of(engine: Engine) -> dict[str, Piece] | None:
 
     Collective over all ranks where the engine's state is.
     """
+    if (flat := engine.flat_pieces()) is not None:
+        return {key: Piece.flat(key.removeprefix(WEIGHTS), *each) for key, each in flat.items()}
     if getattr(type(engine), "state", None) is Engine.state:  # a copy of what has no places
         return None
     try:
@@ -55,9 +57,10 @@ def whole_moments(session: Session, control: Control, entries: Sequence[str]) ->
 def _whole(piece: Piece, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
     whole = torch.zeros(piece.shape, dtype=torch.float64)
     if counts and piece.place is not None:
-        (top, bottom), (left, right) = piece.place.rows, piece.place.columns
         matrix = whole.view(piece.shape[0] if piece.shape else 1, -1)
-        matrix[top:bottom, left:right] = piece.local.to("cpu", torch.float64).reshape(bottom - top, right - left)
+        for block, elements in piece.place.blocks(piece.local.to("cpu", torch.float64), matrix.shape[1]):
+            part = matrix[slice(*block.rows), slice(*block.columns)]
+            part.copy_(elements.reshape(part.shape))
     if group is not None:
         dist.all_reduce(whole, group=group)
     return whole.to(piece.local.dtype if piece.place is not None else torch.float32)

@@ -39,11 +39,12 @@ from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
+from harness.probe.hooks import named_modules
 from harness.probe.step_checks.forward import ForwardWatch
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
 from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
-from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Place, Range, Signs, Sketch
 from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
@@ -290,7 +291,7 @@ class StepChecks(Callback):
 
     def _tell_forward(self, watch: ForwardWatch) -> None:
         """Sum the forward sketches of all ranks. Collective over all ranks."""
-        names = [name for name, _ in watch.module.named_modules()]
+        names = list(named_modules(watch.module))
         order = [*watch.found, *(name for name in names if name not in watch.found)]
         table = torch.stack([watch.found.get(name, torch.zeros(SKETCHES + 1, dtype=torch.float64)) for name in names])
         if self.session.control is not None:
@@ -343,7 +344,7 @@ class StepChecks(Callback):
             ((None if piece.place is None else of(piece), piece.place) for piece in self.pieces), squares=squares
         )
 
-    def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | None]]:
+    def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | Range | None]]:
         """This rank's rows of gradients among the ranks with copies, in the places of its pieces.
 
         Differences between copies show in the weights after the step (`dissent`).
@@ -351,12 +352,10 @@ class StepChecks(Callback):
         for piece, portion in zip(self.pieces, self.portions, strict=True):
             gradient = gradients.get(piece.name)
             if gradient is not None and piece.place is not None and portion is not None:
-                top, bottom = piece.place.rows
-                begin, end = portion.rows
-                gradient = gradient.reshape(bottom - top, -1)[begin - top : end - top]
+                gradient = piece.place.take(gradient, portion)
             yield gradient, portion
 
-    def _sketch(self, parts: Iterable[tuple[Tensor | None, Place | None]], *, squares: bool = True) -> Sketch:
+    def _sketch(self, parts: Iterable[tuple[Tensor | None, Place | Range | None]], *, squares: bool = True) -> Sketch:
         found = [
             NOTHING
             if part is None or place is None

@@ -127,11 +127,11 @@ MUTANTS = {
         module, "cell_of", "width // CELLS", "width", "All sketches of a row alone have one size, and may all be small"
     ),
     "pieces begin with a cell": Slip(
-        Signs, "sketch", "(left % length, -right % length)", "(0, left % length + -right % length)",
+        Signs, "_block", "(left % length, -right % length)", "(0, left % length + -right % length)",
         "A piece that begins inside a cell has the signs of another place",
     ),
     "cells of the whole row": Slip(
-        Signs, "sketch", "drawn.cells[:, left // length : -(-right // length)]",
+        Signs, "_block", "drawn.cells[:, left // length : -(-right // length)]",
         "drawn.cells[:, : -(-right // length) - left // length]", "A piece has the signs of the row's first cells",
     ),
     "one sign a row": Slip(
@@ -196,7 +196,7 @@ def test_of_copies_every_row_is_looked_at_once(copies: int) -> None:
 
 @kills("The comparator: sketches", "the first rows of all", "Copies all look at the same rows, which count for each")
 def test_portions_that_overlap_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(pieces_module, "portions", "(earlier, earlier + 1)", "(0, 1)", "").put(monkeypatch)
+    Slip(pieces_module, "portions", "share(earlier, copies)", "share(0, 1)", "").put(monkeypatch)
     monkeypatch.setitem(globals(), "portions", pieces_module.portions)
     with pytest.raises(AssertionError):
         test_of_copies_every_row_is_looked_at_once(3)

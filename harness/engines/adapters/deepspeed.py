@@ -25,7 +25,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,22 @@ from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Device, Strategy
 from harness.engines import norms, optim
 from harness.engines.evaluating import evaluating
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.protocol import Engine, FlatPiece, Microbatch, Ranks, Seen, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import create_state
 
 STAGES = {strategy: stage for stage, strategy in enumerate(Strategy)}
 MAIN_BYTES = 4
+
+
+class _Part(NamedTuple):
+    """A rank's elements of a parameter, in the flat main weights of a group."""
+
+    group: str
+    offset: int
+    numel: int
+    begin: int
+    """Of the first one in the flattened parameter."""
 
 
 class DeepspeedEngine(Engine):
@@ -48,8 +58,8 @@ class DeepspeedEngine(Engine):
         self.stage = STAGES[config.sharding.strategy]
         self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
         self.model = workload.build(ranks.device, self.compute_dtype)
-        self.params = dict(self.model.named_parameters())
-        self.shapes = {name: param.shape for name, param in self.params.items()}
+        self.params: dict[str, Any] = dict(self.model.named_parameters())
+        self.shapes: dict[str, torch.Size] = {name: param.shape for name, param in self.params.items()}
         self.trained = {name: param for name, param in self.params.items() if param.requires_grad}
         with torch.no_grad():
             for name, param in self.params.items():
@@ -97,6 +107,10 @@ class DeepspeedEngine(Engine):
             self.engine.step()
         return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
 
+    def seen(self) -> Seen:
+        """The module itself, whose losses DeepSpeed scales by 1 / k. ZeRO-3's parameters are empty between passes."""
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
+
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 gradients, gathered one by one."""
         from deepspeed.utils import safe_get_full_grad
@@ -132,6 +146,59 @@ class DeepspeedEngine(Engine):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         optim.load_state(self.state_dict(), state)
         self._publish()
+
+    def flat_pieces(self) -> dict[str, FlatPiece]:
+        moments = {key: value for key, value in self.state_dict().items() if key.startswith("optimizer/")}
+        found = {}
+        for name, param in self.params.items():
+            shape, part = self.shapes[name], self._part(name)
+            if name not in self.trained:
+                source = param if self.stage < 3 else param.ds_tensor[: part.numel]
+                found[f"weights/{name}"] = FlatPiece(shape, source, part.begin)
+                continue
+            for key, flat in ((f"weights/{name}", self.main[part.group]), *self._moments(moments, name, part)):
+                if flat.numel() == self.main[part.group].numel():  # no count of steps
+                    here = flat.detach().view(-1)[part.offset : part.offset + part.numel]
+                    found[key] = FlatPiece(shape, here, part.begin)
+        return found
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_local_grad
+
+        found = {}
+        for name, param in self.trained.items():
+            part = self._part(name)
+            if not part.numel:
+                continue
+            if self.stage == 0:
+                found[name] = param.grad
+            elif self.stage == 3:
+                found[name] = safe_get_local_grad(param)[: part.numel]
+            else:  # BF16_Optimizer keeps the whole gradient
+                here = param._hp_mapping.get_lp_grad_fragment(param._index_in_param_group).view(-1)
+                found[name] = here if here.numel() == part.numel else here[part.begin : part.begin + part.numel]
+        return found
+
+    def _moments(self, moments: Mapping[str, Tensor], name: str, part: _Part) -> Iterator[tuple[str, Tensor]]:
+        for key, value in moments.items():
+            _, group, entry = key.split("/")
+            if group == part.group:
+                yield f"optimizer/{name}/{entry}", value
+
+    def _part(self, name: str) -> _Part:
+        param, numel = self.params[name], self.shapes[name].numel()
+        if self.stage == 0 or (self.stage < 3 and name not in self.trained):
+            return _Part(name, 0, numel, 0)
+        if self.stage < 3:
+            mapped = param._hp_mapping
+            if mapped is None:  # another rank's alone
+                return _Part(next(iter(self.main)), 0, 0, 0)
+            of_flat, of_param = mapped.hp_fragment_address, mapped.lp_fragment_address
+            return _Part(f"group{mapped.param_group_index}", of_flat.start, of_flat.numel, of_param.start)
+        share = -(-numel // self.ranks.world_size)
+        begin = min(share * self.ranks.rank, numel)
+        group, offset, _ = self.engine.optimizer.grad_position.get(param.ds_id, (0, 0, 0))
+        return _Part(f"group{group}", offset, min(share, numel - begin), begin)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role. ZeRO-1 keeps the full gradient between microbatches, ZeRO-2 and 3 this rank's share."""

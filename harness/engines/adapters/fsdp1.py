@@ -42,8 +42,9 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, M
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from harness.config.schema import Config, Strategy
+from harness.engines import optim
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
-from harness.engines.protocol import Ranks, Workload
+from harness.engines.protocol import FlatPiece, Ranks, Seen, Workload
 
 STRATEGIES = {
     Strategy.no_shard: (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
@@ -107,6 +108,20 @@ class Fsdp1Engine(ShardedEngine):
             mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
             return ShardingStrategy.NO_SHARD, mesh
         return STRATEGIES[config.sharding.strategy][outer > 1], data_parallel_mesh(config, ranks)
+
+    def seen(self) -> Seen:
+        """The wrapped module: in a forward its slots have views of gathered flat parameters."""
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
+
+    def flat_pieces(self) -> dict[str, FlatPiece]:
+        rank = 0 if self.group is None else self.group.rank()
+        begins = {name: sum(extents[:rank]) for name, extents in self.extents.items()}
+        found = {f"weights/{name}": FlatPiece(self.shapes[name], w, begins[name]) for name, w in self.weights.items()}
+        for key, value in optim.optimizer_state(self.optimizer, self.names).items():
+            name = key.rpartition("/")[0]
+            if value.shape == self.weights[name].shape:  # no count of steps
+                found[f"optimizer/{key}"] = FlatPiece(self.shapes[name], value, begins[name])
+        return found
 
     def _piece(self, tensor: Tensor) -> Tensor:
         return tensor.detach()

@@ -36,7 +36,7 @@ from harness.config.schema import Config, OptimizerName, OuterStrategy, Registra
 from harness.engines import norms, optim
 from harness.engines.adapters import megatron_on_cpu
 from harness.engines.evaluating import evaluating
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.protocol import Engine, FlatPiece, Microbatch, Ranks, Seen, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
@@ -116,6 +116,22 @@ class MegatronEngine(Engine):
         self.optimizer.zero_grad()
         self.is_reduced = False
         return norm
+
+    def seen(self) -> Seen:
+        return Seen(self.model.module, self.ranks.world_size, TORCH_DTYPES[self.config.dtype.compute])
+
+    def flat_pieces(self) -> dict[str, FlatPiece]:
+        found = {}
+        for name, weight in self.weights.items():
+            begin = self.buckets.begin(name) if self.shards_state else 0
+            found[f"weights/{name}"] = FlatPiece(weight.shape, weight, begin)
+            for entry, value in self.optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    found[f"optimizer/{name}/{entry}"] = FlatPiece(weight.shape, value, begin)
+        return found
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        return {name: _local(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         if not self.is_reduced:
@@ -263,6 +279,13 @@ class Buckets:
             left[number] -= 1
             if not left[number]:
                 del whole[number]
+
+    def begin(self, name: str) -> int:
+        """Place of this rank's first element in the flattened parameter."""
+        number, item = self.places[name]
+        group = self.groups[number]
+        begin: int = (group.main_weight_buffer or group.model_weight_buffer).locate_item_in_global_item(item)[0]
+        return begin
 
     def bytes(self) -> dict[str, int]:
         """Bytes of persistent storage by role, padding apart."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.probe.hooks import Aside
+from harness.probe.hooks import Aside, named_modules
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs
 
 ROWS = 1 << 20
@@ -42,7 +42,7 @@ class ForwardWatch:
 
     def __enter__(self) -> ForwardWatch:
         self._handles.append(self.module.register_forward_pre_hook(self._new))
-        for name, module in self.module.named_modules():
+        for name, module in named_modules(self.module).items():
             self._handles.append(module.register_forward_hook(self._hook(name)))
         return self
 

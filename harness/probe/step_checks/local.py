@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Fp8Linear
-from harness.probe.hooks import Aside, ParameterHooks
+from harness.probe.hooks import Aside, ParameterHooks, named_parameters
 from harness.probe.step_checks.sketch import Place, Signs, Sketch
 
 
@@ -48,7 +48,7 @@ class LocalWatch:
         self._hooks = ExitStack()
 
     def __enter__(self) -> LocalWatch:
-        names = {id(param): name for name, param in self.module.named_parameters()}
+        names = {id(param): name for name, param in named_parameters(self.module).items()}
         layers = [each for each in self.module.modules() if isinstance(each, Fp8Linear)]
         # not `layer.weight`, which may be a copy that was cast
         self._quantized = {names[id(layer._parameters["weight"])] for layer in layers}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.probe.step_checks.sketch import Place
+from harness.probe.step_checks.sketch import Place, Range
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     source: Tensor
-    place: Place | None
+    place: Place | Range | None
     """Place of this rank's part; None without one."""
 
     @classmethod
@@ -41,6 +41,14 @@ class Piece:
         (chunk,) = chunks
         return cls(name, shape, tensor, Place.of(shape, list(chunk.offsets), list(chunk.sizes)))
 
+    @classmethod
+    def flat(cls, name: str, shape: Sequence[int], source: Tensor, begin: int) -> Piece:
+        """Piece that holds a range of the flattened tensor from `begin` on, in whichever shape."""
+        count = source.numel()
+        is_whole = begin == 0 and count == math.prod(shape)
+        place = Place.whole(shape) if is_whole else Range(begin, begin + count) if count else None
+        return cls(name, tuple(shape), source, place)
+
     @property
     def local(self) -> Tensor:
         """This rank's part, in the engine's present memory (engines replace the viewing tensor)."""
@@ -54,14 +62,9 @@ class Piece:
         """Flat int64 indices into `local` of the wanted global elements that are here."""
         if self.place is None:
             return torch.empty(0, dtype=torch.int64)
-        (top, bottom), (left, right) = self.place.rows, self.place.columns
         width = math.prod(self.shape[1:])
-        found = [
-            (row - top) * (right - left) + column - left
-            for row, column in (divmod(index, width) for index in wanted)
-            if top <= row < bottom and left <= column < right
-        ]
-        return torch.tensor(found, dtype=torch.int64)
+        found = (self.place.index(each, width) for each in wanted)
+        return torch.tensor([each for each in found if each is not None], dtype=torch.int64)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ def _chunks(tensor: DTensor) -> list[Any]:
 def own_places(pieces: Sequence[Piece]) -> list[int]:
     numbers: list[int] = []
     for piece in pieces:
-        numbers += [0, 0, 0, 0] if piece.place is None else [*piece.place.rows, *piece.place.columns]
+        numbers += [0, 0, 0, 0] if piece.place is None else piece.place.numbers
     return numbers
 
 
@@ -100,20 +103,15 @@ def shares(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) ->
     return torch.tensor(counted, dtype=torch.float64), torch.tensor(among, dtype=torch.float64)
 
 
-def portions(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> list[Place | None]:
+def portions(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> list[Place | Range | None]:
     """Rows of each piece for this rank to observe, so that each row is observed once among its copies.
 
     The entire piece where there is one copy. Arguments are those of `shares`.
     """
-    found: list[Place | None] = []
+    found: list[Place | Range | None] = []
     for index, piece in enumerate(pieces):
         copies, earlier = _copies(index, rows, rank)
-        if piece.place is None:
-            found.append(None)
-            continue
-        top, bottom = piece.place.rows
-        begin, end = (top + (bottom - top) * part // copies for part in (earlier, earlier + 1))
-        found.append(Place((begin, end), piece.place.columns))
+        found.append(None if piece.place is None else piece.place.share(earlier, copies))
     return found
 
 

@@ -1,0 +1,88 @@
+"""Peers can be seen from outside in a captured step: local gradients, and the weights that their forwards use."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.config.schema import Dtype, EngineName, OuterStrategy, Strategy
+from harness.parity.captured import read
+from harness.probe.hooks import ParameterHooks
+from tests.support.factory import small_config, train, with_dtypes
+from tests.support.mutants import Slip, kills
+from tests.support.spawn import run_ranks
+
+ENGINES: dict[str, dict[str, Any]] = {
+    **{
+        f"fsdp1-{each.name}": {"engine__name": EngineName.fsdp1, "sharding__strategy": each}
+        for each in (Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params)
+    },
+    **{
+        f"deepspeed-{each.name}": {"engine__name": EngineName.deepspeed, "sharding__strategy": each}
+        for each in Strategy
+        if find_spec("deepspeed") is not None
+    },
+    **{
+        f"megatron_fsdp-{each.name}": {"engine__name": EngineName.megatron_fsdp, "sharding__strategy": each}
+        for each in Strategy
+        if find_spec("megatron_fsdp") is not None
+    },
+    "fsdp1-hybrid": {
+        "engine__name": EngineName.fsdp1,
+        "sharding__strategy": Strategy.optim_grads_params,
+        "sharding__outer": OuterStrategy.no_shard,
+        "mesh__dp_outer": 2,
+    },
+}
+UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47}
+
+
+def trains(rank: int, folder: str) -> None:
+    for kind, changes in ENGINES.items():
+        for dtype in (Dtype.fp32, Dtype.bf16):
+            if kind.endswith("-no_shard") and dtype is Dtype.bf16:
+                continue  # DeepSpeed has no such policy; FSDP1 adds microbatches up in bf16
+            config = small_config(mesh__world_size=2, measure__capture_steps=[1, 3], **UNEVEN, **changes)
+            train(with_dtypes(config, dtype, Dtype.fp32), Path(folder, f"{kind}-{dtype.name}"), rank)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seen")
+    run_ranks(trains, 2, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_sums_of_what_ranks_saw_are_the_reduced_gradients(runs: Path, kind: str) -> None:
+    for run in sorted(runs.glob(f"{kind}-*")):
+        found = read(run / "capture", (1, 3), ())
+        assert not found.problems
+        for step in (1, 3):
+            seen, reduced = found.witnesses[step], found.gradients[step]
+            assert seen.capture.tensors.keys() == reduced.tensors.keys()
+            assert not seen.wrong_weights, "forwards used the main weights, cast"
+            for name in reduced.tensors:
+                off = np.linalg.norm(seen.capture.values(name) - reduced.values(name))
+                assert off <= 1e-6 * seen.terms[name], (run.name, step, name)
+                assert seen.terms[name] > 0, "each rank has data of its own, and all weights are used"
+
+
+def trains_once(rank: int, folder: str) -> None:
+    config = small_config(mesh__world_size=2, **ENGINES["fsdp1-optim_grads_params"])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slip = Slip(ParameterHooks, "_before", "isinstance(weight._base, nn.Parameter)", "False")
+        slip.put(monkeypatch)
+        train(config, Path(folder), rank)
+
+
+@kills(
+    "Witnesses", "views of a flat parameter", "Of FSDP1 no local gradient is seen, and a wrong reduction has no place"
+)
+def test_gradients_of_views_are_missed_where_parameters_alone_are_listened_to(tmp_path: Path) -> None:
+    run_ranks(trains_once, 2, str(tmp_path))
+    assert not read(tmp_path / "capture", (1,), ()).witnesses

@@ -1,0 +1,84 @@
+"""Ranges of flattened tensors, as FSDP1, DeepSpeed and Megatron cut them: sketches, elements and copies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from harness.probe.step_checks.pieces import Piece, own_places, portions
+from harness.probe.step_checks.sketch import Place, Range, Signs
+from tests.support.mutants import Slip, each
+
+SHAPES = ((7, 6), (5, 4, 3), (11,), (1, 40), (9, 1), ())
+CUTS = ((), (1,), (5,), (6,), (7,), (4, 9), (2, 3, 10))
+
+
+def wrong() -> Iterator[str]:
+    for shape, cuts in itertools.product(SHAPES, CUTS):
+        numel = math.prod(shape)
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(numel))
+        bounds = [0, *(cut for cut in cuts if cut < numel), numel]
+        pieces = [Piece.flat("w", shape, whole.flatten()[a:b], a) for a, b in itertools.pairwise(bounds)]
+        wanted = Signs().sketch("w", shape, whole, Place.whole(shape))
+        parts = [Signs().sketch("w", shape, each.local, each.place) for each in pieces if each.place]
+        if not torch.allclose(torch.stack([part.values for part in parts]).sum(0), wanted.values, rtol=0, atol=1e-12):
+            yield f"{shape} cut at {cuts}: another sketch"
+        if abs(sum(float(part.squares) for part in parts) - float(wanted.squares)) > 1e-12 * numel:
+            yield f"{shape} cut at {cuts}: other squares"
+        found = torch.cat([each.local.take(each.indices(range(numel))) for each in pieces])
+        if not torch.equal(found, whole.flatten()):
+            yield f"{shape} cut at {cuts}: other elements"
+    yield from wrong_copies()
+
+
+def wrong_copies() -> Iterator[str]:
+    """Three ranks that keep the same range look at each element of it once."""
+    whole = torch.arange(30.0).view(5, 6)
+    held = [[Piece.flat("w", (5, 6), whole.flatten()[4:27], 4)] for _ in range(3)]
+    rows = [own_places(pieces) for pieces in held]
+    shares = [portions(pieces, rows, rank)[0] for rank, pieces in enumerate(held)]
+    place = held[0][0].place
+    assert isinstance(place, Range)
+    seen = [place.take(held[0][0].local, share) for share in shares if share is not None]
+    if not torch.equal(torch.cat(seen), whole.flatten()[4:27]):
+        yield "copies do not look at each element once"
+
+
+MUTANTS = {
+    "a range begins with a row": Slip(
+        Range, "blocks", "(left, width))", "(0, width - left))", "The end of a row has the signs of its begin"
+    ),
+    "rows one on": Slip(
+        Range,
+        "blocks",
+        "top + bool(left), bottom",
+        "top + 1, bottom + (not left)",
+        "A range that begins with a row has the signs of the next",
+    ),
+    "elements from the begin of the tensor": Slip(
+        Range, "index", "wanted - self.begin if", "wanted if", "A range's element is looked up where the tensor's lies"
+    ),
+    "all copies look at all": Slip(
+        Range, "share", "count * part // parts", "0", "What copies hold counts several times"
+    ),
+}
+
+
+def test_ranges_of_any_cut_add_up_to_the_whole() -> None:
+    assert list(wrong()) == []
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: sketches", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    try:
+        survives = not any(wrong())
+    except (RuntimeError, ValueError, IndexError):
+        survives = False
+    assert not survives, f"{name} survives"
