@@ -70,7 +70,7 @@ class FlatPiece(NamedTuple):
     """This rank's elements of a tensor, where an engine cuts flattened tensors without regard to rows."""
 
     shape: Sequence[int]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     source: Tensor
     """The elements, in whichever shape; or a parameter whose `data` they are."""
     begin: int

@@ -80,9 +80,7 @@ def trains_once(rank: int, folder: str) -> None:
         train(config, Path(folder), rank)
 
 
-@kills(
-    "Witnesses", "views of a flat parameter", "Of FSDP1 no local gradient is seen, and a wrong reduction has no place"
-)
+@kills("Witnesses", "views of a flat parameter", "Of FSDP1 no local gradient is seen, so a reduction has no place")
 def test_gradients_of_views_are_missed_where_parameters_alone_are_listened_to(tmp_path: Path) -> None:
     run_ranks(trains_once, 2, str(tmp_path))
     assert not read(tmp_path / "capture", (1,), ()).witnesses

@@ -49,7 +49,7 @@ class _Part(NamedTuple):
     offset: int
     numel: int
     begin: int
-    """Of the first one in the flattened parameter."""
+    """Place of the first one in the flattened parameter."""
 
 
 class DeepspeedEngine(Engine):
