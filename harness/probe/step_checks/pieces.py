@@ -44,7 +44,7 @@ class Piece:
     @classmethod
     def flat(cls, name: str, shape: Sequence[int], source: Tensor, begin: int) -> Piece:
         """Piece that holds a range of the flattened tensor from `begin` on, in whichever shape."""
-        count = source.numel()
+        count = local_part(source).numel()
         is_whole = begin == 0 and count == math.prod(shape)
         place = Place.whole(shape) if is_whole else Range(begin, begin + count) if count else None
         return cls(name, tuple(shape), source, place)
