@@ -18,7 +18,7 @@ from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
 
-NO_STUDY = "these runs were not asked for as a study, so that none is held against another"
+NO_STUDY = "these runs were not asked for as a study, so that none is held against another; --control RUN says which"
 
 GRADIENTS = "gradient distance"
 

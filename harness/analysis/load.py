@@ -118,7 +118,7 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
     rows = [_run_row(run) for run in store.runs(study)]
     for name in dict.fromkeys(row["study"] for row, _ in rows):
         mine = {row["path"]: (row, config) for row, config in rows if row["study"] == name}
-        known = {path: config for path, (_, config) in mine.items() if config}
+        known = {path: config for path, (_, config) in mine.items() if config and "watched.version" not in config}
         named = labels(known) if len(known) > 1 or len(mine) == 1 else {}
         judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
         for path, (row, _) in mine.items():

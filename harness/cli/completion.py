@@ -134,7 +134,7 @@ def _named(metavar: str, store: Store) -> list[str]:
 
 
 def _runs(store: Store) -> list[str]:
-    return ["@last", *(run.path.name.rpartition("-")[2] for run in store.runs(None))]
+    return ["@last", *(run.digits or run.name for run in store.runs(None))]
 
 
 def _arguments(parser: ArgumentParser) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from harness.bisect.history import compare_code
 from harness.bisect.trials import Request
 from harness.cli.runs import located
-from harness.cli.verb import Implementation
+from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
+from harness.parity.series import MEASURES, against_history
 from harness.store import commands
 from harness.store.judged import keep
-from harness.store.rundir import Store
-from harness.store.screen import show
+from harness.store.rundir import CONFIG, Store
+from harness.store.screen import fold, show, width
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:
@@ -47,11 +49,17 @@ def _compare(arguments: Namespace) -> int:
     if arguments.code is not None:
         return _compare_code(arguments)
     store = Store(arguments.root)
-    arm, control = (store.find(word).path for word in _two_runs(arguments))
+    arm, control = (_found(store, word) for word in _two_runs(arguments))
     if arguments.tensor is not None:
         print(zoom(arm, control, arguments.tensor, step=arguments.step))
         return 0
     return _say(compare(arm, control), arguments)
+
+
+def _found(store: Store, word: str) -> Path:
+    """Folder of a run, or file of a baseline."""
+    file = path(word)
+    return file.absolute() if file.is_file() else store.find(word).path
 
 
 def _two_runs(arguments: Namespace) -> list[str]:
@@ -85,6 +93,8 @@ def _say(found: Verdict, arguments: Namespace) -> int:
 
 
 def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
+    if any(Path(each).is_file() for found in verdicts for each in (found.arm, found.control)):
+        return verdicts  # of a baseline, no request is known that makes its run again
     found, complaint = scripted(*verdicts)
     if complaint:
         print(complaint, file=sys.stderr)
@@ -95,12 +105,31 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words", metavar="STUDY", nargs="+", help="name of a study that was run, or its folder; with --control, runs"
     )
-    parser.add_argument("--control", metavar="RUN", help="hold these runs against this one, whatever study they are of")
+    against = parser.add_mutually_exclusive_group()
+    against.add_argument("--control", metavar="RUN", help="hold runs, or a folder of them, against this one")
+    against.add_argument(
+        "--history",
+        metavar="RUN",
+        nargs="+",
+        help="hold their numbers to the noise of earlier runs, or a folder of them",
+    )
+    parser.add_argument(
+        "--margin",
+        metavar="MEASURE=SIZE",
+        nargs="+",
+        default=[],
+        help="with --history: the relative difference of loss or grad_norm that does not matter, as loss=0.5%%",
+    )
+    parser.add_argument("--window", type=int, default=0, help="with --history: last steps that count (default: half)")
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
     parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
 
 
 def _verdict(arguments: Namespace) -> int:
+    if arguments.history is not None:
+        return _beside_history(arguments)
+    if arguments.margin or arguments.window:
+        raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
     root, found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
     if found.study:
@@ -108,6 +137,40 @@ def _verdict(arguments: Namespace) -> int:
     answer = study_text(found, explained=arguments.explain)
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
+
+
+def _beside_history(arguments: Namespace) -> int:
+    store = Store(arguments.root)
+    new, old = (runs_in(store, words) for words in (arguments.words, arguments.history))
+    found = against_history(new, old, dict(map(_margin, arguments.margin)), arguments.window)
+    if arguments.json:
+        print(json.dumps(StudyVerdict("", "", seeds=(found,)).as_json(), indent=2))
+    else:
+        show("\n".join(fold(found.sentence, width())))
+    return found.outcome.exit_code
+
+
+def _margin(word: str) -> tuple[str, float]:
+    """Raises `BadRequest`: no such measure, or no size above 0."""
+    name, _, size = word.partition("=")
+    try:
+        value = float(size.removesuffix("%")) / (100 if size.endswith("%") else 1)
+    except ValueError:
+        value = 0.0
+    if name not in MEASURES or not 0 < value < 1:
+        choices = "loss=0.005, loss=0.5%, grad_norm=2%"
+        raise refuse(f"--margin {word}", "is no relative difference of a measure", choices=choices)
+    return name, value
+
+
+def runs_in(store: Store, words: Sequence[str]) -> list[Path]:
+    """Runs by words, each a run or a folder of runs. Raises `StoreError`: one is neither."""
+    found: list[Path] = []
+    for word in words:
+        folder = path(word).absolute()
+        inside = [] if (folder / CONFIG).is_file() else sorted(each.parent for each in folder.glob(f"*/{CONFIG}"))
+        found += inside or [store.find(word).path]
+    return found
 
 
 def keep_verdict(root: Path, found: StudyVerdict) -> None:
@@ -121,7 +184,7 @@ def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
     words: list[str] = arguments.words
     if arguments.control is not None:
         store = Store(arguments.root)
-        found = against([store.find(word).path for word in words], store.find(arguments.control).path)
+        found = against(runs_in(store, words), store.find(arguments.control).path)
         return arguments.root, found
     if len(words) > 1:
         fix = commands.verb("verdict RUN ... --control RUN")

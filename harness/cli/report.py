@@ -5,15 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from harness.cli.judge import keep_verdict
 from harness.cli.runs import located, say_next
 from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
+from harness.parity import StudyVerdict, against
 from harness.store import commands
 from harness.store.files import write_atomic
-from harness.store.rundir import Store
+from harness.store.rundir import CONFIG, Store
 from harness.store.study import read_study
 
 PAGE = "report.html"
@@ -23,6 +25,7 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request, on standard output")
     parser.add_argument("--out", type=path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
+    parser.add_argument("--control", metavar="RUN", help="of a folder without a study: hold its runs against this one")
     parser.add_argument(
         "--archived", action="store_true", help="judge runs that other sources than these made, by each other"
     )
@@ -38,7 +41,8 @@ def _report(arguments: Namespace) -> int:
         raise refuse(
             "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")
         ) from None
-    found = study(root, name, **({"sources": None} if arguments.archived else {}))
+    sources = {"sources": None} if arguments.archived else {}
+    found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
     if found.verdict is not None and not found.missing:
         keep_verdict(Store(root).root, found.verdict)
     report = contents(found, root, _command(arguments, root, name))
@@ -58,6 +62,18 @@ def _report(arguments: Namespace) -> int:
     return 0
 
 
+def _against(arguments: Namespace, root: str, name: str, sources: dict[str, None]) -> StudyVerdict | None:
+    """Verdict on a folder's runs against one of them; None without `--control`."""
+    if arguments.control is None:
+        return None
+    store = Store(root)
+    if read_study(store.root, name) is not None:
+        raise refuse(f"--control {arguments.control}", f"study {name} has controls of its own", fix="leave it out")
+    control = store.root / name / arguments.control
+    path = control if (control / CONFIG).is_file() else store.find(arguments.control).path
+    return replace(against([run.path for run in store.runs(name)], path, **sources), study=name)
+
+
 def _where(arguments: Namespace) -> tuple[str, str]:
     """Store and name of a study, also from its folder. Raises `BadRequest`: no such study."""
     root, name = located(arguments.root, arguments.study)
@@ -74,6 +90,7 @@ def _where(arguments: Namespace) -> tuple[str, str]:
 
 def _command(arguments: Namespace, root: str, name: str) -> str:
     flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
+    flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
     return commands.verb(f"report {shlex.quote(name)}{flags}", root)
 
 

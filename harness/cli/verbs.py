@@ -8,16 +8,18 @@ KINDS: dict[str, tuple[Verb, ...]] = {
     "Is it still the same run, and what did it cost": (
         Verb("compare", "two runs, or two versions of the code", "judge.COMPARE"),
         Verb("verdict", "every arm of a study against its control", "judge.VERDICT"),
-        Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", "report.REPORT"),
-        Verb("bisect", "the first commit, or the fewest settings, that make a run differ", "bisect.BISECT"),
+        Verb("gate", "a run against a baseline, for a pull request", "gate.GATE"),
+        Verb("baseline", "a golden file of a run, for gate and compare", "gate.BASELINE"),
+        Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report.REPORT"),
+        Verb("bisect", "the first commit, or fewest settings, that make a run differ", "bisect.BISECT"),
         Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
-        Verb("plan", "memory and traffic of a request before anything runs, at any number of ranks", "plan.PLAN"),
+        Verb("plan", "memory and traffic of a request before anything runs", "plan.PLAN"),
         Verb("rehearse", "stop a run after a step, resume it, and compare every number", "rehearse.REHEARSE"),
     ),
     "How runs fare": (
         Verb("watch", "how every run is doing: state, step, loss; failures by cause", "runs.WATCH"),
         Verb("show", "one run: where it came from, how far it got, why it failed", "runs.SHOW"),
-        Verb("diff", "in what two runs differ: configuration, sources, versions, machine", "runs.DIFF"),
+        Verb("diff", "how two runs differ: settings, sources, versions, machine", "runs.DIFF"),
         Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", "runs.RETRY"),
         Verb("cancel", "end every run that is queued or running", "runs.CANCEL"),
         Verb("gc", "what a store could do without, such as leftovers of crashes", "runs.GC"),
@@ -25,9 +27,10 @@ KINDS: dict[str, tuple[Verb, ...]] = {
     "From and to elsewhere": (
         Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", "convert.EXPORT"),
         Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", "convert.IMPORT"),
-        Verb("sync", "stored runs into wandb (wandb=online does it live), TensorBoard or CSV", "wandb_sync.SYNC"),
+        Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "series.SERIES"),
+        Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync.SYNC"),
         Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),
-        Verb("completion", "a function for bash or zsh, so that TAB offers what can be typed", "completion.COMPLETION"),
+        Verb("completion", "for bash or zsh, so that TAB offers what can be typed", "completion.COMPLETION"),
     ),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

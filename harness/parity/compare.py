@@ -16,6 +16,7 @@ from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Verdict
 from harness.parity.record import Record, load
 from harness.parity.reference import unbounded, with_reach
+from harness.parity.series import compare_series, is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.admissible import Admission
@@ -25,7 +26,7 @@ CHECKOUT = "checkout"
 
 
 def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verdict:
-    """Verdict on `arm` against `control` (run directories).
+    """Verdict on `arm` against `control`: run directories, or a baseline's file.
 
     Args: sources: digest that both must have; `CHECKOUT` for the present sources; None for any equal ones.
 
@@ -34,6 +35,8 @@ def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verd
     if Path(arm).resolve() == Path(control).resolve():
         fix = "name two runs; a repetition for an A/A pair is made by train.replicate=1"
         raise refuse(f"compare {arm}", "is one run named twice", fix=fix)
+    if is_series(Path(arm)) or is_series(Path(control)):
+        return compare_series(Path(arm), Path(control))
     digest = sources_digest() if sources == CHECKOUT else sources
     return judge(load(arm, digest), load(control, digest))
 

@@ -30,11 +30,13 @@ from harness.parity.tiers import (
     forward,
     numeric,
     placing,
+    sketched,
     trajectory,
     updates,
     watched,
 )
 from harness.parity.tiers.admissible import Admission, admissible
+from harness.parity.tiers.apart import Apart
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import unlisted
 from harness.parity.tiers.divergence import Divergence
@@ -209,6 +211,8 @@ class Judgement:
             return []
         usable = [step for step in self.steps if step <= self.last]
         kinds: list[list[Finding]] = []
+        if self._sketched is not None and self.arm.stream and self.control.stream and self.last:
+            kinds += sketched.first_step(self.arm.stream, self.control.stream, self._sketched, self.envelope)
         if 1 in usable:
             factors = numeric.suspects(self.envelope)
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
@@ -312,7 +316,16 @@ class Judgement:
         return found
 
     @cached_property
+    def _sketched(self) -> Apart | None:
+        """Distances by which the gradients of step 1 are held to a baseline, which has none of them whole."""
+        seen = self.divergence is not None and self.divergence.sees_gradients
+        one = self.arm.is_baseline or self.control.is_baseline
+        return self.divergence.found if self.divergence is not None and one and seen and 1 not in self.steps else None
+
+    @cached_property
     def blindness(self) -> list[Finding]:
+        if self._sketched is not None:
+            return sketched.blindness(self.envelope)
         if 1 not in self.steps and self.certain and self.divergence is not None and self.divergence.sees_gradients:
             return []
         if 1 not in self.steps:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.doc import unknown_settings, unknown_words
-from harness.parity import captured
+from harness.parity import baseline, captured
 from harness.parity.captured import Recomputed
 from harness.parity.tensors import Capture
 from harness.store import check_stream, checksums, forward, provenance, status
@@ -86,6 +86,8 @@ class Record:
     """Why no verdict can use this run; empty for a complete one."""
     files: str = "not known"
     """Unmodified files: `whole`, `all but ...`, or `not known` of a run that listed none."""
+    is_baseline: bool = False
+    """True of a golden file, which has sketches of a run's tensors and none of them whole."""
 
     def unwitnessed(self) -> Record:
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
@@ -119,13 +121,15 @@ class Record:
 
 
 def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] | None = None) -> Record:
-    """Record of a run directory.
+    """Record of a run directory, or of a baseline's file.
 
     Args: sources: required digest; None accepts any. assumed: values of settings unknown to the run's version, by
     dotted key.
 
     Raises `StoreError`: no run, or an unreadable configuration; anything less is one of `problems`.
     """
+    if Path(path).is_file():
+        return _of_baseline(Path(path), sources, assumed or {})
     run = RunDir(Path(path))
     damaged = _read(lambda: checksums.damage(run.path), None, [])  # `_state_problems` tells of a damaged status
     try:
@@ -140,6 +144,22 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     others = [each for each in found.problems if not any(name in each for name in wrong)]
     files = f"all but {' and '.join(damaged)}" if damaged else "whole"
     return replace(found, problems=(*wrong.values(), *others), files=files)
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Configuration of a run or a baseline, by dotted key. Raises `StoreError`: it is neither."""
+    if Path(path).is_file():
+        return dict(baseline.read(Path(path))["config"])
+    return flatten(RunDir(Path(path)).config())
+
+
+def _of_baseline(path: Path, sources: str | None, assumed: Mapping[str, Any]) -> Record:
+    found = baseline.read(path)
+    origin, config = found["provenance"], Settings(path, {**assumed, **found.pop("config")})
+    problems = _origin_problems(origin, None if WATCHED in origin else sources)
+    found |= {key: {} for key in ("captures", "updates", "weights", "moments", "witnesses")}
+    found |= {"final": None, "problems": tuple(problems), "files": "whole", "is_baseline": True}
+    return Record(path, path.name, config, **found)
 
 
 def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Record:

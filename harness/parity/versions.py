@@ -18,11 +18,10 @@ from harness.config.doc import as_typed, settings
 from harness.config.errors import refuse
 from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade, Stage, Verdict
-from harness.parity.record import Record, load
+from harness.parity.record import Record, load, settings_of
 from harness.parity.tiers import comparable
 from harness.parity.tiers.admissible import Admission, admissible, matters
 from harness.store.identity import must_agree
-from harness.store.rundir import RunDir, flatten
 
 SOURCES = "sources"
 ONE_VERSION = "settings of one version"
@@ -34,21 +33,21 @@ class Side:
     label: str
 
 
-def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verdict:
-    """Verdict on two runs of the same request by two versions of the code.
+def compare_versions(arm: Side, control: Side, *, bitwise: bool = False, one_request: bool = True) -> Verdict:
+    """Verdict on two runs by two versions of the code.
 
-    Args: bitwise: bits are owed wherever one code would owe them.
+    Args: bitwise: bits are owed wherever one code would owe them. one_request: axes of a study must agree, too.
 
     Raises `BadRequest`: a record is of an unreadable version. `StoreError`: one is no run.
     """
-    left, right = (flatten(RunDir(side.run).config()) for side in (arm, control))
+    left, right = (settings_of(side.run) for side in (arm, control))
     one_sided = sorted(key for key in left.keys() ^ right.keys() if matters(key))
     try:
         tried, held = _load(arm, right), _load(control, left)
         fault = own_fault(held)
         if fault:
             tried, held = tried.unwitnessed(), held.unwitnessed()
-        verdict = judge(tried, held, facts=_facts(tried, held), admission=_admission(tried, held, bitwise))
+        verdict = judge(tried, held, facts=_facts(tried, held, one_request), admission=_admission(tried, held, bitwise))
     except KeyError as error:
         problem = f"left records that this version cannot read (no {error})"
         fix = f"compare from a checkout of {arm.label}, or a version nearer to the present one"
@@ -85,14 +84,14 @@ def _load(side: Side, other: Mapping[str, Any]) -> Record:
 def changed_defaults(arm: Path, control: Path) -> dict[str, Any]:
     """Settings known to both versions with different defaults, with the control's value. Raises `StoreError`: one is no
     run."""
-    left, right = (flatten(RunDir(run).config()) for run in (arm, control))
+    left, right = (settings_of(run) for run in (arm, control))
     shared = sorted(key for key in left.keys() & right.keys() if _is_held(key))
     return {key: right[key] for key in shared if left[key] != right[key]}
 
 
-def _facts(arm: Record, control: Record) -> list[Finding]:
+def _facts(arm: Record, control: Record, one_request: bool) -> list[Finding]:
     facts = [fact for fact in comparable.check(arm, control) if fact.check != SOURCES]
-    if any(fact.check == "whole record" for fact in facts):
+    if not one_request or any(fact.check == "whole record" for fact in facts):
         return facts
     axes = sorted(key for key in arm.config if _is_held(key) and not must_agree(key))
     values = ((key, as_typed(arm.config[key]), as_typed(control.config[key])) for key in axes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from harness.report.contents import Contents, Table
-from harness.store.screen import visible
+from harness.store.markdown import code, escaped, fenced, folded, rows
 
 
 def markdown(contents: Contents) -> str:
@@ -30,15 +29,15 @@ def _parts(contents: Contents) -> Iterator[str]:
     for failure in contents.failures:
         yield f"**{code(failure.label)} is {failure.state}**: {escaped(failure.reason)}"
         if failure.error:
-            yield _folded("error.txt", _fenced(failure.error))
+            yield folded("error.txt", fenced(failure.error))
     yield "### Provenance"
-    yield _fenced("\n".join(contents.commands))
-    rows = contents.origin.common
-    if rows:
-        yield _folded("What all runs have in common", _rows(("fact", "value"), rows))
-    yield _folded(
+    yield fenced("\n".join(contents.commands))
+    common = contents.origin.common
+    if common:
+        yield folded("What all runs have in common", rows(("fact", "value"), common))
+    yield folded(
         "Each run",
-        _rows(
+        rows(
             ("run", "state", "overrides", "again", "its own"),
             [
                 (run.label, run.state, run.overrides, run.command, "; ".join(f"{k} {v}" for k, v in run.facts))
@@ -50,40 +49,4 @@ def _parts(contents: Contents) -> Iterator[str]:
 
 
 def _table(table: Table) -> str:
-    return _rows(table.head, [[cell.text for cell in row] for row in table.rows])
-
-
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    lines += [f"| {' | '.join(_cell(text) for text in row)} |" for row in rows]
-    return "\n".join(lines)
-
-
-def _cell(text: str) -> str:
-    return text if re.fullmatch(r"[\w .,:%/+-]*", text) and "_" not in text else code(text).replace("|", "\\|")
-
-
-def code(text: str) -> str:
-    line = _line(text)
-    ticks = "`" * (1 + max((len(run) for run in re.findall(r"`+", line)), default=0))
-    pad = " " if line[:1] in ("`", " ", "") or line[-1:] in ("`", " ") else ""
-    return f"{ticks}{pad}{line}{pad}{ticks}"
-
-
-def escaped(text: str) -> str:
-    shown = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", _line(text))
-    return shown.replace("@", "@\u200b")
-
-
-def _line(text: str) -> str:
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-
-
-def _fenced(text: str) -> str:
-    text = visible(text)
-    fence = "`" * (1 + max([2, *(len(run) for run in re.findall(r"`+", text))]))
-    return f"{fence}\n{text}\n{fence}"
-
-
-def _folded(title: str, body: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+    return rows(table.head, [[cell.text for cell in row] for row in table.rows])

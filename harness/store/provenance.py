@@ -102,6 +102,8 @@ ENVIRONMENT = (
 
 WATCHED = "watched"
 """Entry of the provenance of a run that `harness.capture` recorded: of another program, by no source of ours."""
+SERIES = "series"
+"""Entry beside it of a run that `import-series` made: of numbers alone, from a file."""
 
 MAX_DIFF_BYTES = 8 * 2**20
 

@@ -100,6 +100,12 @@ class RunDir:
         """`<study>/<name>-<sig8>`: enough to find it under its root."""
         return f"{self.path.parent.name}/{self.path.name}"
 
+    @property
+    def digits(self) -> str:
+        """Signature's digits at the end of its name; empty of a folder that another program named."""
+        found = self.path.name.rpartition("-")[2]
+        return found if re.fullmatch(f"[0-9a-f]{{{identity.SHORT}}}", found) else ""
+
     def config(self) -> dict[str, Any]:
         """Frozen configuration, plain. Raises `StoreError`: it is missing, or no YAML."""
         value: dict[str, Any] | None = read_yaml(self.path / CONFIG, shapes.CONFIG)
@@ -336,9 +342,9 @@ class Store:
 
     def short(self, run: RunDir) -> str:
         """Shortest word by which `find` finds a run: digits of its signature; after its study where ambiguous."""
-        digits = run.path.name.rpartition("-")[2]
+        digits = run.digits
         same = [path for path in self.root.glob(f"*/*-{digits}/{CONFIG}") if not path.parent.name.startswith(".")]
-        return digits if len(same) < 2 else run.name
+        return digits if digits and len(same) < 2 else run.name
 
     def _by_signature(self, prefix: str) -> Iterator[RunDir]:
         if len(prefix) < 4 or any(character not in "0123456789abcdef" for character in prefix):

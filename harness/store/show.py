@@ -84,6 +84,9 @@ def _origin(run: RunDir) -> list[str]:
     if not facts:
         return []
     git = facts.get("git") or {}
+    if (series := facts.get(provenance.SERIES)) is not None:
+        named = ", ".join(f"{name} is {column}" for name, column in series["columns"].items())
+        return [_field("code", f"another program; {series['kind']} file {series['file']}: {named}")]
     if provenance.WATCHED in facts:
         return [_field("code", "another program, whose loop harness.capture recorded"), *_machine(facts)]
     code = (git["sha"][:12] if git else "no repository") + (

@@ -98,14 +98,19 @@ def asked_for(root: Path) -> list[str]:
 
 
 def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
-    """Groups of two or more done runs of today's sources that agree in every setting that must."""
+    """Groups of two or more done runs of today's sources that agree in every setting that must.
+
+    Of other programs' runs nothing but the number of steps must.
+    """
     groups: dict[Any, list[RunDir]] = {}
     digest = provenance.sources_digest()
     for run in filter(is_done, runs):
         with contextlib.suppress(StoreError):  # one that cannot be read is compared with none
             if not provenance.is_stale(run.path, digest):
-                flat = flatten(run.config()).items()
-                key = frozenset((path, str(value)) for path, value in flat if must_agree(path))
+                flat = flatten(run.config())
+                held = [path for path in flat if must_agree(path)]
+                held = ["watched.version", "train.steps"] if "watched.version" in flat else held
+                key = frozenset((path, str(flat[path])) for path in held)
                 groups.setdefault(key, []).append(run)
     return [group for group in groups.values() if len(group) > 1]
 

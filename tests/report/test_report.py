@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.report.markdown import code, escaped
 from harness.store import status
+from harness.store.markdown import code, escaped
 from harness.store.rundir import RunDir
 from harness.store.status import State
 from tests.parity.edits import edit_config

@@ -1,32 +1,12 @@
-"""What a `.wandb` file holds, in wandb's own messages. Frames are LevelDB's log format, for which wandb has no reader
-in Python any more."""
+"""What a `.wandb` file holds, in wandb's own messages."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BLOCK, HEADER = 32768, 7
-FULL, FIRST, LAST = 1, 2, 4
-
-
-def frames(data: bytes) -> Iterator[bytes]:
-    """The payloads; one that crosses a block is put together. The file begins with seven bytes of identification."""
-    assert data[:4] == b":W&B", data[:HEADER]
-    place, whole = HEADER, b""
-    while place + HEADER <= len(data):
-        if BLOCK - place % BLOCK < HEADER:
-            place += BLOCK - place % BLOCK
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + HEADER])
-        part = data[place + HEADER : place + HEADER + length]
-        place += HEADER + length
-        whole = part if kind in (FULL, FIRST) else whole + part
-        if kind in (FULL, LAST):
-            yield whole
+from harness.wandb_sync.series import frames
 
 
 def records(path: Path) -> list[Any]:

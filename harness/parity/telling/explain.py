@@ -26,6 +26,8 @@ CHECKS = {
     "files as the run left them": "runs of older versions have no checksums: a damaged file can look like a fault",
     "scale of all gradients": "a common factor of all gradients of step 1, as of a rank counted twice",
     "gradient distance": "the distance of a tensor's gradient from the control's, divided by its norm",
+    "gradient distance, sketched": "the same from four sketches of a tensor, against a baseline",
+    "length of a gradient": "the norm of a tensor's gradient, against a baseline",
     "gradient, worst piece": "the same for the worst of 32 pieces of a tensor; finds a lost shard or tail",
     "gradient among its fellows": "the worst piece compared with those of the other tensors; rounding moves all alike",
     "gradient scale": "a factor between the two gradients of one tensor; rounding does not cause one",

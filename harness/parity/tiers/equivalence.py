@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.parity.outcome import Outcome
 
@@ -35,7 +35,7 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Paired differences of one measure of one arm, in units of the margin.
+    """Differences of one measure of one arm, in units of the margin: of pairs, or of two groups (`unpaired_test`).
 
     `low`, `high`: the 1 - 2 alpha interval of the mean, uncorrected; nan with fewer than two pairs.
     """
@@ -51,6 +51,10 @@ class PairedTest:
     """p-value of |mean| >= margin, by TOST; small: equivalent."""
     p_different: float
     """p-value of |mean| <= margin; small: different."""
+    groups: int = 1
+    """1: differences of pairs. 2: of two groups' means; `sd` is that of one run, `pairs` the smaller group."""
+    df: int = 0
+    """Degrees of freedom of `sd`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[s
     }
 
 
+def decided(tests: tuple[PairedTest, ...]) -> Decision:
+    """Decision of one arm by its measures."""
+    return _decision(tests, max(t.p_equivalent for t in tests), _bonferroni([t.p_different for t in tests]), ALPHA)
+
+
 def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: float, level: float) -> Decision:
     outcome = Outcome.UNDECIDED
     if p_different <= ALPHA:
@@ -93,8 +102,6 @@ def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: f
 
 def paired_test(measure: str, differences: Sequence[float], margin: float) -> PairedTest:
     """p-values are 1 for fewer than two pairs. Raises `ValueError`: the margin is not positive."""
-    from scipy.special import stdtr, stdtrit
-
     if not margin > 0:
         raise ValueError(f"the margin of {measure} is {margin}, and must be above 0")
     n = len(differences)
@@ -102,12 +109,36 @@ def paired_test(measure: str, differences: Sequence[float], margin: float) -> Pa
     if n < 2 or not math.isfinite(mean):
         return PairedTest(measure, margin, n, mean, math.nan, math.nan, math.nan, 1.0, 1.0)
     sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    error, df = sd / math.sqrt(n), n - 1
+    found = PairedTest(measure, margin, n, mean, sd, math.nan, math.nan, 1.0, 1.0, df=n - 1)
+    return _tested(found, sd / math.sqrt(n))
+
+
+def unpaired_test(measure: str, arm: Sequence[float], control: Sequence[float], margin: float) -> PairedTest:
+    """Difference of the means of two groups of runs that scatter alike (Student's); one group may be a single run.
+
+    p-values are 1 for fewer than three runs.
+    """
+    df, count = len(arm) + len(control) - 2, min(len(arm), len(control))
+    means = [math.fsum(group) / len(group) for group in (arm, control)]
+    apart = means[0] - means[1]
+    found = PairedTest(measure, margin, count, apart, math.nan, math.nan, math.nan, 1.0, 1.0, groups=2, df=df)
+    if df < 1 or not math.isfinite(apart):
+        return found
+    squares = [(value - mean) ** 2 for group, mean in zip((arm, control), means, strict=True) for value in group]
+    sd = math.sqrt(math.fsum(squares) / df)
+    return _tested(replace(found, sd=sd), sd * math.sqrt(1 / len(arm) + 1 / len(control)))
+
+
+def _tested(found: PairedTest, error: float) -> PairedTest:
+    """Interval and p-values. Args: error: standard error of the mean."""
+    from scipy.special import stdtr, stdtrit
+
+    mean, margin, df = found.mean, found.margin, found.df
     half = error * float(stdtrit(df, 1.0 - ALPHA))
     inside, outside = _t(margin - abs(mean), error), _t(abs(mean) - margin, error)
     p_equivalent = float(stdtr(df, -inside))
     p_different = min(1.0, float(stdtr(df, -outside)) + float(stdtr(df, -_t(abs(mean) + margin, error))))
-    return PairedTest(measure, margin, n, mean, sd, mean - half, mean + half, p_equivalent, p_different)
+    return replace(found, low=mean - half, high=mean + half, p_equivalent=p_equivalent, p_different=p_different)
 
 
 def _t(distance: float, error: float) -> float:
@@ -129,7 +160,7 @@ def _bonferroni(p_values: Sequence[float]) -> float:
 
 
 def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
-    """Pairs that would decide every measure; see [Note: How many seeds].
+    """Pairs, or runs in each group, that would decide every measure; see [Note: How many seeds].
 
     Args: tests: of one arm. level: of each one-sided test.
     """
@@ -140,9 +171,9 @@ def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
 def _needed(found: PairedTest, level: float) -> int | None:
     from scipy.special import chdtri
 
-    if found.pairs < 2 or not math.isfinite(found.sd):
+    if found.df < 1 or not math.isfinite(found.sd):
         return None
-    sd = found.sd * math.sqrt((found.pairs - 1) / float(chdtri(found.pairs - 1, SD_CONFIDENCE)))
+    sd = found.sd * math.sqrt(found.df / float(chdtri(found.df, SD_CONFIDENCE)))
     low, high = found.pairs, found.pairs + 1
     while _power(found, sd, high, level) < POWER:
         low, high = high, 2 * high
@@ -157,7 +188,7 @@ def _needed(found: PairedTest, level: float) -> int | None:
 def _power(found: PairedTest, sd: float, n: int, level: float) -> float:
     from scipy.special import nctdtr, stdtrit
 
-    error, df, mean = sd / math.sqrt(n), n - 1, abs(found.mean)
+    error, df, mean = sd * math.sqrt(found.groups / n), found.groups * (n - 1), abs(found.mean)
     critical = float(stdtrit(df, 1.0 - level))
     if not error:
         return 1.0

@@ -1,0 +1,107 @@
+"""A run against its baseline: made, judged as any two runs are, and refreshed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.config.errors import refuse
+from harness.parity import baseline
+from harness.parity.compare import compare
+from harness.parity.outcome import Finding, Verdict, percent
+from harness.parity.record import Record, load
+from harness.parity.series import is_series
+from harness.parity.versions import Side, compare_versions
+from harness.store import commands
+from harness.store.rundir import RunDir
+
+PRIVATE = ("launch", "wandb", "notes", "hosts", "submit_host", "created", "git", "platform", "own", "environment")
+"""Groups of settings and facts of the origin that say who ran it and where, and change no number."""
+SUMMARY = ("initial_weights", "final_weights", "decayed", "structure", "other_replicas", "restored")
+
+
+def made(run: Path, refreshed: Verdict | None = None, old: Path | None = None) -> str:
+    """Text of a run's baseline. Args: refreshed: verdict on the run against the baseline `old`, which this replaces.
+
+    Raises `BadRequest`: the run is not whole, or does not fit. `StoreError`: it is no run.
+    """
+    if is_series(run):
+        fix = commands.verb("verdict NEW ... --history OLD ...")
+        raise refuse(f"baseline {run.name}", "is a series of numbers, without a tensor to sketch", fix=fix)
+    record = load(run)
+    if record.problems:
+        fix = f"a finished run; {commands.verb(f'show {commands.shown(run)}')}"
+        raise refuse(f"baseline {record.name}", record.problems[0], fix=fix)
+    if record.stream is None:
+        problem = "has no sketches of its tensors, so that its baseline could find little"
+        raise refuse(f"baseline {record.name}", problem, fix="run it with measure.step_checks=true")
+    facts = {"replaces": {}, **_facts(record)}
+    if refreshed is not None and old is not None:
+        digest = json.loads(old.read_text())["digest"]
+        facts["replaces"] = {"digest": digest, "outcome": refreshed.outcome.value, "sentence": refreshed.sentence}
+    return baseline.encoded(record.name, facts, record.stream)
+
+
+def _facts(run: Record) -> dict[str, Any]:
+    origin = {key: value for key, value in run.provenance.items() if key not in PRIVATE}
+    environment = run.provenance.get("environment") or {}
+    origin["environment"] = {name: value for name, value in environment.items() if not name.startswith("SLURM_")}
+    origin["own"] = [{key: each[key] for key in ("name", "kind", "digest")} for each in run.provenance.get("own", ())]
+    config = {key: value for key, value in run.config.items() if key.partition(".")[0] not in PRIVATE}
+    config |= {"measure.capture_steps": [], "measure.update_steps": []}  # whole tensors stay with the run
+    summary = {key: run.summary[key] for key in SUMMARY if key in run.summary}
+    parts = {key: getattr(run, key) for key in baseline.PARTS}
+    return {"config": config, "provenance": origin, "summary": summary, **parts}
+
+
+def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
+    """Verdict on a run against a baseline: of this harness's own runs as on two versions of the code.
+
+    Args: bitwise: bits are owed wherever one code would owe them.
+
+    Raises `BadRequest`, `StoreError`: as `compare`; or `golden` is no baseline.
+    """
+    if not golden.is_file():
+        problem = "is a folder, and no baseline" if golden.exists() else "does not exist"
+        raise refuse(str(golden), problem, fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
+    if load(golden).is_watched or load(run).is_watched:
+        if bitwise:
+            raise refuse("--bitwise", "another program promises no bits", fix="leave it out")
+        return compare(run, golden)
+    sides = Side(run, RunDir(run).name), Side(golden, golden.name)
+    return compare_versions(*sides, bitwise=bitwise, one_request=False)
+
+
+def changes(verdict: Verdict, run: Path, golden: Path) -> list[tuple[str, str, str, str]]:
+    """Rows of a refresh: name, before and after; of a measured difference its size and its part of the bound."""
+    old, new = load(golden), load(run)
+    told = [
+        (_named(found), "", f"off by {percent(found.observed)}", percent(found.ratio))
+        for found in verdict.evidence
+        if verdict.tier != "T0" and isinstance(found.observed, float) and isinstance(found.allowed, float)
+        and found.observed
+    ]  # fmt: skip
+    facts = [{**each.config, **_origin(each), **_ends(each)} for each in (old, new)]
+    keys = [key for key in dict.fromkeys((*facts[0], *facts[1])) if key.partition(".")[0] not in UNTOLD]
+    pairs = [(key, *(str(each.get(key, "(absent)")) for each in facts)) for key in keys]
+    return [*told, *((key, left, right, "") for key, left, right in pairs if left != right)]
+
+
+UNTOLD = (*PRIVATE, "measure", "run", "study")
+
+
+def _named(found: Finding) -> str:
+    where = [*([f"step {found.step}"] if found.step is not None else []), *([found.tensor] if found.tensor else [])]
+    return f"{found.check} ({', '.join(where)})" if where else found.check
+
+
+def _origin(run: Record) -> dict[str, Any]:
+    versions = {f"{name} version": each for name, each in (run.provenance.get("versions") or {}).items()}
+    return {**versions, "cpu_model": run.provenance.get("cpu_model")}
+
+
+def _ends(run: Record) -> dict[str, Any]:
+    """Last numbers and digests of a run."""
+    numbers = {f"last {key}": run.columns[key][-1] for key in ("loss", "grad_norm") if run.length}
+    return {**numbers, **{key: str(run.summary.get(key))[:16] for key in ("initial_weights", "final_weights")}}

@@ -1,0 +1,299 @@
+"""A run's golden file: small, read as a control, refused where it was touched; faults are found against it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.cli.main import main
+from harness.parity import Outcome, Verdict, baseline, compare
+from harness.parity.gate import changes, gate, made
+from harness.parity.record import load
+from harness.parity.telling.pull_request import junit, markdown
+from harness.parity.tiers import sketched
+from tests.parity.arms import broken
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FP32, OURS, scaled
+from tests.parity.edits import edit_json
+from tests.parity.lab import CLEAN
+from tests.support.mutants import Slip, each
+
+CONTROL = replace(FP32, checked=True, steps=12)
+ARM = replace(OURS, checked=True, strategy="optim_grads", steps=12)
+
+
+@pytest.fixture
+def golden(bench: Bench, tmp_path: Path) -> Path:
+    path = tmp_path / "golden.json"
+    path.write_text(made(bench.run(CONTROL)))
+    return path
+
+
+def judged(bench: Bench, golden: Path, arm: Any) -> Verdict:
+    return gate(bench.run(arm), golden)
+
+
+def test_a_baseline_is_the_run_but_for_whole_tensors(bench: Bench, golden: Path) -> None:
+    run, held = load(bench.run(CONTROL)), load(golden)
+    assert golden.stat().st_size < baseline.LIMIT_BYTES
+    assert held.problems == ()
+    assert dict(held.columns) == dict(run.columns)
+    assert held.stream is not None
+    assert run.stream is not None
+    assert held.stream.tensors == run.stream.tensors
+    assert held.stream.steps.tobytes() == run.stream.steps.tobytes()
+    assert held.captures == {}
+    assert {"hosts", "submit_host", "git"}.isdisjoint(held.provenance)
+
+
+def test_the_same_run_makes_the_same_file(bench: Bench, golden: Path) -> None:
+    assert made(bench.run(CONTROL)) == golden.read_text()
+
+
+def test_the_run_itself_is_equal_and_another_layout_equivalent(bench: Bench, golden: Path) -> None:
+    assert judged(bench, golden, CONTROL).outcome is Outcome.EQUAL
+    found = judged(bench, golden, ARM)
+    assert found.outcome is Outcome.EQUIVALENT, found.sentence
+    assert compare(bench.run(ARM), golden, sources=CLEAN).outcome is Outcome.EQUIVALENT
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.02, 1.001])
+def test_a_wrong_scale_is_different(factor: float, bench: Bench, golden: Path) -> None:
+    found = judged(bench, golden, broken(ARM, reduced=scaled(factor)))
+    assert found.outcome is Outcome.DIFFERENT, found.sentence
+    assert found.exit_code == 1
+
+
+def test_another_configuration_is_not_comparable(bench: Bench, golden: Path) -> None:
+    found = judged(bench, golden, replace(ARM, lr=ARM.lr / 2))
+    assert found.outcome is Outcome.NOT_COMPARABLE
+    assert "optimizer.lr" in found.sentence
+
+
+def test_sources_may_be_others_but_bits_are_owed_on_demand(bench: Bench, golden: Path, tmp_path: Path) -> None:
+    run = tmp_path / "lab" / "other"
+    shutil.copytree(bench.run(replace(CONTROL, ranks=4, k=1)), run)
+    edit_json(run / "provenance.json", sources_digest="of another version")
+    assert gate(run, golden).outcome is Outcome.EQUIVALENT
+    assert "two versions of the code" in gate(run, golden).admissible
+    assert "--bitwise" in gate(run, golden, bitwise=True).admissible
+
+
+def test_a_long_run_keeps_its_first_and_last_steps(bench: Bench) -> None:
+    run = load(bench.run(replace(CONTROL, steps=40)))
+    assert run.stream is not None
+    few = baseline._stream(run.stream, 10)["kept"]
+    assert few[:5] == [1, 2, 3, 4, 5]
+    assert few[-1] == 40
+    assert len(few) <= 10
+
+
+def test_what_does_not_fit_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(baseline, "LIMIT_BYTES", 1000)
+    assert main(["baseline", str(bench.run(CONTROL)), "--out", str(tmp_path / "no.json")]) == 2
+    assert "fewer steps" in capsys.readouterr().err
+    assert not (tmp_path / "no.json").exists()
+
+
+Damage = Callable[[Path], None]
+
+
+def number(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(text.replace('"model.', '"modes.', 1))
+
+
+def version(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {"version": baseline.VERSION + 1}))
+
+
+DAMAGES: dict[str, tuple[Damage, int, str]] = {
+    "missing": (lambda path: path.unlink(), 2, "does not exist"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir())[0], 2, "is a folder"),
+    "no JSON": (lambda path: path.write_text("{") and None, 2, "is not valid JSON"),
+    "another file": (lambda path: path.write_text("{}") and None, 2, "is no baseline"),
+    "cut": (lambda path: path.write_text(path.read_text()[:500]) and None, 2, "is not valid JSON"),
+    "edited": (number, 2, "damaged or was edited"),
+    "another version": (version, 2, "has format 2, and 1 is read here"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_file_that_is_no_baseline_is_refused_in_a_sentence(
+    name: str, bench: Bench, golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, _, says = DAMAGES[name]
+    damage(golden)
+    assert main(["gate", str(golden), str(bench.run(CONTROL))]) not in (0, 1, 3, 4)
+    told = capsys.readouterr().err
+    assert says in " ".join(told.split())
+    assert "Traceback" not in told
+
+
+def test_an_unfinished_run_makes_no_baseline(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "lab" / "cut"
+    shutil.copytree(bench.run(CONTROL), run)
+    edit_json(run / "status.json", state="failed")
+    assert main(["baseline", str(run), "--out", str(tmp_path / "no.json")]) == 2
+    assert "it is failed" in capsys.readouterr().err
+
+
+def test_the_verb_writes_xml_and_markdown_of_the_verdict(
+    bench: Bench, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = bench.run(broken(ARM, reduced=scaled(1.02)))
+    files = [tmp_path / "of" / "gate.xml", tmp_path / "of" / "gate.md"]
+    assert main(["gate", str(golden), str(bad), "--junit", str(files[0]), "--markdown", str(files[1])]) == 1
+    suite = ElementTree.parse(files[0]).getroot()
+    failed = [case.get("name", "") for case in suite if len(case)]
+    assert int(suite.get("failures", 0)) == len(failed) > 1
+    assert int(suite.get("tests", 0)) == len(suite)
+    assert any("length of a gradient (step 1, " in name for name in failed)
+    page = files[1].read_text()
+    assert page.startswith("## `")
+    assert "DIFFERENT" in page
+    assert "| T2 |" in page
+    assert main(["gate", str(golden), str(bench.run(ARM)), "--junit", str(files[0]), "--json"]) == 0
+    assert all(not len(case) for case in ElementTree.parse(files[0]).getroot())
+    capsys.readouterr()
+
+
+def test_what_a_table_of_markdown_would_take_for_its_own_is_shown_verbatim(bench: Bench, golden: Path) -> None:
+    found = replace(judged(bench, golden, ARM), sentence="a | b\n@c <d>")
+    assert "\n@c" not in markdown(found, "x|y")
+    assert (
+        "<d>" in ElementTree.fromstring(junit(replace(found, outcome=Outcome.UNDECIDED), "x"))[0][0].attrib["message"]
+    )
+
+
+def test_a_refresh_says_what_changes_and_by_how_much_of_the_bound(
+    bench: Bench, golden: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    old = json.loads(golden.read_text())
+    run = bench.run(ARM)
+    assert main(["baseline", str(run), "--refresh", str(golden)]) == 0
+    told = capsys.readouterr().out
+    assert "EQUIVALENT" in told
+    for word in ("of the bound", "gradient distance, sketched (step 1", "%", "engine.name", "last grad_norm"):
+        assert word in told
+    new = json.loads(golden.read_text())
+    assert new["replaces"]["digest"] == old["digest"]
+    assert new["replaces"]["outcome"] == "EQUIVALENT"
+    assert judged(bench, golden, ARM).outcome is Outcome.EQUAL
+    assert main(["baseline", str(run), "--out", str(golden)]) == 2
+    assert "--refresh" in capsys.readouterr().err
+
+
+def test_completion_offers_the_options(tmp_path: Path) -> None:
+    from harness.cli.completion import candidates
+    from harness.cli.verbs import VERBS
+
+    assert candidates("harness gate --ju", VERBS) == ["--junit"]
+    assert candidates("harness baseline --re", VERBS) == ["--refresh"]
+    assert candidates("harness import-", VERBS) == ["import-series"]
+    assert candidates("harness verdict --hi", VERBS) == ["--history"]
+
+
+def a_factor_is_found(bench: Bench, golden: Path) -> bool:
+    wrong = judged(bench, golden, broken(ARM, reduced=scaled(1.02)))
+    return any(found.check == sketched.LENGTH for found in wrong.findings)
+
+
+def a_direction_is_found(bench: Bench, golden: Path) -> bool:
+    """Gradients of the wrong sign have the same norms."""
+    wrong = judged(bench, golden, broken(ARM, reduced=scaled(-1.0)))
+    return any(found.check == sketched.DISTANCE for found in wrong.findings)
+
+
+def clean_passes(bench: Bench, golden: Path) -> bool:
+    try:
+        return judged(bench, golden, ARM).outcome is Outcome.EQUIVALENT
+    except ValueError:  # the root of a negative number
+        return False
+
+
+def an_edit_is_found(bench: Bench, golden: Path) -> bool:
+    number(golden)
+    try:
+        load(golden)
+    except Exception:
+        return True
+    return False
+
+
+def other_versions_are_comparable(bench: Bench, golden: Path) -> bool:
+    facts = json.loads(golden.read_text())
+    facts["provenance"]["sources_digest"] = "of another version"
+    golden.write_text(baseline._signed({key: value for key, value in facts.items() if key != "digest"}))
+    return judged(bench, golden, ARM).outcome is Outcome.EQUIVALENT
+
+
+def a_refresh_shows_bounds(bench: Bench, golden: Path) -> bool:
+    rows = changes(judged(bench, golden, ARM), bench.run(ARM), golden)
+    return any(row[3].endswith("%") for row in rows) and any(row[0] == "engine.name" for row in rows)
+
+
+def a_doubt_fails_a_test(bench: Bench, golden: Path) -> bool:
+    found = judged(bench, golden, broken(ARM, reduced=scaled(1.02)))
+    return len(ElementTree.fromstring(junit(found, "x"))[0]) == 1
+
+
+Holds = Callable[[Bench, Path], bool]
+MUTANTS: dict[str, tuple[Slip, Holds]] = {
+    "lengths": (
+        Slip(sketched, "first_step", "abs(left - right) / right", "0.0 * right", "Norms of gradients are not compared"),
+        a_factor_is_found,
+    ),
+    "distances": (
+        Slip(
+            sketched,
+            "first_step",
+            "(0, DISTANCE, distance,",
+            "(0, DISTANCE, 0.0 * distance,",
+            "Sketches are not compared",
+        ),
+        a_direction_is_found,
+    ),
+    "the draw": (
+        Slip(
+            sketched, "first_step", "DRAW * bound", "1e-3 * bound", "Four sketches are taken to tell a distance exactly"
+        ),
+        clean_passes,
+    ),
+    "the digest": (
+        Slip(baseline, "read", 'facts["digest"] != _digest(facts)', "False", "An edited file is believed"),
+        an_edit_is_found,
+    ),
+    "the rows": (
+        Slip(
+            baseline, "_numbers", "held.reshape(columns, -1).T", "held.reshape(-1, columns)", "Columns are read as rows"
+        ),
+        clean_passes,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Baselines", ((name, slip.breaks) for name, (slip, _) in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, bench: Bench, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip, holds = MUTANTS[name]
+    kept = golden.read_text()
+    assert holds(bench, golden)
+    golden.write_text(kept)
+    slip.put(monkeypatch)
+    assert not holds(bench, golden)
+
+
+@pytest.mark.parametrize("holds", [other_versions_are_comparable, a_refresh_shows_bounds, a_doubt_fails_a_test])
+def test_it_holds(holds: Holds, bench: Bench, golden: Path) -> None:
+    assert holds(bench, golden)
