@@ -32,6 +32,10 @@ class MuonWithAdamW(torch.optim.AdamW):
     matrix into n, as a packed projection is into heads; each block is orthogonalized by itself.
     """
 
+    def __init__(self, params: Any, lr: Any = 1e-3, **settings: Any) -> None:
+        super().__init__(params, lr, **settings)
+        self._step_supports_amp_scaling = False  # a fused kernel leaves out what overflowed, matrices do not
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError: a parameter of a group with `muon=True` is no matrix, no stack, or not of whole blocks."""
         group = {"muon": False, **param_group}

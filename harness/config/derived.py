@@ -170,9 +170,12 @@ def may_leave_unused(cfg: Config) -> bool:
 
 
 def optimizer_states(cfg: Config) -> int:
-    """Buffers of the optimizer, each the size of the main weights: 2 for Adam, 1 for SGD with momentum, else 0."""
-    if cfg.optimizer.name is OptimizerName.sgd:
-        return 1 if cfg.optimizer.momentum else 0
+    """Buffers of the optimizer, each the size of the main weights: 2 for Adam, 1 for SGD with momentum, else 0.
+
+    1 for Muon, whose embeddings and heads have 2, under the AdamW beside it.
+    """
+    if cfg.optimizer.name in (OptimizerName.sgd, OptimizerName.muon):
+        return int(cfg.optimizer.name is OptimizerName.muon or cfg.optimizer.momentum > 0)
     return 2
 
 

@@ -54,13 +54,15 @@ RECORD = Only("measure.mode", "record", choose="measure=default")
 TRACE = Only("measure.trace_steps", but=[], choose="measure=trace")
 VALIDATES = Only("measure.validate_every", but=0, choose="measure.validate_every=10")
 OWN_OPTIMIZER = Only("optimizer.name", "ext")
-ADAM = Only("optimizer.name", "adam", "adamw")
+ADAM = Only("optimizer.name", "adam", "adamw", "muon")
+MUON = Only("optimizer.name", "muon")
 TOKENS = Only("data.kind", "tokens")
 
 FaultStrength = StrEnum("FaultStrength", "full middle weak")
 DataKind = StrEnum("DataKind", "stdlib text tokens synthetic ext")
 TokenDtype = StrEnum("TokenDtype", "uint16 uint32")
-OptimizerName = StrEnum("OptimizerName", "sgd adam adamw ext")
+OptimizerName = StrEnum("OptimizerName", "sgd adam adamw muon ext")
+AdjustLr = StrEnum("AdjustLr", "original match_rms_adamw")
 Schedule = StrEnum("Schedule", "constant cosine linear")
 CkptPolicy = StrEnum("CkptPolicy", "none last")
 MeasureMode = StrEnum("MeasureMode", "record bench")
@@ -103,13 +105,24 @@ class OptimizerConfig(Group):
     lr: Annotated[float, Range(0, 10**6)] = 1.0e-3
     """Peak learning rate."""
     betas: Annotated[list[Annotated[float, Range(0, 1, below=True)]], ADAM] = field(default_factory=lambda: [0.9, 0.95])
-    """Adam's two decay rates."""
+    """Adam's two decay rates; under muon, of the AdamW beside it."""
     eps: Annotated[float, Range(0, 1, above=True), ADAM] = 1.0e-8
-    """Adam's epsilon."""
+    """Adam's epsilon; under muon, of the AdamW beside it."""
     weight_decay: Annotated[float, Range(0, 10**6)] = 0.1
     """Weight decay of matrices. Vectors (norm scales, biases) are a second parameter group without decay."""
-    momentum: Annotated[float, Range(0, 1, below=True), Only("optimizer.name", "sgd")] = 0.0
-    """SGD's momentum."""
+    momentum: Annotated[float, Range(0, 1, below=True), Only("optimizer.name", "sgd", "muon")] = 0.0
+    """Momentum of SGD, and of Muon."""
+    nesterov: Annotated[Flag, MUON] = True
+    """Orthogonalize Muon's gradient mixed with its momentum. false: the momentum itself."""
+    ns_coefficients: Annotated[list[Annotated[float, Range(-100, 100)]], MUON] = field(
+        default_factory=lambda: [3.4445, -4.775, 2.0315]
+    )
+    """Three coefficients of Muon's Newton-Schulz iteration."""
+    ns_steps: Annotated[int, Range(0, 99, "iterations"), MUON] = 5
+    """Newton-Schulz iterations of a step of Muon."""
+    adjust_lr_fn: Annotated[AdjustLr, MUON] = AdjustLr.original
+    """How Muon's rate follows a matrix's shape. original: times sqrt(max(1, rows / columns)). match_rms_adamw: times
+    0.2 sqrt(max(rows, columns)), for which AdamW's rate and decay fit."""
     clip_norm: Annotated[float, Range(0, 10**9, above=True)] | None = 1.0
     """Largest global gradient norm. null: gradients are not clipped; the norm is still logged."""
 

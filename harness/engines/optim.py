@@ -11,16 +11,34 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
+from harness.engines.protocol import Workload
 from harness.fsdp import create_state, sum_of_squares
+from harness.muon import MuonWithAdamW
+
+OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps")
 
 
 class Group(NamedTuple):
+    """orthogonalized: by Muon."""
+
     params: Sequence[Tensor]
     decays: bool
+    orthogonalized: bool = False
 
 
-def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: bool = False) -> torch.optim.Optimizer:
-    """SGD (with momentum), Adam (decay in the gradient) or AdamW (decoupled) over two parameter groups.
+def groups_of(
+    config: OptimizerConfig, workload: Workload, params: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> list[Group]:
+    """Parameters by decay, and by rule under `optimizer=muon`. shapes: of unsharded ones."""
+    is_muon, by_kind = config.name is OptimizerName.muon, dict[tuple[bool, bool], list[Tensor]]()
+    for name, param in params.items():
+        kind = workload.decays(name, shapes[name]), is_muon and workload.orthogonalizes(name, shapes[name])
+        by_kind.setdefault(kind, []).append(param)
+    return [Group(by_kind[kind], *kind) for kind in sorted(by_kind, reverse=True)]
+
+
+def make_optimizer(config: OptimizerConfig, groups: Sequence[Group], *, fused: bool = False) -> torch.optim.Optimizer:
+    """SGD (with momentum), Adam (decay in the gradient), AdamW (decoupled), or Muon beside AdamW, over groups.
 
     Or the user's own class, called with the groups, the learning rate and `config.options`. `set_lr` changes the rate
     each step. `fused` takes torch's one-kernel step, whose last bits depend on where tensors are cut; else steps are
@@ -36,7 +54,14 @@ def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: b
         return torch.optim.SGD(tables, lr=config.lr, momentum=config.momentum, **kernel)
     if config.name is OptimizerName.ext:
         return own_class(config)(tables, lr=config.lr, **config.options)
-    family = torch.optim.Adam if config.name is OptimizerName.adam else torch.optim.AdamW
+    family: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    if config.name is OptimizerName.adam:
+        family = torch.optim.Adam
+    elif config.name is OptimizerName.muon:
+        family, settings = MuonWithAdamW, {name: getattr(config, name) for name in OF_MUON}
+        settings |= {"adjust_lr_fn": config.adjust_lr_fn.name, "muon": True}
+        for table, group in zip(tables, filter(lambda each: each.params, groups), strict=True):
+            table.update(settings if group.orthogonalized else {})
     beta1, beta2 = config.betas
     return family(tables, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **kernel)
 

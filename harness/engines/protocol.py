@@ -122,6 +122,9 @@ class Workload(Protocol):
     def decays(self, name: str, shape: torch.Size) -> bool:
         """True if weight decay applies to this parameter (matrices yes, vectors no)."""
 
+    def orthogonalizes(self, name: str, shape: torch.Size) -> bool:
+        """True if Muon steps this parameter, and not the AdamW beside it. Asked under optimizer=muon alone."""
+
 
 class Engine(ABC):
     """One engine on one rank. Every method marked *collective* is called by all ranks in the same order."""

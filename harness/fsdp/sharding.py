@@ -17,22 +17,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.build import ENGINE, OWNER, BuildContext, Engine, engine_of
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
-from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.comm.mesh import Crossed, Groups, Mesh
 from harness.fsdp.guards import sharded_twice
+from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, resolve_classes
 from harness.fsdp.runtime.step import Call
-from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
+from harness.fsdp.storage.at_rest import ShardedParameters, location_of, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
-from harness.fsdp.storage.parameter_access import HOME
+from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel import successor_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.matrices import matrix_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.muon import steps_matrices
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -256,7 +259,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
     if flat is None:
         flat = FlatStep(optimizer)
-        flat.step_matrices = matrix_step_of(optimizer)
+        flat.step_matrices, flat.agree = matrix_step_of(optimizer), _agree_on_matrices
         setattr(optimizer, _FLAT_STEP, flat)
         optimizer.register_state_dict_pre_hook(_have_state)
         optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())
@@ -293,6 +296,24 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
             engine.gradients.let_go()
 
     optimizer.zero_grad = forget  # type: ignore[method-assign] # on the instance: torch has no hook
+
+
+def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a matrix that has a gradient on some ranks alone: no owner could have the whole. *Collective.*"""
+    told: dict[tuple[Mesh, Communicator | None], list[tuple[str, str]]] = {}
+    for param in (param for group in filter(steps_matrices, optimizer.param_groups) for param in group["params"]):
+        if (place := location_of(param)) is not None:
+            said = "without a gradient" if grad_of(param) is None else "given one"
+            bucket = place[0].bucket
+            told.setdefault((bucket.mesh, bucket.tp), []).append((f"parameter {getattr(param, HOME)[0]}", said))
+    for (mesh, tp), pairs in told.items():
+        check_agreed(
+            pairs,
+            mesh.everyone if tp is None else Crossed(mesh.everyone, tp),
+            "gradients of matrices",
+            "a matrix has a gradient on some ranks alone, so that none can work out its update",
+            "Set grad to None on all ranks or on none",
+        )
 
 
 def _have_state(optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from abc import ABC, abstractmethod
 
 import torch
@@ -16,6 +17,8 @@ from harness.config.derived import may_leave_unused
 from harness.config.schema import Config
 from harness.fsdp import Fp8Linear
 from harness.models import llama, llama_plan
+
+NOT_ORTHOGONALIZED = re.compile(r"(^|\.)(\w*emb\w*|wte|wpe|(\w+_)?head|output)(\.|$)")
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
 """Suffixes of matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
@@ -76,6 +79,10 @@ class TokenWorkload(ABC):
     def decays(self, name: str, shape: torch.Size) -> bool:
         """Matrices decay, vectors (norm scales, biases, gains) do not."""
         return len(shape) > 1
+
+    def orthogonalizes(self, name: str, shape: torch.Size) -> bool:
+        """Matrices, but for embeddings and heads, which are known by usual names."""
+        return len(shape) == 2 and not NOT_ORTHOGONALIZED.search(name)
 
     def _normal(self, name: str, shape: torch.Size, std: float) -> Tensor:
         generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, name))

@@ -34,8 +34,9 @@ def planned(values: dict[str, Any], records: Records | None = None) -> dict[str,
 def refusal(config: Config) -> str | None:
     if config.engine.name is not EngineName.native:
         return f"engine={config.engine.name.name} is not planned; valid: engine=native"
-    if config.optimizer.name is OptimizerName.ext:
-        return "optimizer=ext has state of its own, which is not planned; valid: optimizer=adam, adamw or sgd"
+    if config.optimizer.name in (OptimizerName.ext, OptimizerName.muon):
+        what = "state of its own" if config.optimizer.name is OptimizerName.ext else "whole matrices in its steps"
+        return f"optimizer={config.optimizer.name.name} has {what}, not planned; valid: optimizer=adam, adamw or sgd"
     return None
 
 

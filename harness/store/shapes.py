@@ -179,6 +179,7 @@ SUMMARY: Shape = {
     "restored?": Maybe(_RESTORED),
     "worked_out_again?": {"steps": int, "seconds": NUMBER},
     "decayed?": Maybe(Each(list, str)),
+    "orthogonalized?": Maybe(Each(list, str)),
     "structure?": Maybe(_STRUCTURE),
 }
 

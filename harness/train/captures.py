@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.config.captured import captured
 from harness.config.derived import global_microbatches
 from harness.config.projections import fitting
+from harness.config.schema import OptimizerName
 from harness.config.update_rule import Rule
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
@@ -65,8 +66,9 @@ class Captures(Callback):
         if step in self.update_steps and step - 1 not in self.update_steps:
             self._keep("before", engine.named_weights())
             if step > 1:
-                entries = Rule.of_config(self.config.optimizer).entries
-                self._keep("moment", whole_moments(self.session, self.control, entries))
+                rule = Rule.of_config(self.config.optimizer)
+                for entries in dict.fromkeys(rule.of_tensor(orthogonalized=each).entries for each in (True, False)):
+                    self._keep("moment", whole_moments(self.session, self.control, entries))
         if step in self.steps:
             self._batches, seen = batches, engine.seen()
             self._witness = None if seen is None else Witness(*seen, self.session.meters.timers.aside)
@@ -115,13 +117,16 @@ class Captures(Callback):
         others = [f"rank {rank}" for rank, row in enumerate(rows) if any(row) and rank != self.session.ranks.rank]
         return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}
 
-    def decayed(self) -> list[str] | None:
-        """Parameters with weight decay; None without captured updates."""
+    def stepped(self) -> dict[str, list[str]]:
+        """Parameters with weight decay, and those that Muon steps; empty without captured updates."""
         if not self.update_steps:
-            return None
+            return {}
         workload = workload_for(self.config)
-        params = workload.build("meta", torch.float32).named_parameters()
-        return [name for name, param in params if workload.decays(name, param.shape)]
+        shapes = {name: param.shape for name, param in workload.build("meta", torch.float32).named_parameters()}
+        found = {"decayed": [name for name, shape in shapes.items() if workload.decays(name, shape)]}
+        if self.config.optimizer.name is OptimizerName.muon:
+            found["orthogonalized"] = [name for name, shape in shapes.items() if workload.orthogonalizes(name, shape)]
+        return found
 
     def _observed(self, witness: Witness) -> list[tuple[str, Tensor]]:
         """Expected gradients, on the first rank, if any rank saw one. Collective over all ranks."""

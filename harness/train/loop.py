@@ -303,7 +303,6 @@ class Loop:
             own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return
-        decayed = self.captures.decayed()
         facts = {
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
@@ -311,7 +310,7 @@ class Loop:
             "engine": self.session.engine.facts(),
             "network": self._network(),
             "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],
-            **({} if decayed is None else {"decayed": decayed}),
+            **self.captures.stepped(),
             **({} if self.captures.structure is None else {"structure": self.captures.structure}),
             **({} if self.restored is None else {"restored": self.restored}),
             **self._worked_out_again(),

@@ -54,13 +54,18 @@ def whole_moments(session: Session, control: Control, entries: Sequence[str]) ->
                 yield f"{weight.name}/{entry}", _whole(piece, bool(counted[index]), session.control)
 
 
+def put(whole: Tensor, piece: Piece, values: Tensor) -> None:
+    """Copy the values of a piece to its place in a whole tensor, if it has one."""
+    matrix = whole.view(piece.shape[0] if piece.shape else 1, -1)
+    for block, elements in piece.place.blocks(values.to("cpu", torch.float64), matrix.shape[1]) if piece.place else ():
+        part = matrix[slice(*block.rows), slice(*block.columns)]
+        part.copy_(elements.reshape(part.shape))
+
+
 def _whole(piece: Piece, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
     whole = torch.zeros(piece.shape, dtype=torch.float64)
-    if counts and piece.place is not None:
-        matrix = whole.view(piece.shape[0] if piece.shape else 1, -1)
-        for block, elements in piece.place.blocks(piece.local.to("cpu", torch.float64), matrix.shape[1]):
-            part = matrix[slice(*block.rows), slice(*block.columns)]
-            part.copy_(elements.reshape(part.shape))
+    if counts:
+        put(whole, piece, piece.local)
     if group is not None:
         dist.all_reduce(whole, group=group)
     return whole.to(piece.local.dtype if piece.place is not None else torch.float32)

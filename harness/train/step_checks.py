@@ -10,7 +10,8 @@ sample, which cost a few passes over what a rank holds and nothing on the wire b
                 them also whether that is the function it was when the run began
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
-    after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
+    after       weights after the update; of the sample, what the optimizer's rule makes of what was there before; of
+                Muon, a whole matrix (`harness.train.step_matrices`)
 
 Each rank looks at what it holds. One sum and one maximum over ranks, on the loop's own group and while the next batch
 is loaded, give the first rank the numbers of the whole model, which it writes into the stream.
@@ -54,6 +55,7 @@ from harness.train.again import is_same_function_asked, off_by, same_function, s
 from harness.train.callbacks import Callback
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
+from harness.train.step_matrices import WholeMatrices
 
 NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
 
@@ -82,10 +84,18 @@ def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | 
 class StepChecks(Callback):
     """Observer of every step of one run. `open` it after the first weights exist. Collective over all ranks."""
 
-    def __init__(self, session: Session, control: Control, pieces: list[Piece], sample: Sample, done: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        control: Control,
+        pieces: list[Piece],
+        sample: Sample,
+        done: int,
+        matrices: WholeMatrices | None = None,
+    ) -> None:
         config = session.config
         super().__init__(config)
-        self.session, self.control, self.pieces, self.sample = session, control, pieces, sample
+        self.session, self.control, self.pieces, self.sample, self.matrices = session, control, pieces, sample, matrices
         self.names = [piece.name for piece in pieces]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.signs = Signs()
@@ -132,16 +142,24 @@ class StepChecks(Callback):
         weights = [piece for key, piece in found.items() if key.startswith(WEIGHTS)]
         rule = Rule.of_config(config.optimizer)
         workload = workload_for(config)
+        params = dict(workload.build("meta", torch.float32).named_parameters())
+        trained = {name for name, param in params.items() if param.requires_grad}
+        asked = trained if rule.name == "muon" else ()
+        by_muon = {name for name in asked if workload.orthogonalizes(name, params[name].shape)}
         moments = {
-            piece.name: [found[key] for entry in rule.entries if (key := f"optimizer/{piece.name}/{entry}") in found]
+            piece.name: [
+                found[key]
+                for entry in rule.of_tensor(orthogonalized=piece.name in by_muon).entries
+                if (key := f"optimizer/{piece.name}/{entry}") in found
+            ]
             for piece in weights
         }
-        model = workload.build("meta", torch.float32)
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
         decays = {
             piece.name: rule.decay if workload.decays(piece.name, torch.Size(piece.shape)) else 0.0 for piece in weights
         }
-        return cls(session, control, weights, Sample(rule, weights, moments, trained, decays), done)
+        whole = {place: piece for place, piece in enumerate(weights) if piece.name in by_muon}
+        matrices = WholeMatrices(rule, whole, moments, decays, control) if whole else None
+        return cls(session, control, weights, Sample(rule, weights, moments, trained, decays, by_muon), done, matrices)
 
     def _begin(self) -> None:
         self.summed = SummedTable(len(self.pieces), SKETCHES)
@@ -168,6 +186,8 @@ class StepChecks(Callback):
             cast = self._sketches(lambda piece: piece.local.to(self.cast), squares=False)
             self.summed.put("cast", cast, self.counted)
         self.values = self.sample.look()
+        if self.matrices is not None:
+            self.matrices.before(step)
         self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
         self.work_out_again(step)
 
@@ -233,6 +253,8 @@ class StepChecks(Callback):
         everything = torch.ones(len(self.pieces), dtype=torch.float64)
         self.summed.put("reduced", self._sketch(self._portions_of(gradients)), everything)
         self.gradient_sample = self.sample.gradients(gradients)
+        if self.matrices is not None:
+            self.matrices.reduced(gradients)
         self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
 
     def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
@@ -288,6 +310,9 @@ class StepChecks(Callback):
         held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
         self.largest.rule[:] = self.sample.largest(held.ratios, len(self.pieces))
         self.largest.clipping[:] = held.clipping
+        told = None if self.matrices is None else self.matrices.ratio(clipping, lr)
+        if told is not None:
+            self.largest.rule[told[0]] = self.largest.rule[told[0]].clamp(min=told[1])
 
     def _tell_forward(self, watch: ForwardWatch) -> None:
         """Sum the forward sketches of all ranks. Collective over all ranks."""

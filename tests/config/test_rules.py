@@ -281,6 +281,9 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         "sharp.overlap_gather": "true",
         "optimizer.betas": "[0.9,0.9]",
         "optimizer.options": "{a: 1}",
+        "optimizer.ns_coefficients": "[1,2,3]",
+        "optimizer.nesterov": "false",
+        "optimizer.adjust_lr_fn": "match_rms_adamw",
         "measure.trace_ranks": "[1]",
     }
     needs = {

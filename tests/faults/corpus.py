@@ -107,7 +107,7 @@ SEQUENCE = "mesh.sequence_parallel=true"
 FP8_CURRENT, FP8_DELAYED = "dtype=fp8_current", "dtype=fp8_delayed"
 HELD = ("current", "delayed", "block", "mx", "mx_32x32")
 """Recipes whose weights are kept and gathered in 8 bits."""
-SGD, NO_CLIP = "optimizer=sgd", "optimizer.clip_norm=null"
+SGD, MUON, NO_CLIP = "optimizer=sgd", "optimizer=muon", "optimizer.clip_norm=null"
 ZERO0, ZERO1, ZERO2, ZERO3 = (f"sharding={each.name}" for each in Strategy)
 ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = (
     tuple(each.name for each in Strategy if Placements.of(each, None).accumulates_locally is whole)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from harness.config import update_rule
 from harness.config.update_rule import Rule, UpdateState
 from harness.parity import compare
 from harness.parity.alone import optimizer
@@ -23,7 +24,7 @@ from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN, write_capture
 from tests.parity.network import initial
-from tests.support.mutants import each, kills
+from tests.support.mutants import Slip, each, kills
 
 THREE = Arm(captures=(1, 2, 3), updates=(1, 2, 3))
 WIDE = Arm(captures=(1, 2, 3), updates=(1, 2, 3), compute="fp64", main="fp64", ranks=1, k=4)
@@ -191,6 +192,57 @@ def test_the_rule_is_torchs(name: str) -> None:
         predicted = rule.update(state, gradient.numpy(), step, 0.01, decays=True)
         state.weights = state.weights + update
         torch.testing.assert_close(torch.from_numpy(predicted), torch.from_numpy(update), rtol=1e-10, atol=1e-16)
+
+
+MUON = {
+    "optimizer.name": "muon", "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8, "optimizer.momentum": 0.95,
+    "optimizer.weight_decay": 0.1, "optimizer.nesterov": True, "optimizer.ns_coefficients": [3.4445, -4.775, 2.0315],
+    "optimizer.ns_steps": 5, "optimizer.adjust_lr_fn": "original",
+}  # fmt: skip
+OF_MUON = {"usual": {}, "plain": {"nesterov": False, "momentum": 0.5}, "rms": {"adjust_lr_fn": "match_rms_adamw"}}
+SHAPES = [(40, 24), (24, 40), (1, 9), (9, 1), (64, 64), (7, 128)]
+
+
+def muons_distance(shape: tuple[int, int], settings: dict[str, Any]) -> float:
+    """Of the third update of torch's Muon in fp32 from the rule's, over what is allowed."""
+    generator = torch.Generator().manual_seed(shape[0])
+    weight = torch.randn(shape, generator=generator).requires_grad_()
+    stepper = torch.optim.Muon([weight], lr=0.01, **settings)
+    rule = Rule.of(MUON | {f"optimizer.{name}": value for name, value in settings.items()})
+    state = UpdateState(weight.detach().double().numpy(), 0.0)
+    for step in range(1, 4):
+        weight.grad = torch.randn(shape, generator=generator)
+        gradient = weight.grad.double().numpy()
+        stepper.step()
+        allowed = rule.rounding(state, gradient, 0.01) + 1e-6
+        predicted = rule.update(state, gradient, step, 0.01, decays=True)
+        update = weight.detach().double().numpy() - state.weights
+        state.weights = weight.detach().double().numpy()
+    assert allowed < 0.3 * np.linalg.norm(predicted)
+    return float(np.linalg.norm(update - predicted) / allowed)
+
+
+@pytest.mark.parametrize("settings", OF_MUON.values(), ids=[*OF_MUON])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muons_rule_is_torchs_within_what_rounding_of_its_iteration_explains(
+    shape: tuple[int, int], settings: dict[str, Any]
+) -> None:
+    assert muons_distance(shape, settings) < 1
+
+
+SLIPS = {
+    "scale": Slip(update_rule.Iteration, "scale", "rows / columns", "columns / rows", "Wide ones are scaled as tall"),
+    "norm": Slip(update_rule.Iteration, "orthogonalized", "** 0.5)", ")", "Squares are the norm"),
+    "iterations": Slip(update_rule.Iteration, "orthogonalized", "range(self.steps)", "range(self.steps - 1)", "Less"),
+    "mix": Slip(update_rule.Rule, "mix", "if self.iteration.nesterov", "if False", "The momentum itself"),
+    "share": Slip(update_rule.Rule, "_update", "(1 - self.momentum) * gradient", "gradient", "As SGD's momentum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", each("Muon's rule", ((name, slip.breaks) for name, slip in SLIPS.items())))
+def test_a_slip_of_muons_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    SLIPS[name].put(monkeypatch)
+    assert max(muons_distance(shape, {}) for shape in ((40, 24), (24, 40))) > 1
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {

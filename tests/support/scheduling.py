@@ -62,6 +62,7 @@ SLOW = (
     "tests/study/test_late.py",
     "tests/study/test_power.py",
     "tests/support/test_limits.py",
+    "tests/train/test_muon.py",
     "tests/train/test_resume.py",
     "tests/train/test_step_checks.py",
 )

@@ -40,7 +40,12 @@ def parameters_are_counted(request: Request) -> Iterator[Violation]:
 @rule()
 def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
     config = request.config
-    if config.optimizer.name is not OptimizerName.ext:
+    name = config.optimizer.name.name
+    if config.optimizer.name not in (OptimizerName.ext, OptimizerName.muon):
+        return
+    if name == "muon" and config.mesh.tp > 1 and config.engine.name is not EngineName.native:
+        problem = f"needs whole matrices, and engine={config.engine.name.name} has none under mesh.tp={config.mesh.tp}"
+        yield Violation("optimizer=muon", problem, "engine=native, mesh.tp=1", "engine=native")
         return
     if config.sharding.strategy not in capabilities_of(config).own_optimizers:
         whole = {name: set(can.own_optimizers) == set(can.strategies) for name, can in ENGINES.items()}
@@ -50,8 +55,9 @@ def the_engine_takes_the_optimizer(request: Request) -> Iterator[Violation]:
             for name, can in ENGINES.items()
             if can.own_optimizers
         ]
-        problem = f"is not taken by engine={config.engine.name.name} sharding={config.sharding.strategy.name}"
-        yield Violation("optimizer=ext", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
+        why = ", which steps parts of matrices, or adds their products in an order of its own" * (name == "muon")
+        problem = f"is not taken by engine={config.engine.name.name} sharding={config.sharding.strategy.name}{why}"
+        yield Violation(f"optimizer={name}", problem, ", ".join(takers), "engine=native, or optimizer=adamw")
         return
     found = described("optimizer", config)
     if found is not None and config.engine.name is EngineName.native and not found.answer["elementwise"]:

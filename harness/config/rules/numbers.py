@@ -24,9 +24,12 @@ def check(request: Request) -> dict[str, Violation]:
 
 def _lists(request: Request) -> dict[str, Violation]:
     found = {}
-    if len(request.config.optimizer.betas) != 2:
-        path = "optimizer.betas"
-        found[path] = Violation(request.show(path), "is out of range", "two numbers", f"{path}=[0.9,0.95]")
+    for path, count, usual in (
+        ("optimizer.betas", "two", "[0.9,0.95]"),
+        ("optimizer.ns_coefficients", "three", "[3.4445,-4.775,2.0315]"),
+    ):
+        if len(request.value(path)) != usual.count(",") + 1:
+            found[path] = Violation(request.show(path), "is out of range", f"{count} numbers", f"{path}={usual}")
     for measure, margin in request.config.study.margins.items():
         path = f"study.margins.{measure}"
         if measure not in T3_MEASURES:

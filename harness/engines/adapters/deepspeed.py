@@ -64,12 +64,8 @@ class DeepspeedEngine(Engine):
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(workload.initial_weight(name, param.shape))
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, param in self.trained.items():
-            groups[workload.decays(name, param.shape)].append(param)
-        self.base = optim.make_optimizer(
-            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
-        )
+        groups = optim.groups_of(config.optimizer, workload, self.trained, self.shapes)
+        self.base = optim.make_optimizer(config.optimizer, groups, fused=True)
         with _surroundings(ranks), redirect_stdout(io.StringIO()):  # some of what it tells passes by its logger
             deepspeed = _quiet_deepspeed()
             self.engine: Any = deepspeed.initialize(

@@ -220,16 +220,11 @@ class MegatronEngine(Engine):
         return group
 
     def _optimizer(self, package: Any) -> Any:
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, weight in self.weights.items():
-            if weight.requires_grad:
-                groups[self.workload.decays(name, weight.shape)].append(weight)
+        trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        shapes = {name: weight.shape for name, weight in trained.items()}
         config = self.config.optimizer
-        optimizer = optim.make_optimizer(
-            config,
-            [optim.Group(params, decays) for decays, params in groups.items()],
-            fused=config.name is not OptimizerName.sgd,  # DTensors have no fused SGD
-        )
+        groups = optim.groups_of(config, self.workload, trained, shapes)
+        optimizer = optim.make_optimizer(config, groups, fused=config.name is not OptimizerName.sgd)  # DTensors lack it
         optim.set_lr(optimizer, 0.0)
         return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 

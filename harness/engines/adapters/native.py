@@ -49,12 +49,10 @@ class NativeEngine(Engine):
             exact_terms=global_microbatches(config),
             **engine_options(config),
         )
-        by_decay: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, param in module.named_parameters():
-            by_decay[workload.decays(name, param.shape)].append(param)
-        optimizer = optim.make_optimizer(
-            config.optimizer, [optim.Group(params, decays) for decays, params in by_decay.items()], fused=True
-        )
+        params = dict(module.named_parameters())
+        shapes = {name: param.shape for name, param in params.items()}
+        groups = optim.groups_of(config.optimizer, workload, params, shapes)
+        optimizer = optim.make_optimizer(config.optimizer, groups, fused=True)
         # what no microbatch used is updated like all else under every engine here: peers cannot tell the difference
         self.optimizer = fully_shard_optimizer(self.model, optimizer, steps_unused=True)
         create_state(self.optimizer)

@@ -54,12 +54,8 @@ class ReplicatedEngine(Engine):
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.reduced = False
-        groups = {True: list[Tensor](), False: list[Tensor]()}
-        for name, weight in self.trained.items():
-            groups[workload.decays(name, shapes[name])].append(weight)
-        made = optim.make_optimizer(
-            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
-        )
+        groups = optim.groups_of(config.optimizer, workload, self.trained, shapes)
+        made = optim.make_optimizer(config.optimizer, groups, fused=fused)
         self.optimizer, self.local_optimizer = self._place_optimizer(made)
         create_state(self.local_optimizer)
 

@@ -67,12 +67,8 @@ class ShardedEngine(Engine):
         self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
         self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
         self.trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-        groups = {True: list[Tensor](), False: list[Tensor]()}
-        for name, weight in self.trained.items():
-            groups[self.workload.decays(name, shapes[name])].append(weight)
-        self.optimizer = optim.make_optimizer(
-            self.config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
-        )
+        groups = optim.groups_of(self.config.optimizer, self.workload, self.trained, shapes)
+        self.optimizer = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
         if not fused:
             for table in self.optimizer.param_groups:
                 table["foreach"] = True

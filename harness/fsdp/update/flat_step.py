@@ -98,6 +98,7 @@ class FlatStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* kernels:
     settings of a group while the rule runs. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients
     as `decoupled_grad`. step_matrices: called with the optimizer, pieces by group, and its rule, in place of the rule.
+    agree: called before, once gradients are known. *Collective.*
     """
 
     def __init__(self, optimizer: Opt) -> None:
@@ -106,6 +107,7 @@ class FlatStep:
         self.kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]] = lambda *_: {}
         self.steps_unused = self.decoupled = False
         self.step_matrices: Callable[[Opt, list[list[Any]], Callable[[Opt], Any]], None] | None = None
+        self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._others: dict[str, Any] = {}
         self._began = False
@@ -175,6 +177,8 @@ class FlatStep:
     @by_engine
     def _exchange(self) -> None:
         self._take_gradients()
+        if self.step_matrices is not None and not self.steps_unused:
+            self.agree(self.optimizer)
         if self.moments is None:
             self.take_state()
             self._decouple(grad_of)

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from harness.config.update_rule import OF_ITERATION, Rule
 from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.store import commands, provenance
@@ -290,19 +291,21 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
         "TENSOR": finding.tensor,
         "SIDES": [(next(iter(runs)) if look.alone else side, kind) for side, kind in look.sides],
         **look.values(step),
-        **(_rule(next(iter(configs.values()))) if look.history else {}),
+        **(_rule(*next(zip(configs.values(), paths.values(), strict=True)), finding.tensor) if look.history else {}),
     }
     return _Plan(finding, look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
 
 
-def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
-    name = str(config["optimizer.name"])
-    options: dict[str, Any] = {"weight_decay": config["optimizer.weight_decay"]}
-    if name == "sgd":
-        options["momentum"] = config["optimizer.momentum"]
-    else:
-        options |= {"betas": config["optimizer.betas"], "eps": config["optimizer.eps"]}
-    torchs = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[name]
+def _rule(config: Mapping[str, Any], run: RunDir, tensor: str | None) -> dict[str, Any]:
+    by_muon = tensor in (read_summary(run) or {}).get("orthogonalized", ())
+    name = Rule.of(config).of_tensor(orthogonalized=by_muon).name
+    torchs, constants = {
+        "sgd": ("SGD", ("momentum",)),
+        "adam": ("Adam", ("betas", "eps")),
+        "adamw": ("AdamW", ("betas", "eps")),
+        "muon": ("Muon", ("momentum", *OF_ITERATION)),
+    }[name]
+    options = {each: config[f"optimizer.{each}"] for each in ("weight_decay", *constants)}
     return {"RULE": torchs, "OPTIONS": options, "CLIP": config["optimizer.clip_norm"]}
 
 

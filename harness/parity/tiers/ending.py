@@ -8,6 +8,8 @@ the check's name says which.
     Adam, AdamW   one element moves by no more than lr C a step, with C = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), by
                   Cauchy and Schwarz over all pasts of a gradient, and at least 1 (Kingma & Ba 2015, section 2.1, give
                   the cases of one and of equal gradients). Decay, in the update or beside it, only pulls together.
+    Muon          a matrix of m rows and n columns moves by lr S (1.1 s) sqrt(min(m, n)), with S its scale and s the
+                  largest singular value of a result, which is no more than 1.1 s lr an element
     SGD           all of them together move by lr min(norm, clip) / (1 - momentum) a step (`trajectory.path_lengths`)
     storage       each step rounds each weight by u(main) of itself at most
 
@@ -24,7 +26,7 @@ import math
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import UNIT
-from harness.config.update_rule import KNOWN
+from harness.config.update_rule import KNOWN, Rule
 from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW
@@ -84,7 +86,8 @@ def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
     paths = sum(float(path_lengths(run, envelope.control.parameters)[step - 1]) for run in runs)
     if control.config["optimizer.name"] == "sgd":
         return paths
-    return steepest(*map(float, control.config["optimizer.betas"])) * paths
+    rule = Rule.of(control.config)
+    return max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * paths
 
 
 def steepest(beta1: float, beta2: float) -> float:

@@ -67,7 +67,7 @@ def _size(step: int, pair: TensorPair, allowed: float, refuted: float, control: 
 def _explain(ratio: float, step: int, allowed: float, control: Record) -> str:
     said = f"{ratio:.4g} x the control's"
     rule = Rule.of(control.config)
-    if rule.name == "sgd":
+    if rule.name in ("sgd", "muon"):
         return said
     ahead = rule.corrected(step + 1) / rule.corrected(step)
     close = abs(ratio - ahead) <= max(allowed, 0.02 * ahead)

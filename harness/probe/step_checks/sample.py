@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.update_rule import Rule, Units, UpdateState
+from harness.config.update_rule import Rule, Units, Update, UpdateState
 from harness.probe.step_checks.pieces import Piece
 from harness.store.check_stream import MOMENTS
 
@@ -46,6 +46,7 @@ class Followed:
     indices: Tensor
     """Flat, into the pieces; int64."""
     decay: float
+    rule: Rule
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Sample:
     """Followed elements of one rank.
 
     Args: rule: of the optimizer. weights: this rank's pieces, in model order. moments: by tensor name, this rank's.
-    trained: names of tensors with gradients. decay_of: weight decay by name.
+    trained: names of tensors with gradients. decay_of: weight decay by name. orthogonalized: names of those that Muon
+    steps.
     """
 
     def __init__(
@@ -82,13 +84,16 @@ class Sample:
         moments: Mapping[str, Sequence[Piece]],
         trained: set[str],
         decay_of: Mapping[str, float],
+        orthogonalized: Collection[str] = (),
     ) -> None:
         self.rule = rule
-        self.count = len(rule.entries)
+        self.beside = rule.of_tensor(orthogonalized=False)
+        self.count = len(self.beside.entries)
         self.followed: list[Followed] = []
         for tensor, weight in enumerate(weights):
-            own = tuple(moments.get(weight.name, ()))
-            if weight.name in trained and (len(own) != self.count or any(m.place != weight.place for m in own)):
+            step = rule.of_tensor(orthogonalized=weight.name in orthogonalized)
+            own, count = tuple(moments.get(weight.name, ())), len(step.entries)
+            if weight.name in trained and (len(own) != count or any(m.place != weight.place for m in own)):
                 continue  # another rank steps it
             numel = 1
             for extent in weight.shape:
@@ -96,7 +101,7 @@ class Sample:
             indices = weight.indices(chosen(weight.name, numel))
             if len(indices):
                 decay = decay_of[weight.name]
-                self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay))
+                self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay, step))
         owners = [torch.full((len(each.indices),), each.tensor) for each in self.followed]
         self.tensor_of = torch.cat([torch.empty(0, dtype=torch.int64), *owners])
         """Tensor index of each followed element; int64."""
@@ -104,6 +109,8 @@ class Sample:
         self._signs = torch.cat([torch.empty(0, dtype=torch.float64), *signs])
         self._decays = self._spread([each.decay for each in self.followed])
         self._trained = self._spread([float(each.weight.name in trained) for each in self.followed])
+        self._of_muon = self._spread([float(each.rule.name == "muon") for each in self.followed]) > 0
+        self._reach = self._spread([each.rule.reach(each.weight.shape) for each in self.followed])
         self.units = Units(
             max((unit_of(e.weight.local.dtype) for e in self.followed), default=0.0),
             0.0,
@@ -121,7 +128,7 @@ class Sample:
     def look(self) -> Values:
         weights = self._take([each.weight.local for each in self.followed])
         moments = tuple(
-            self._take([each.moments[number].local if each.moments else None for each in self.followed])
+            self._take([each.moments[number].local if number < len(each.moments) else None for each in self.followed])
             for number in range(self.count)
         )
         return Values(weights, moments)
@@ -171,9 +178,11 @@ class Sample:
         if not len(ratios) or not ratios.max() > 1:
             return Held(ratios, 0.0)
         first = after.moments[0] if after.moments else torch.zeros_like(gradients)
-        taken = self.rule.gradient_taken(state, first, self._decays)
+        taken = self.beside.gradient_taken(state, first, self._decays)
         if taken is None:
             return Held(ratios, 0.0)
+        if self._of_muon.any():
+            taken = torch.where(self._of_muon, self.rule.gradient_taken(state, first, self._decays), taken)
         everywhere = torch.ones_like(ratios, dtype=torch.bool)
         of_tensors = [self.tensor_of == tensor for tensor in torch.unique(self.tensor_of[ratios > 1])]
         for parts in ([everywhere], of_tensors):
@@ -217,7 +226,10 @@ class Sample:
         Frozen elements must not move at all.
         """
         units = self.units._replace(gradients=made.gradient_unit)
-        rule = self.rule.bounded(state, gradients, made.step, made.lr, self._decays, units)
+        rule = self.beside.bounded(state, gradients, made.step, made.lr, self._decays, units)
+        if self._of_muon.any():
+            of_muon = self.rule.bounded(state, gradients, made.step, made.lr, self._decays, units, self._reach)
+            rule = Update(*(torch.where(self._of_muon, *both) for both in zip(of_muon, rule, strict=True)))
         ratio = _ratio(after.weights, rule.weights, rule.weights_error)
         expected = ((rule.first, rule.first_error), (rule.second, rule.second_error))
         for value, (wanted, allowed) in zip(after.moments, expected, strict=False):

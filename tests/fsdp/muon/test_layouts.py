@@ -109,6 +109,20 @@ def test_muon_with_adamw_is_torchs_muon_and_torchs_adamw(settings: dict[str, Any
     assert all(map(torch.equal, stepped(both, ours), stepped(apart, theirs)))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_overflowed_is_left_out(fused: bool) -> None:
+    matrix, vector = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(3))
+    optimizer = muon.MuonWithAdamW([{"params": [matrix], "muon": True}, {"params": [vector]}], lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor, moves in ((float("inf"), False), (1.0, True)):
+        scaler.scale((matrix.sum() + vector.sum()) * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert all((each != 1).any() == moves for each in (matrix, vector))
+
+
 def test_blocks_and_stacks_are_matrices_of_their_own() -> None:
     whole = [torch.nn.Parameter(torch.ones(12, 5)), torch.nn.Parameter(torch.ones(2, 6, 5))]
     group: dict[str, Any] = {"params": whole, "muon": True, "blocks": 3}

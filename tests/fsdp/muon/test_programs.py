@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,34 @@ def test_misuse_is_refused_in_one_sentence(name: str, errors: list[dict[str, str
     for found in errors:
         assert REFUSED[name][1] in found[name]
         assert "\n" not in found[name]
+
+
+def without_gradient(rank: int, on: Sequence[int]) -> tuple[str, bool, bool]:
+    """The error of a step before which some ranks drop a gradient; whether that weight moved, and another one."""
+    model = fully_shard_model(Mixed(), fsdp_unit_modules=[nn.Linear])
+    optimizer = fully_shard_optimizer(model, torch.optim.Muon([model.first.weight, model.second.weight], lr=0.1))
+    before = dict(model.full_weights())
+    model(torch.ones(2, 6)).backward()
+    model.finish_grad_sync()
+    if rank in on:
+        model.first.weight.grad = None
+    try:
+        optimizer.step()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    after = dict(model.full_weights())
+    model.close()
+    first, second = (torch.equal(before[name], after[name]) for name in ("first.weight", "second.weight"))
+    return said, not first, not second
+
+
+def test_a_gradient_that_one_rank_drops_is_refused_on_all_ranks_and_one_that_all_drop_is_left_alone() -> None:
+    told = run_ranks(without_gradient, 3, [1])
+    assert len(set(told)) == 1
+    assert "parameter first.weight is given one on ranks 0, 2, without a gradient on rank 1. Set grad" in told[0][0]
+    assert told[0][1:] == (False, False)
+    assert run_ranks(without_gradient, 3, [0, 1, 2]) == [("", False, True)] * 3
 
 
 def twice(rank: int | None) -> list[torch.Tensor]:

@@ -1,0 +1,91 @@
+"""Faults of steps that need whole matrices: of Muon's momentum, of its iteration, and of what owners send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.update import matrices
+from tests.faults.corpus import MUON, ZERO1, ZERO2, ZERO3
+from tests.faults.resume import on_load
+from tests.faults.site import Site, blend, fault
+
+
+@fault(
+    "one rank's piece of the momentum takes in the gradient of other rows", "optimizer", cell=(ZERO3, MUON), edition=3
+)
+def momentum_of_a_piece(site: Site) -> None:
+    def wrap(mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(group: Any, grad: Tensor, momentum: Tensor) -> Tensor:
+            others = momentum.lerp(grad.roll(grad.numel() // 2), 1 - group["momentum"])
+            found = mix(group, grad, momentum).clone()
+            blend(momentum, others, site.amount)
+            return found
+
+        return wrapped
+
+    if site.rank == site.size - 1:
+        site.around(matrices, "mix", wrap)
+
+
+@fault("each rank's rows of a matrix are orthogonalized by themselves", "optimizer", cell=(ZERO2, MUON), edition=3)
+def iteration_on_a_cut_matrix(site: Site) -> None:
+    def wrap(orthogonalize: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(group: Any, matrix: Tensor) -> Tensor:
+            rows = -(-matrix.shape[0] // site.size)
+            cut = torch.cat([orthogonalize(group, part.clone()) for part in matrix.split(rows)])
+            found = orthogonalize(group, matrix).clone()
+            blend(found, cut, site.amount)
+            return found
+
+        return wrapped
+
+    site.around(matrices, "orthogonalize", wrap)
+
+
+@fault(
+    "the rate of tall matrices is not adjusted to their shape",
+    "optimizer",
+    cell=(ZERO3, MUON, "optimizer.adjust_lr_fn=original"),
+    edition=3,
+)
+def scale_of_tall_matrices(site: Site) -> None:
+    def wrap(add: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(group: Any, param: Tensor, update: Tensor, rows: int, columns: int) -> None:
+            tall = max(rows - columns, 0)
+            add(group, param, update, rows - site.amount * tall, columns)
+
+        return wrapped
+
+    site.around(matrices, "add", wrap)
+
+
+@fault("what owners work out does not reach one rank", "optimizer", cell=(ZERO1, MUON), edition=3)
+def update_not_sent(site: Site) -> None:
+    """That rank's rows of matrices of others decay alone."""
+
+    def wrap(finish: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(lane: Any, groups: Any) -> None:
+            missed = [m for m in lane.matrices if m.owner not in (None, lane.comm.rank)]
+            rows = [m.here(lane.comm.rank, m.piece.flat) for m in missed]
+            left = [each * (1.0 - groups[m.group]["lr"] * groups[m.group]["weight_decay"])
+                    for m, each in zip(missed, rows, strict=True)]  # fmt: skip
+            finish(lane, groups)
+            for each, decayed in zip(rows, left, strict=True):
+                blend(each, decayed, site.amount)
+
+        return wrapped
+
+    if site.rank == site.size - 1:
+        site.around(matrices.Lane, "finish", wrap)
+
+
+@fault("momentum does not come back from a checkpoint", "checkpoint", cell=(ZERO3, MUON), resumes=True, edition=3)
+def stale_momentum(site: Site) -> None:
+    def change(tensor: Tensor, old: Tensor) -> None:
+        blend(tensor, old, site.amount)
+
+    on_load(site, lambda key: key.endswith("momentum_buffer"), change)

@@ -1,0 +1,259 @@
+"""`optimizer=muon`: equivalent to one process under every layout and dtype, and bit-equal where sums are exact.
+
+Runs go on from a checkpoint of any other layout; what no engine can step rightly is refused before a rank starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.power.steps import BASE
+from harness.config.schema import (
+    AdjustLr,
+    Config,
+    EngineName,
+    ModelFamily,
+    Numerics,
+    OptimizerName,
+    OuterStrategy,
+    Strategy,
+)
+from harness.engines import optim
+from harness.engines.adapters.single import SingleEngine
+from harness.models import workload
+from harness.models.registry import workload_for
+from harness.parity.alone import optimizer
+from harness.parity.compare import compare
+from harness.parity.outcome import Outcome
+from harness.parity.record import load
+from harness.store import check_stream
+from harness.store.fields import compared
+from harness.store.metrics import read_metrics
+from harness.train import step_matrices
+from tests.config.test_rules import violations
+from tests.study import short
+from tests.support.covering import once
+from tests.support.factory import ranks_of, small_config, stopping, train
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+MUON = (*BASE, "optimizer=muon", "measure.step_checks=true", "model.num_layers=2")
+ONE = ("engine=single", "sharding=no_shard", "mesh=one")
+FOUR = ("mesh=two_by_two", "train.microbatch_size=2")
+CELLS = {
+    **{strategy.name: (f"sharding={strategy.name}",) for strategy in Strategy},
+    "hybrid": (*FOUR, "sharding=optim_grads"),
+    "hfsdp": (*FOUR, "sharding=hfsdp"),
+    "two microbatches": ("sharding=optim_grads_params", "train.microbatch_size=2"),
+    "tensor parallel": ("mesh.world_size=4", "mesh.tp=2", "sharding=optim_grads_params"),
+    "ddp": ("engine=ddp",),
+    "bf16": ("dtype=bf16", "sharding=optim_grads_params"),
+    "fp64": ("dtype=fp64", "sharding=optim_grads"),
+    "experts": ("model=moe", "sharding=optim_grads_params"),
+    "as torch adjusts": ("optimizer.adjust_lr_fn=original", "optimizer.lr=0.01", "sharding=optim"),
+    "other settings": (
+        "optimizer.nesterov=false", "optimizer.momentum=0.5", "optimizer.ns_steps=3",
+        "optimizer.ns_coefficients=[3,-3.2,1.2]", "sharding=optim_grads_params",
+    ),
+}  # fmt: skip
+SHARED = ("dtype=", "model=", "optimizer.", "train.microbatch_size")
+"""What a control has as well."""
+
+
+FEW = {"optim_grads_params", "tensor parallel", "experts"}
+"""Of `make test`."""
+
+
+def control_of(cell: tuple[str, ...]) -> tuple[str, ...]:
+    return (*MUON, *ONE, *(each for each in cell if each.startswith(SHARED)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    @once
+    def made(few: bool) -> dict[tuple[str, ...], Path]:
+        cells = [cell for name, cell in CELLS.items() if (name in FEW) is few]
+        wanted = {(*MUON, *cell) for cell in cells} | {control_of(cell) for cell in cells}
+        return short.runs(sorted(wanted), tmp_path_factory.mktemp("muon"))
+
+    return lambda name: (made(name in FEW)[*MUON, *CELLS[name]], made(name in FEW)[control_of(CELLS[name])])
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in FEW else pytest.mark.full) for each in CELLS])
+def test_it_is_equivalent_to_one_process(runs: Callable[[str], tuple[Path, Path]], name: str) -> None:
+    """Every matrix's update at captured steps, and one at each step, is what the rule makes of it."""
+    paths = runs(name)
+    verdict = compare(*paths)
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+    for path in paths:
+        found = [each for each in optimizer.check(load(path)) if each.check == "update by the rule"]
+        stepped = {str(finding.tensor).removesuffix(".weight").rpartition(".")[2] for finding in found}
+        assert stepped >= OF_BLOCKS
+        assert max(finding.ratio for finding in found) < 0.75
+        rule = rule_of(path)
+        assert min(rule) > 0
+        assert max(rule) < 0.75
+
+
+def rule_of(run: Path) -> list[float]:
+    """By step, how far the worst element and the matrix of its turn lie from the rule: 1 is the bound."""
+    stream = check_stream.read(run)
+    assert stream is not None
+    found: list[float] = stream.column("rule")[:-1].tolist()
+    return found
+
+
+class TooFar:
+    """An engine in which the second step changes matrices by half more than it should."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.left = engine, 2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> float:
+        matrices = [weight for name, weight in self.engine.weights.items() if ".0." in name]
+        before = [weight.clone() for weight in matrices]
+        norm: float = self.engine.step(lr)
+        self.left -= 1
+        for weight, old in zip(matrices, before, strict=True):
+            if not self.left and weight.dim() == 2:
+                weight.add_(weight - old, alpha=0.5)
+        return norm
+
+
+def rule_of_a_step_too_far(path: Path) -> float:
+    """Of the step in which it is; the others follow the rule."""
+    config = small_config(optimizer__name=OptimizerName.muon, measure__step_checks=True, model__num_layers=1)
+    config.measure.capture_steps = []
+    train(config, path, wrap_engine=TooFar)
+    first, second, third = rule_of(path)
+    assert first < 1
+    assert third < 1
+    return second
+
+
+def test_a_whole_matrix_is_looked_at_in_a_step_that_nobody_captured(tmp_path: Path) -> None:
+    assert rule_of_a_step_too_far(tmp_path) > 1
+
+
+SLIPS = {
+    "no matrix": Slip(step_matrices, "MOST", "", lambda _: 0, "No matrix is small enough to be worked out"),
+    "after": Slip(step_matrices.WholeMatrices, "ratio", "self.left * (1", "weight.local.double() * (1", "None moves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", each("Muon's steps", ((name, slip.breaks) for name, slip in SLIPS.items())))
+def test_a_slip_of_the_sample_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIPS[name].put(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert rule_of_a_step_too_far(tmp_path) > 1
+
+
+def by_muon(family: ModelFamily, *, tied: bool = False) -> set[str]:
+    """Suffixes of parameters that have Muon's state in one process."""
+    config = small_config(model__family=family, model__tie_embeddings=tied, optimizer__name=OptimizerName.muon)
+    engine = SingleEngine(workload_for(config), config, ranks_of(config))
+    keys = [key.removeprefix("optimizer/") for key in engine.state_dict() if key.startswith("optimizer/")]
+    entries = {name: {key.rpartition("/")[2] for key in keys if key.startswith(f"{name}/")} for name in engine.trained}
+    assert all(each in ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}) for each in entries.values())
+    matrices = [name for name, each in entries.items() if each == {"momentum_buffer"}]
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in matrices}
+
+
+OF_BLOCKS = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
+
+
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    assert by_muon(ModelFamily.llama) == by_muon(ModelFamily.llama, tied=True) == OF_BLOCKS
+    assert by_muon(ModelFamily.moe) == OF_BLOCKS | {"router"}
+    assert by_muon(ModelFamily.odd) == {"lift_DQ", "w_up", "w_down", "side"}
+
+
+GROUPS = {
+    "heads": Slip(workload, "NOT_ORTHOGONALIZED", "", lambda _: re.compile("embedding"), "A head is a matrix"),
+    "vectors": Slip(workload.TokenWorkload, "orthogonalizes", "== 2", "< 2", "Vectors are Muon's"),
+    "all": Slip(optim, "groups_of", "is_muon and", "not is_muon and", "Muon steps nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", each("Muon's groups", ((name, slip.breaks) for name, slip in GROUPS.items())))
+def test_a_slip_of_the_groups_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    GROUPS[name].put(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        test_muon_steps_matrices_and_adamw_the_rest()
+
+
+# -- another layout goes on --------------------------------------------------------------------------------------------
+
+
+def exact(strategy: Strategy, outer: OuterStrategy | None = None, tp: int = 1) -> Config:
+    config = small_config(
+        engine__name=EngineName.native, mesh__world_size=4, sharding__strategy=strategy, mesh__tp=tp,
+        train__steps=5, train__param_norm_every=1, optimizer__name=OptimizerName.muon, optimizer__momentum=0.95,
+        optimizer__adjust_lr_fn=AdjustLr.match_rms_adamw, numerics__mode=Numerics.exact,
+    )  # fmt: skip
+    if outer is not None:
+        config.mesh.dp_outer, config.sharding.outer = 2, outer
+    return config
+
+
+LAYOUTS = [exact(Strategy.optim_grads_params), exact(Strategy.optim, OuterStrategy.optim), exact(Strategy.no_shard)]
+
+
+def numbers(run: Path) -> list[dict[str, str]]:
+    lines = read_metrics(run / "metrics.jsonl")
+    return [{key: json.dumps(value) for key, value in compared(line).items()} for line in lines]
+
+
+def moved(rank: int, root: Path, pairs: list[tuple[Config, Config]]) -> None:
+    for place, (before, after) in enumerate(pairs):
+        train(before, root / str(place), rank, should_stop=stopping(2))
+        train(after, root / str(place), rank)
+
+
+def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(tmp_path: Path) -> None:
+    alone = exact(Strategy.no_shard)
+    alone.engine.name, alone.mesh.world_size = EngineName.single, 1
+    train(alone, tmp_path / "one")
+    pairs = list(itertools.permutations(LAYOUTS, 2))
+    run_ranks(moved, 4, tmp_path, pairs)
+    keys = "loss", "grad_norm", "param_norm"
+    expected = [{key: line[key] for key in keys} for line in numbers(tmp_path / "one")]
+    left = json.loads((tmp_path / "one" / "summary.json").read_text())["final_weights"]
+    for place in range(len(pairs)):
+        run = tmp_path / str(place)
+        assert [{key: line[key] for key in keys} for line in numbers(run)] == expected
+        assert json.loads((run / "summary.json").read_text())["final_weights"] == left
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "knob", "told"),
+    [
+        ("engine=fsdp2", "optimizer", "engine=native"),
+        ("engine=fsdp1", "optimizer", "engine=ddp sharding=no_shard"),
+        ("engine=deepspeed", "optimizer", "steps parts of matrices"),
+        ("engine=megatron_fsdp", "optimizer", "is not taken by engine=megatron_fsdp"),
+        ("engine=ddp sharding=optim", "optimizer", "engine=ddp sharding=no_shard"),
+        ("engine=ddp mesh.world_size=4 mesh.tp=2", "optimizer", "needs whole matrices"),
+        ("dtype=bf16_pure numerics=ordered", "optimizer.name", "optimizer=adamw"),
+        ("optimizer.ns_coefficients=[1,2]", "optimizer.ns_coefficients", "three numbers"),
+        ("optimizer.ns_steps=100", "optimizer.ns_steps", "0 to 99"),
+        ("optimizer.adjust_lr_fn=match", "optimizer.adjust_lr_fn", "match_rms_adamw"),
+    ],
+)
+def test_what_no_engine_can_step_rightly_is_refused(words: str, knob: str, told: str) -> None:
+    assert told in violations("optimizer=muon", *words.split())[knob]
