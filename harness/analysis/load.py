@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.store import checksums, provenance, status
+from harness.store import checksums, planned, provenance, status
 from harness.store.errors import StoreError
 from harness.store.judged import outcomes
 from harness.store.labels import labels
@@ -60,6 +60,10 @@ RESULTS = (
     "peak_bytes",
     "rss_bytes",
     "sent_bytes",
+    "planned_kept_bytes",
+    "planned_peak_bytes",
+    "planned_sent_bytes",
+    "leaves_plan",
     "wall_s",
     "verdict",
 )
@@ -187,6 +191,8 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": _peak(summary, newest),
         "rss_bytes": max(newest["memory/rss"], default=None),
         "sent_bytes": _sent(last),
+        **{f"planned_{name}_bytes": (summary.get("planned") or {}).get(name) for name in ("kept", "peak", "sent")},
+        "leaves_plan": planned.leaves(summary),
         "wall_s": summary.get("wall_s"),
     }
 

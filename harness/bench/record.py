@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.store import checksums, provenance, status
+from harness.store import checksums, planned, provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
@@ -51,6 +51,9 @@ class Process:
     """Device memory outside the allocator (NCCL buffers, work spaces), of the rank with most. None on CPU and shared
     devices."""
     accounted_bytes: int
+    planned: Mapping[str, int | None]
+    """Bytes kept, at the peak and sent, by the plan; empty without one."""
+    leaves_plan: str
     rss_bytes: int
     load: float
     others_cores: float
@@ -116,6 +119,8 @@ def _process(
         comm=timed[-1]["comm"],
         **_storage(summary, timed),
         accounted_bytes=sum(summary["accounted_bytes"].values()),
+        planned=summary.get("planned") or {},
+        leaves_plan=planned.leaves(summary),
         rss_bytes=max(line["memory"]["rss"] for line in timed),
         load=max(summary["load"]["at_start"], summary["load"]["at_end"]),
         others_cores=summary["load"]["others_cores"],

@@ -23,8 +23,10 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "exposed": lambda row: ms(row.parts["exposed_comm_s"]),
     "tokens/s": lambda row: f"{row.tokens_per_s:.0f}",
     "peak MiB": lambda row: mib(row.peak_bytes),
+    "planned peak": lambda row: mib(row.planned.get("peak")),
     "kept MiB": lambda row: mib(row.persistent_bytes),
     "sent MiB": lambda row: mib(row.sent_bytes),
+    "planned sent": lambda row: mib(row.planned.get("sent")),
     "vs reference": lambda row: "reference" if row.is_reference else interval_text(row.ratio),
 }
 TARGET_HEAD = ("strategy", "native", "best of the others", "native / best", "finding")

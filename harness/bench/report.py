@@ -48,6 +48,7 @@ class Row:
     peak_bytes: int | None
     persistent_bytes: int | None
     accounted_bytes: int
+    planned: Mapping[str, int | None]
     rss_bytes: int
     sent_bytes: int
     comm: dict[str, dict[str, int]]
@@ -222,6 +223,7 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
         peak_bytes=_whole(median([process.peak_bytes for process in group])),
         persistent_bytes=_whole(median([process.persistent_bytes for process in group])),
         accounted_bytes=last.accounted_bytes,
+        planned=dict(last.planned),
         rss_bytes=max(process.rss_bytes for process in group),
         sent_bytes=last.sent_bytes,
         comm={kind: dict(row) for kind, row in last.comm.items()},
@@ -265,6 +267,8 @@ def _notes(processes: Sequence[Process]) -> Iterable[str]:
     for process in processes:
         if process.disturbance:
             yield f"block {process.block} is disturbed: {process.run}: {process.disturbance}"
+        if process.leaves_plan:
+            yield f"{process.run}: {process.leaves_plan}"
     yield from _late(processes)
     for process in processes:
         if process.persistent_bytes and abs(process.growth_bytes or 0) > GROWTH_LIMIT * process.persistent_bytes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
+from harness.cli.calibrate import Calibration, ms, sent
 from harness.cli.fit import nearest
 from harness.cli.verb import Implementation
 from harness.config.compose import Cell
@@ -48,6 +49,7 @@ def _arguments(parser: ArgumentParser) -> None:
         nargs="*",
         help="as after run.py; study=NAME, and values with commas, plan a table of cells",
     )
+    parser.add_argument("--calibrate", metavar="RUN", help="tell step times too, by constants of this timed run")
     parser.add_argument("--json", action="store_true", help="every number as JSON")
 
 
@@ -55,6 +57,7 @@ def _plan(arguments: Namespace) -> int:
     ONLY_PLANNED.set(True)
     cells = cells_asked(arguments.words)
     plans = plan_cells(cells)
+    by = arguments.calibrate and Calibration.of(arguments.root, arguments.calibrate, made)
     if arguments.json:
         rows = [
             {"name": cell.name, "overrides": list(cell.overrides), **p} for cell, p in zip(cells, plans, strict=True)
@@ -63,20 +66,23 @@ def _plan(arguments: Namespace) -> int:
         return 0
     if len(cells) == 1 and "refused" in plans[0]:
         raise refuse("plan", plans[0]["refused"])
-    print(
-        "\n".join(
-            [*told(cells[0], plans[0]), *advised(cells[0], plans[0])] if len(cells) == 1 else tabled(cells, plans)
-        )
-    )
+    lines = tabled(cells, plans, by)
+    if len(cells) == 1:
+        times = ["", *by.table(cells[0], plans[0], screen.width())] if by else []
+        lines = [*told(cells[0], plans[0]), *times, *advised(cells[0], plans[0])]
+    print("\n".join(lines))
     words = " ".join(map(shlex.quote, arguments.words))
     print(f"next: {commands.request(f'-m {words}' if len(cells) > 1 else words)}")
     return 0
 
 
 def plan_cells(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Plans in the order of the cells. Raises `RuntimeError`: the process that makes them failed."""
-    command = [sys.executable, "-P", "-m", "harness.plan"]
-    asked = json.dumps([cell.config for cell in cells])
+    return made([cell.config for cell in cells])
+
+
+def made(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Plans in the order of the configurations. Raises `RuntimeError`: the process that makes them failed."""
+    command, asked = [sys.executable, "-P", "-m", "harness.plan"], json.dumps(configs)
     done = subprocess.run(command, input=asked, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["without a word"]
@@ -132,17 +138,19 @@ def _bytes(num_bytes: int) -> str:
     return f"{num_bytes:,} ({num_bytes / GIB:.2f} GiB)" if num_bytes >= GIB // 100 else f"{num_bytes:,}"
 
 
-def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A study: a row a cell; - is not planned."""
+def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibration | None = None) -> list[str]:
+    """A study: a row a cell; - is not planned, or not calibrated."""
     rows, fits = [], {True: "yes", False: "NO", None: "-"}
     for cell, plan in zip(cells, plans, strict=True):
-        kept, peak, wire = (plan.get(part) for part in ("kept", "peak", "wire"))
-        sent = None if wire is None else sum(each["bytes"] for kinds in wire.values() for each in kinds.values())
-        numbers = [kept and sum(kept.values()), peak and peak["total"], sent]
+        kept, peak = plan.get("kept"), plan.get("peak")
+        numbers = [kept and sum(kept.values()), peak and peak["total"], sent(plan)]
         moment = plan.get("refused") or (peak["moment"] if peak else plan["left_out"].get("peak", ""))
         rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
-        rows[-1] += [fits[plan.get("fits")], moment]
-    return screen.table(["cell", "kept MiB", "peak MiB", "sent MiB a step", "fits", "peak at"], rows, screen.width())
+        times = [] if by is None else [ms(None if "refused" in plan else by.step_s(cell, plan))]
+        rows[-1] += [*times, fits[plan.get("fits")], moment]
+    times = [] if by is None else [f"ms by {by.run.run}"]
+    head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *times, "fits", "peak at"]
+    return screen.table(head, rows, screen.width())
 
 
 PLAN = Implementation(_arguments, lambda arguments: copy_context().run(_plan, arguments))

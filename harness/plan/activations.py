@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.schema import Config, Device, ModelFamily
+from harness.fp8.linear import layers_of
+from harness.fp8.quantize import Quantized
 from harness.fsdp.tensor_parallel import gradient_here
 from harness.plan.model import Model, Unit
 from harness.plan.wire import Rows
@@ -93,9 +95,12 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def attention(device: Device) -> Iterator[None]:
-    """Attention by the kernel that a device has, and the meta device has not: none keeps a score of each pair."""
-    aten, original = torch.ops.aten, F.scaled_dot_product_attention
+def kernels(device: Device) -> Iterator[None]:
+    """Attention by the kernel that a device has, and the meta device has not: none keeps a score of each pair.
+
+    Autocast is off, of which the meta device knows nothing.
+    """
+    aten, original, asked = torch.ops.aten, F.scaled_dot_product_attention, torch.is_autocast_enabled
 
     def flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> Tensor:
         if device is Device.cuda:
@@ -105,10 +110,25 @@ def attention(device: Device) -> Iterator[None]:
         return found
 
     F.scaled_dot_product_attention = flash  # type: ignore[assignment] # of its arguments, those that models give
+    torch.is_autocast_enabled = lambda *_: False
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = original
+        F.scaled_dot_product_attention, torch.is_autocast_enabled = original, asked
+
+
+def hold_8_bits(module: nn.Module) -> list[Tensor]:
+    """Give FP8 layers weights that are quantized already, as the engine does; returns their payloads and scales."""
+    held = []
+    for layer in layers_of(module):
+        made = [layer.quantize_weight(layer.weight, transposed=transposed) for transposed in (False, True)]
+        layer.weight_for = partial(_encoded, made)  # type: ignore[method-assign] # of this one layer
+        held += [tensor for each in made for tensor in (each.payload, each.scale_inv)]
+    return held
+
+
+def _encoded(made: Sequence[Quantized], *, transposed: bool) -> Quantized:
+    return made[1].t if transposed else made[0]
 
 
 def record(model: Model) -> Recorded:
@@ -116,8 +136,8 @@ def record(model: Model) -> Recorded:
     config, module = model.config, model.module
     shape = config.train.microbatch_size, config.data.seq_len
     batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
-    held = [*module.parameters(), *module.buffers(), *batch]
-    known = {_local(each).untyped_storage()._cdata for each in held}
+    held = [*module.parameters(), *module.buffers(), *batch, *hold_8_bits(module)]
+    known = {local(each).untyped_storage()._cdata for each in held}
     recorder, meter = Recorder(known, _routed(config)), CollectiveMeter()
     waits = config.cluster.device is Device.cuda  # until a unit's gradients are copied together
     with ExitStack() as hooks:
@@ -127,7 +147,7 @@ def record(model: Model) -> Recorded:
                 for param in params:
                     param.grad_dtype = param.dtype if waits else bucket.arriving(config)
             _watch(recorder, place, unit, hooks)
-        with attention(config.cluster.device), recorder:
+        with kernels(config.cluster.device), recorder:
             loss = model.workload.loss(module, (batch[0], batch[1]))
             recorder.mark("loss")
             loss.backward()
@@ -167,7 +187,7 @@ def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack) -> None
         hooks.callback(handle.remove)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -131,7 +131,7 @@ def built(config: Config, axis: DeviceMesh | None) -> Model:
     """axis: of `tensor_axis`."""
     workload = workload_for(config)
     module = workload.build("meta", TORCH_DTYPES[config.dtype.compute])
-    workload.quantize(module, torch.device("cpu"))
+    workload.quantize(module, torch.device("meta"))
     if axis is not None:
         workload.cut(module, axis, sequence_parallel=config.mesh.sequence_parallel)
     mark_weights(module)

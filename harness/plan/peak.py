@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.derived import engine_options, microbatches_per_rank
+from harness.config.derived import engine_options, fixed_buffers, microbatches_per_rank
 from harness.config.schema import Device
 from harness.fsdp.runtime.reduce import MAX_UNITS
+from harness.fsdp.storage.memory import ALIGN_BYTES
 from harness.fsdp.vocabulary import Numerics
 from harness.plan.activations import Mark
 from harness.plan.kept import INTEGER, tensors
@@ -43,13 +44,15 @@ class Step:
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
         self.sums = {unit.name: sum(map(self._sums, unit.trained)) for unit in self.units}
         self.kept = kept - sum(self.sums.values())
+        self.fixed = fixed_buffers(config)
+        self.standing = self._standing() if self.fixed else 0
         self.weights: dict[str, int] = {}
         self.sweep: list[Unit] = []
         self.on_way: set[str] = set()
-        self.buckets: dict[str, int] = {}
+        self.buckets: dict[str, list[int]] = {}
         self.in_flight: deque[Unit] = deque()
         self.beside: dict[str, int] = {}
-        self.spare = 0
+        self.spare: list[int] = []
         self.summed: set[str] = set()
         self.waiting = 0
         self.last = True
@@ -64,13 +67,22 @@ class Step:
         found = {role: num_bytes for role, num_bytes, _ in tensors(bucket, self.model.config)}
         return found.get("gradient_sums", found["main_grads"])
 
-    def _written(self, unit: Unit) -> int:
-        """Bytes of flat storage that a unit's gradients are copied into; 0 where autograd adds to the sums."""
-        found = 0
-        for bucket in unit.trained:
-            if not bucket.placements.accumulates_locally or self.is_exact:
-                found += bucket.cuts.layout.bucket_numel * bucket.arriving(self.model.config).itemsize
-        return found
+    def _standing(self) -> int:
+        """Bytes of the two buffers that units but the root take turns in; see `harness.fsdp.storage.memory`."""
+        turns = [0, 0]
+        for number, unit in enumerate(unit for unit in self.units if not unit.is_root):
+            gathered = [bucket for bucket in unit.buckets if bucket.is_gathered]
+            placed = sum(-(-each.whole_bytes // ALIGN_BYTES) * ALIGN_BYTES * each.copies for each in gathered)
+            turns[number % 2] = max(turns[number % 2], placed)
+        return sum(turns)
+
+    def _written(self, unit: Unit) -> list[int]:
+        """Bytes of the buckets that a unit's gradients are copied into; none where autograd adds to the sums."""
+        return [
+            bucket.cuts.layout.bucket_numel * bucket.arriving(self.model.config).itemsize
+            for bucket in unit.trained
+            if not bucket.placements.accumulates_locally or self.is_exact
+        ]
 
     def _copies(self, unit: Unit) -> int:
         """Bytes of gradients as they are sent, and of what is received or summed beside them."""
@@ -101,8 +113,11 @@ class Step:
     def live(self) -> dict[str, int]:
         return {
             "kept": self.kept,
-            "gathered_weights": sum(self.weights.values()),
-            "gradient_buckets": sum(self.buckets.values()) + sum(self.beside.values()) + self.spare + self.waiting,
+            "gathered_weights": self.standing + sum(self.weights.values()),
+            "gradient_buckets": sum(map(sum, self.buckets.values()))
+            + sum(self.beside.values())
+            + sum(self.spare)
+            + self.waiting,
             "gradient_sums": sum(self.sums[name] for name in self.summed),
         }
 
@@ -130,7 +145,7 @@ class Step:
         if unit in self.sweep:
             self.sweep.remove(unit)
         found = sum(bucket.whole_bytes * bucket.copies for bucket in unit.buckets if bucket.is_gathered)
-        self.weights[unit.name] = found
+        self.weights[unit.name] = 0 if self.fixed and not unit.is_root else found
 
     def _unshard_next(self) -> None:
         """The unit whose backward is next, on its way or to be gathered."""
@@ -152,15 +167,21 @@ class Step:
         unit = self.in_flight.popleft()
         self.summed.add(unit.name)
         self.beside.pop(unit.name, None)
-        if (freed := self.buckets.pop(unit.name, 0)) > 0:
-            self.spare = freed
+        self.spare = [*(self.spare if self.fixed else []), *self.buckets.pop(unit.name, [])]
 
     def _prepare(self, unit: Unit) -> None:
         if unit.name in self.buckets or not self._written(unit):
             return
         self._make_room()
-        self.spare = 0
-        self.buckets[unit.name] = self._written(unit)
+        self.buckets[unit.name] = [self._taken(num_bytes) for num_bytes in self._written(unit)]
+
+    def _taken(self, num_bytes: int) -> int:
+        """Bytes of the bucket that so many are written into: a spare one where that fits; see `BucketMemory.take`."""
+        for place, spare in enumerate(self.spare):
+            if spare == num_bytes or (self.fixed and spare > num_bytes):
+                return self.spare.pop(place)
+        del self.spare[:1]
+        return num_bytes
 
     def _issue(self, unit: Unit) -> None:
         if self._written(unit) or self._copies(unit):
@@ -209,7 +230,7 @@ class Step:
         while self.in_flight:
             self._land()
         self.note("reduction", 0)
-        self.spare = 0
+        self.spare = self.spare if self.fixed else []
         casts = 0
         for unit in self.units:
             for bucket in unit.trained:
@@ -220,8 +241,11 @@ class Step:
 
 def peak(model: Model, marks: Sequence[Mark], kept: int) -> Peak:
     step = Step(model, kept)
-    k = microbatches_per_rank(model.config)
-    for number in range(min(k, 3)):
-        step.microbatch(marks, last=number == min(k, 3) - 1)
-    step.update()
+    k = min(microbatches_per_rank(model.config), 3)
+    for _ in range(2 if step.fixed else 1):  # a step begins with the fixed buffers of the one before
+        step.peak = Peak()
+        for number in range(k):
+            step.microbatch(marks, last=number == k - 1)
+        step.update()
+        step.summed.clear()
     return step.peak

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import Any
 
-from harness.config.derived import engine_options, fixed_buffers, microbatches_per_rank
-from harness.config.schema import Config, EngineName, ModelFamily, OptimizerName
+from harness.config.derived import engine_options, microbatches_per_rank, tokens_per_step
+from harness.config.own import capabilities_of
+from harness.config.schema import Config, Device, EngineName, ModelFamily, OptimizerName
 from harness.config.typed import load_config
 from harness.fsdp.vocabulary import GradBuffer
 from harness.plan.activations import Recorded, record
 from harness.plan.kept import kept, on_host
 from harness.plan.model import Model, built, tensor_axis
 from harness.plan.peak import peak
-from harness.plan.wire import Rows, wire
+from harness.plan.peers import PEERS, Peer, alone, beyond, ddp
+from harness.plan.wire import Rows, add, wire
+from harness.probe.flops import flops_per_token
 
 GIB = 2**30
 ONCE = (ModelFamily.llama, ModelFamily.moe)
@@ -31,9 +35,25 @@ def planned(values: dict[str, Any], records: Records | None = None) -> dict[str,
     return plan(config, records) if why is None else {"refused": why}
 
 
+def totals(config: Config) -> dict[str, int | None] | None:
+    """Bytes kept on the device, at the peak and sent in a step; None where there is no plan."""
+    if refusal(config) is not None:
+        return None
+    made = plan(config)
+    rows = made["wire"] and [each["bytes"] for kinds in made["wire"].values() for each in kinds.values()]
+    return {
+        "kept": sum(made["kept"].values()),
+        "peak": made["peak"] and made["peak"]["total"],
+        "sent": None if rows is None else sum(rows),
+    }
+
+
 def refusal(config: Config) -> str | None:
-    if config.engine.name is not EngineName.native:
-        return f"engine={config.engine.name.name} is not planned; valid: engine=native"
+    engine, package = config.engine.name, capabilities_of(config).package
+    if engine is not EngineName.native and engine not in PEERS:
+        return f"engine={engine.name} is not planned; valid: {', '.join(['native', *(each.name for each in PEERS)])}"
+    if engine is EngineName.megatron_fsdp and find_spec("megatron_fsdp") is None:
+        return f"engine=megatron_fsdp is planned by the package itself, which is not installed: pip install {package}"
     if config.optimizer.name in (OptimizerName.ext, OptimizerName.muon):
         what = "state of its own" if config.optimizer.name is OptimizerName.ext else "whole matrices in its steps"
         return f"optimizer={config.optimizer.name.name} has {what}, not planned; valid: optimizer=adam, adamw or sgd"
@@ -44,24 +64,31 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
     """Bytes and messages of the first rank, which keeps as much as any other.
 
     on_host: bytes of what is kept that are not on the device, and not in its peak. left_out: what is not planned, and
-    why; peak and wire are None there. fits: in cluster.device_memory; None where one of both is unknown.
+    why; peak and wire are None there. flops: of a rank in a step; None if unknown. fits: in cluster.device_memory; None
+    where one of both is unknown.
     """
-    unknown = dict(left_out(config))
+    unknown, peer = dict(left_out(config)), PEERS.get(config.engine.name)
     with tensor_axis(config.mesh.tp) as axis:
-        model = built(config, axis)
-        recorded = (
-            None if "peak" in unknown and config.mesh.tp == 1 else _recorded(model, {} if records is None else records)
-        )
-    memory, host, k = kept(model), on_host(model), microbatches_per_rank(config)
-    found = peak(model, recorded.marks, sum(memory.values()) - host) if recorded and "peak" not in unknown else None
+        model = built(alone(config) if peer else config, axis)
+        is_needed = "peak" not in unknown or ("wire" not in unknown and (config.mesh.tp > 1 or peer is ddp))
+        recorded = _recorded(model, {} if records is None else records) if is_needed else Recorded((), Rows())
+    if peer:
+        made = Peer(config, model, recorded)
+        peer(made)
+        memory, host, sent, found = made.kept, 0, made.rows, None
+    else:
+        memory, host, sent = kept(model), on_host(model), wire(model, microbatches_per_rank(config))
+        found = None if "peak" in unknown else peak(model, recorded.marks, sum(memory.values()) - host)
+    add(sent, recorded.tensor_parallel, microbatches_per_rank(config))
     room = config.cluster.device_memory
-    rows = None if "wire" in unknown else wire(model, recorded.tensor_parallel if recorded else Rows(), k)
+    rows = None if "wire" in unknown else sent
     return {
         "kept": memory,
         "on_host": host,
         "peak": None if found is None else asdict(found),
         "wire": None if rows is None else as_table(rows),
         "left_out": unknown,
+        "flops": (flops_per_token(config) or 0) * tokens_per_step(config) / config.mesh.world_size or None,
         "fits": None if found is None or room is None else found.total <= room * GIB,
     }
 
@@ -70,14 +97,9 @@ def _recorded(model: Model, records: Records) -> Recorded:
     """A record of this cell, or of one that computes alike."""
     config = model.config
     arriving = [bucket.arriving(config) for bucket in model.buckets]
-    sizes = (
-        config.model,
-        config.data.seq_len,
-        config.train.microbatch_size,
-        config.mesh.tp,
-        config.mesh.sequence_parallel,
-    )
-    key = repr((sizes, config.cluster.device, config.dtype.compute, arriving, [unit.name for unit in model.units]))
+    of_data = config.data.seq_len, config.train.microbatch_size, config.mesh.tp, config.mesh.sequence_parallel
+    made_of = config.model, config.cluster.device, config.dtype.compute, config.dtype.fp8, arriving
+    key = repr((of_data, made_of, [unit.name for unit in model.units]))
     if key not in records:
         records[key] = record(model)
     return records[key]
@@ -89,14 +111,14 @@ def left_out(config: Config) -> Iterator[tuple[str, str]]:
     if family not in ONCE:
         for part in ("peak", "wire"):
             yield part, f"model.family={family.name}: how often and when its units run is known only once it runs"
-    if config.dtype.fp8 is not None:
-        yield "peak", f"dtype.fp8={config.dtype.fp8.name}: what its layers keep for the backward is not recorded"
-        if config.mesh.tp > 1:
-            yield "wire", "dtype.fp8 with mesh.tp: maxima of activations are exchanged as the layers run"
+    yield from beyond(config)
+    if config.dtype.fp8 is not None and config.cluster.device is Device.cuda:
+        yield "peak", f"dtype.fp8={config.dtype.fp8.name} on cuda: which kernels multiply, only a card can tell"
+    if config.dtype.fp8 is not None and config.mesh.tp > 1:
+        for part in ("peak", "wire"):
+            yield part, "dtype.fp8 with mesh.tp: maxima of activations are exchanged as the layers run"
     if config.dtype.loss_scale == "dynamic":
         yield "wire", "dtype.loss_scale=dynamic: torch's scaler has an exchange of its own"
-    if fixed_buffers(config):
-        yield "peak", "engine.double_buffer (which nccl_ub turns on): fixed buffers are not planned"
     if options["grad_buffer"] is not GradBuffer.flat or options["prefetch_limit_bytes"] is not None:
         yield "peak", "engine.grad_buffer and engine.prefetch_limit_bytes: planned at their defaults alone"
 

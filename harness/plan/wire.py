@@ -130,11 +130,10 @@ class Traffic:
         return rows
 
 
-def wire(model: Model, tensor_parallel: Rows, k: int) -> Rows:
+def wire(model: Model, k: int) -> Rows:
     """Traffic of a step of k microbatches after the first two steps, in which ranks also compare what they hold.
 
-    Args:
-        tensor_parallel: of one microbatch over the tensor-parallel axis, as recorded.
+    What layers send over the tensor-parallel axis is left out.
     """
     mode, unsharded = model.config.numerics.mode, model.config.engine.accumulate_unsharded
     rows, gathers = Rows(), Gathers(model)
@@ -142,18 +141,17 @@ def wire(model: Model, tensor_parallel: Rows, k: int) -> Rows:
     for unit in model.units:
         for bucket in unit.buckets:
             traffic = known.setdefault(bucket, Traffic(bucket, model.transport, mode))
-            _add(rows, traffic.gather(), k * gathers.of(unit, bucket))
-            _add(rows, traffic.install())
+            add(rows, traffic.gather(), k * gathers.of(unit, bucket))
+            add(rows, traffic.install())
             if bucket.trainable:
-                _add(rows, traffic.reduction(last=True))
-                _add(rows, traffic.reduction(last=False), 0 if unsharded else k - 1)
-    _add(rows, _agreements(model))
-    _add(rows, _scales(model))
-    _add(rows, tensor_parallel, k)
+                add(rows, traffic.reduction(last=True))
+                add(rows, traffic.reduction(last=False), 0 if unsharded else k - 1)
+    add(rows, _agreements(model))
+    add(rows, _scales(model))
     return Rows({key: amount for key, amount in rows.items() if amount})
 
 
-def _add(rows: Rows, more: Rows, times: int = 1) -> None:
+def add(rows: Rows, more: Rows, times: int = 1) -> None:
     for key, amount in more.items():
         rows[key] += times * amount
 

@@ -166,8 +166,11 @@ def _runs(study: Study) -> Table:
         "TFLOP/s",
         "MFU %",
         "kept MiB",
+        "planned",
         "peak MiB",
+        "planned peak",
         "sent MiB",
+        "planned sent",
     )
     head = ("run", "state", "steps", *results, "reason")
     rows = [
@@ -184,9 +187,12 @@ def _runs(study: Study) -> Table:
             number(row.tflops_per_rank, lambda value: f"{value:.3g}"),
             number(row.mfu, lambda value: f"{100 * value:.1f}"),
             number(row.accounted_bytes, _mib),
+            number(row.planned_kept_bytes, _mib),
             number(row.peak_bytes, _mib),
+            number(row.planned_peak_bytes, _mib),
             number(row.sent_bytes, _mib),
-            text("" if row.state == "done" else row.reason),
+            number(row.planned_sent_bytes, _mib),
+            text(row.leaves_plan if row.state == "done" else row.reason),
         ]
         for row in study.runs.itertuples()
     ]

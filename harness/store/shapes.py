@@ -175,6 +175,7 @@ SUMMARY: Shape = {
     "final_weights?": str,
     "load?": Maybe({"at_start": NUMBER, "at_end": NUMBER, "others_cores": NUMBER}),
     "tensor_bytes?": Maybe({"persistent": Each(list, int), "peak": Each(list, int), "growth": Each(list, int)}),
+    "planned?": Maybe(Each(dict, Maybe(int))),
     "other_replicas?": Maybe(Each(list, int)),
     "restored?": Maybe(_RESTORED),
     "worked_out_again?": {"steps": int, "seconds": NUMBER},

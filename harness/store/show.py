@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from harness.store import checksums, identity, provenance, screen, status
+from harness.store import checksums, identity, planned, provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.fields import with_unit
@@ -156,6 +156,11 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     lines = (
         [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
     )
+    if peaks := (summary.get("tensor_bytes") or {}).get("peak"):
+        lines += [_field("peak", planned.beside(summary, "peak", f"{max(peaks):,} bytes"))]
+    if summary.get("planned"):
+        lines += [_field("kept", planned.beside(summary, "kept", f"{sum(kept.values()):,} bytes"))]
+    lines += [_field("plan", off)] if (off := planned.leaves(summary)) else []
     lines += [
         _field(name, _asked(entry))
         for name, entry in (summary.get("network") or {}).items()
@@ -166,7 +171,10 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     rows = summary.get("collectives") or []
     total = sum(row["bytes"] for row in rows)
     if rows:
-        lines += [_field("traffic", f"{total:,} bytes sent in the last step:"), *_traffic(rows)]
+        lines += [
+            _field("traffic", f"{planned.beside(summary, 'sent', f'{total:,} bytes')} sent in the last step:"),
+            *_traffic(rows),
+        ]
     return lines
 
 

@@ -68,6 +68,7 @@ class Bench:
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
         return {
             "tensor_bytes": self.tensor_bytes,
+            "planned": self.session.planned,
             "load": {
                 "at_start": self.load_at_start,
                 "at_end": os.getloadavg()[0],

@@ -306,7 +306,7 @@ class Loop:
         facts = {
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
-            "accounted_bytes": self.accounted_bytes,
+            "accounted_bytes": self.session.engine.accounted_bytes(),  # some of it is made in the first step
             "engine": self.session.engine.facts(),
             "network": self._network(),
             "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],

@@ -8,7 +8,8 @@ machine), network (nccl_ub and sharp: requested, effective, reason; nccl: what r
 a kind and bucket of the last step), step_time_s (quartiles, without the first steps of
 the first and of the last attempt, or without the warm-up of measure=bench), wall_s of this attempt. measure=bench adds
 tensor_bytes (of the last warm-up step, by rank: persistent, peak, and the growth since the step before, which is 0 in a
-settled state; null where it could not be followed) and load (load average at_start and at_end, others_cores: processor
+settled state; null where it could not be followed), planned (kept, peak and sent as `harness.plan` has them; null: no
+plan) and load (load average at_start and at_end, others_cores: processor
 time of anything but these ranks over the timed_s seconds of timed steps).
 """
 

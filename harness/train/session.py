@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,6 +64,8 @@ class Session:
     warn: Callable[[str], None] = print
     """Called by rank 0 with a warning."""
     alive: Callable[[], None] = lambda: None
+    planned: Mapping[str, int | None] | None = None
+    """On rank 0 of a timed run: bytes that its plan has."""
     begins: Callable[[int], None] = lambda _: None
     """Called by every rank before every step, with its number."""
 

@@ -101,12 +101,13 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
 
         device = connect.set_up_torch(config, place)
         reporter.pipe.send("phase", name="meeting the other ranks")
+        planned = _planned(config, reporter) if place.rank == 0 else None
         ranks = connect.join(config, place, reporter.folder, device)
         _say_what_has_no_effect(config, place, reporter)
         reporter.pipe.send("phase", name="building")
         try:
             seen = Divergence()
-            signs = Signs(_progress(reporter, watch, seen), reporter.warn, heartbeat(reporter, watch))
+            signs = Signs(_progress(reporter, watch, seen), reporter.warn, heartbeat(reporter, watch), planned)
             outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(run, place, reporter, stop, outcome, seen)
@@ -136,6 +137,20 @@ def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter
         reporter.warn(warning)
 
 
+def _planned(config: Config, reporter: Reporter) -> dict[str, int | None] | None:
+    """Bytes that a timed run should keep, hold at most and send; None for others. Before ranks meet: a plan has process
+    groups of its own."""
+    if config.measure.mode is not MeasureMode.bench:
+        return None
+    from harness.plan.planned import totals
+
+    try:
+        return totals(config)
+    except Exception as error:  # whatever a model of the user's does on the meta device
+        reporter.warn(f"no plan to hold this run's memory against: {error!r}")
+        return None
+
+
 class Divergence:
     step = 0
 
@@ -163,6 +178,7 @@ class Signs(NamedTuple):
     progress: Callable[[Progress], None]
     warn: Callable[[str], None]
     alive: Callable[[], None]
+    planned: dict[str, int | None] | None
 
 
 def heartbeat(reporter: Reporter, watch: HangWatch) -> Callable[[], None]:

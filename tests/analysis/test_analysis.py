@@ -344,7 +344,9 @@ def test_a_table_has_what_a_comparison_needs(store: Path) -> None:
 
 def test_memory_and_communication_are_read_from_where_they_were_measured(tmp_path: Path) -> None:
     followed, counted = (write(tmp_path, arm) for arm in (FP32, OURS))
-    edit_json(followed / "summary.json", tensor_bytes={"persistent": [5], "peak": [7, 9], "growth": [0]})
+    plan = {"kept": 5, "peak": 7, "sent": None}
+    tensors = {"persistent": [5], "peak": [7, 9], "growth": [0]}
+    edit_json(followed / "summary.json", tensor_bytes=tensors, planned=plan)
 
     def give(lines: list[dict[str, Any]]) -> None:
         for line in lines:
@@ -354,7 +356,11 @@ def test_memory_and_communication_are_read_from_where_they_were_measured(tmp_pat
     edit_lines(counted, give)
     runs = load.runs(tmp_path).set_index("path")
     assert runs.loc[str(followed), "peak_bytes"] == 9
+    assert runs.loc[str(followed), "planned_peak_bytes"] == 7
+    assert runs.loc[str(followed), "leaves_plan"].startswith("the measured peak leaves the plan by +14.3%")
     assert runs.loc[str(counted), "peak_bytes"] == 112
+    assert pd.isna(runs.loc[str(counted), "planned_peak_bytes"])
+    assert runs.loc[str(counted), "leaves_plan"] == ""
     assert runs.loc[str(counted), "exposed_comm_s"] == 0.5
     assert pd.isna(runs.loc[str(followed), "exposed_comm_s"])
 

@@ -77,6 +77,7 @@ def write(
     *,
     load: Mapping[str, float] = {"at_start": 1.0, "at_end": 2.0, "others_cores": 0.0, "timed_s": 1.0},
     tensors: Mapping[str, Any] | None = None,
+    planned: Mapping[str, int | None] | None = None,
     ended: str = "2026-01-01T00:00:00+00:00",
     **origin: Any,
 ) -> Path:
@@ -87,7 +88,7 @@ def write(
     lines = [line(step, time, exposed) for step, time in enumerate(times, start=1)]
     run.metrics.write_text("".join(encode(one) + "\n" for one in lines))
     tensors = tensors or {"step": WARM_UP, "persistent": [100, 120], "peak": [300, 310], "growth": [0, 0]}
-    facts = {"accounted_bytes": {"main_weights": 90}, "load": dict(load), "tensor_bytes": tensors}
+    facts = {"accounted_bytes": {"main_weights": 90}, "load": dict(load), "tensor_bytes": tensors, "planned": planned}
     run.summary.write_text(json.dumps(facts))
     provenance = {"sources_digest": sources_digest(), "versions": {"torch": "2.13.0"}, "cpu_model": "a processor"}
     run.provenance.write_text(json.dumps(provenance | origin))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from harness.bench import Report, markdown, report, text as folded
+from harness.bench.render import COLUMNS, _cells
 from harness.bench.report import _mixed
 from harness.cli.main import main
 from harness.config.errors import BadRequest
@@ -155,6 +156,17 @@ def test_storage_that_still_grew_is_flagged(tmp_path: Path) -> None:
     found = report(tmp_path, "lab")
     assert all("grew by 50 bytes" in note for note in found.notes)
     assert "too few blocks" in text(found)
+
+
+def test_plans_stand_beside_what_was_measured_and_a_peak_off_its_plan_is_named(tmp_path: Path) -> None:
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        return {"planned": {"kept": 90, "peak": 2**19 if values["engine"]["name"] == "fsdp1" else 305, "sent": 2**20}}
+
+    lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=change))
+    found = report(tmp_path, "lab")
+    assert len([note for note in found.notes if "leaves the plan by -99.9%" in note and "fsdp1" in note]) == 2
+    shown = [dict(zip(COLUMNS, _cells(row), strict=True)) for row in found.regimes[0].rows]
+    assert {(row["planned peak"], row["planned sent"]) for row in shown} == {("0.00", "1.00"), ("0.50", "1.00")}
 
 
 def test_two_machines_cannot_be_compared(tmp_path: Path) -> None:

@@ -77,4 +77,48 @@ OTHERS = [
         (2, 1, "model=moe dtype=bf16 sharding=optim"),
     )
 ]
-CELLS = [*ALONE, *HYBRID, *TENSOR, *FP8, *OTHERS]
+FIXED = [
+    Cell(2, k, (f"sharding={s}", f"dtype={d}", "engine.double_buffer=true", "model.num_layers=8", "data.seq_len=8"))
+    for s, d, k in (("optim_grads_params", "bf16_comm", 2), ("optim_grads", "fp32", 1), ("no_shard", "bf16", 1))
+]
+PEERS = [
+    Cell(ranks, k, tuple(f"engine={text}".split()), tp)
+    for ranks, k, tp, text in (
+        (2, 2, 1, "fsdp2 sharding=optim_grads dtype=bf16_comm"),
+        (3, 1, 1, "fsdp2 sharding=optim_grads_params dtype=bf16"),
+        (4, 2, 1, "fsdp2 sharding=optim_grads_params mesh.dp_outer=2 model.tie_embeddings=true"),
+        (4, 2, 1, "fsdp2 sharding=optim_grads mesh.dp_outer=4 optimizer=sgd optimizer.momentum=0.9"),
+        (4, 2, 2, "fsdp2 dtype=bf16 mesh.sequence_parallel=true"),
+        (2, 1, 1, "fsdp2 dtype=fp8_delayed model.dim=128 model.ffn_dim=192"),
+        (2, 2, 1, "fsdp1 sharding=optim_grads dtype=bf16_comm"),
+        (3, 1, 1, "fsdp1 sharding=optim_grads_params dtype=bf16 model.dim=56 model.ffn_dim=51"),
+        (3, 2, 1, "fsdp1 sharding=no_shard model.dim=56 model.ffn_dim=51"),
+        (4, 2, 1, "fsdp1 sharding=optim_grads_params mesh.dp_outer=2 model.tie_embeddings=true"),
+        (4, 2, 1, "fsdp1 sharding=optim_grads mesh.dp_outer=4"),
+        (2, 2, 1, "ddp sharding=no_shard dtype=bf16_comm"),
+        (3, 1, 1, "ddp sharding=optim dtype=bf16 model=moe"),
+        (2, 1, 1, "ddp sharding=optim numerics=deterministic model.dim=256 model.ffn_dim=700"),
+        (2, 1, 1, "ddp dtype=fp8_delayed model.dim=128 model.ffn_dim=192"),
+        (2, 1, 1, "ddp model.dim=512 model.ffn_dim=1400"),
+        (4, 2, 2, "ddp dtype=bf16 mesh.sequence_parallel=true"),
+        (2, 3, 1, "megatron_fsdp sharding=optim_grads_params dtype=bf16 model=moe model.skip_idle=false"),
+        (2, 2, 1, "megatron_fsdp sharding=no_shard dtype=bf16"),
+        (2, 2, 1, "megatron_fsdp sharding=optim dtype=bf16_comm"),
+        (3, 2, 1, "megatron_fsdp sharding=optim_grads dtype=bf16"),
+        (3, 2, 1, "megatron_fsdp sharding=optim_grads_params"),
+        (2, 1, 1, "megatron_fsdp dtype=bf16_comm model.tie_embeddings=true model.activation_checkpointing=true"),
+        (4, 2, 1, "megatron_fsdp sharding.outer=no_shard mesh.dp_outer=2 dtype=bf16_comm"),
+        (4, 2, 1, "megatron_fsdp sharding.outer=optim mesh.dp_outer=2 dtype=bf16"),
+        (2, 3, 1, "megatron_fsdp sharding=optim dtype=bf16 model.tie_embeddings=true"),
+        (4, 2, 1, "megatron_fsdp sharding=optim sharding.outer=no_shard mesh.dp_outer=2 dtype=bf16_comm"),
+        (4, 2, 1, "megatron_fsdp sharding=optim_grads sharding.outer=no_shard mesh.dp_outer=2"),
+        (2, 2, 1, "deepspeed sharding=optim_grads_params dtype=bf16_comm"),
+        (2, 2, 1, "deepspeed sharding=no_shard"),
+        (3, 2, 1, "deepspeed sharding=optim dtype=bf16_comm"),
+        (2, 2, 1, "deepspeed sharding=optim"),
+        (3, 2, 1, "deepspeed sharding=optim_grads dtype=bf16"),
+        (3, 2, 1, "deepspeed sharding=optim_grads_params model.tie_embeddings=true"),
+    )
+]
+OURS = [*ALONE, *HYBRID, *TENSOR, *FP8, *FIXED, *OTHERS]
+CELLS = [*OURS, *PEERS]

@@ -5,23 +5,26 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from harness.plan import kept, wire
+from harness.config.schema import Device, EngineName
+from harness.plan import kept, peers, wire
 from harness.plan.peak import Step
 from harness.plan.planned import plan, planned
-from tests.plan.cells import ALONE, CELLS, FP8, HYBRID, OTHERS, TENSOR, Cell
+from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, PEERS, TENSOR, Cell
 from tests.plan.measured import Measured, measure
 from tests.support.composing import compose
 from tests.support.mutants import Slip, each as each_mutant
 from tests.support.spawn import run_ranks
 
 OFF = 0.05
+PEER_NAMES = [each.name for each in peers.PEERS if each.name != "single"]
 VISIT = 10
 """Cells that the same ranks run one after another."""
-FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *OTHERS[:1], *OTHERS[-1:]}
+FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *FIXED[:1], *OTHERS[:1], *OTHERS[-1:]}
+FEW |= {next(each for each in PEERS if each.ranks == 2 and f"engine={name}" in each.words) for name in PEER_NAMES}
 """For `make test`."""
 
 
@@ -59,8 +62,9 @@ def sent_by_kind(made: dict[str, Any]) -> dict[str, dict[str, int]]:
 PARAMS = [pytest.param(cell, id=str(cell), marks=() if cell in FEW else pytest.mark.full) for cell in CELLS]
 
 
-def test_there_are_forty_cells() -> None:
-    assert len(set(CELLS)) >= 40
+def test_there_are_forty_cells_of_ours_and_some_of_each_peer() -> None:
+    assert len(set(OURS)) >= 40
+    assert {sum(f"engine={name}" in each.words for each in PEERS) >= 4 for name in PEER_NAMES} == {True}
 
 
 @pytest.mark.parametrize("cell", PARAMS)
@@ -70,7 +74,7 @@ def test_bytes_kept_and_sent_are_those_of_a_real_step(cell: Cell) -> None:
     assert sent_by_kind(made) == first.sent
 
 
-@pytest.mark.parametrize("cell", [each for each in PARAMS if each.values[0] not in FP8])
+@pytest.mark.parametrize("cell", [each for each in PARAMS if each.values[0] in OURS])
 def test_the_peak_is_that_of_a_real_step(cell: Cell) -> None:
     peak = plan_of(cell)["peak"]
     held = statistics.median(each.peak for each in measured(cell))
@@ -79,19 +83,49 @@ def test_the_peak_is_that_of_a_real_step(cell: Cell) -> None:
 
 
 def test_what_would_be_a_guess_is_left_out() -> None:
-    made = plan_of(FP8[0])
-    assert made["peak"] is None
-    assert "dtype.fp8=current" in made["left_out"]["peak"]
+    config = compose(FP8[0].overrides).typed
+    config.cluster.device = Device.cuda
+    on_card = plan(config)
+    assert on_card["peak"] is None
+    assert "dtype.fp8=current" in on_card["left_out"]["peak"]
+    peer = plan_of(PEERS[0])
+    assert (peer["peak"], peer["fits"], "engine=fsdp2" in peer["left_out"]["peak"]) == (None, None, True)
     odd = plan(compose(("model=odd", "data=synthetic", "launch.dry_run=true")).typed)
     assert (odd["peak"], odd["wire"], sum(odd["kept"].values()) > 0) == (None, None, True)
 
 
 def test_an_engine_without_a_plan_is_refused() -> None:
-    cell = compose(("engine=fsdp2", "data=synthetic", "launch.dry_run=true"))
-    assert planned(cell.config) == {"refused": "engine=fsdp2 is not planned; valid: engine=native"}
+    config = compose(("data=synthetic", "launch.dry_run=true")).config
+    config["engine"] |= {"name": "ext", "adapter": "package.module:Class"}
+    valid = ", ".join(["native", *(each.name for each in peers.PEERS)])
+    assert planned(config) == {"refused": f"engine=ext is not planned; valid: {valid}"}
 
 
 AREA = "Plans of memory and traffic"
+BY_CELL = {
+    "gathered for each microbatch": Slip(
+        peers, "fsdp2", "1 if stays else", "p.k if stays else", "FSDP2 under optim_grads drops weights in between"
+    ),
+    "gathered once a step": Slip(
+        peers, "fsdp1", "p.k * (1 if", "(1 if", "FSDP1 keeps gathered weights from one microbatch to the next"
+    ),
+    "an uncompressed wire": Slip(
+        peers, "ddp", "min(p.wire, p.main)", "p.main", "DDP's buckets travel as they are kept"
+    ),
+    "the first unit dropped": Slip(
+        peers, "megatron_fsdp", "p.k + 1 if", "2 * p.k if", "megatron-fsdp drops its first unit between microbatches"
+    ),
+    "gathered again for the backward": Slip(
+        peers, "deepspeed", "here * p.compute, p.k", "here * p.compute, 2 * p.k", "ZeRO-3 drops weights of small models"
+    ),
+    "a buffer of all units": Slip(
+        Step,
+        "_standing",
+        "max(turns[number % 2], placed)",
+        "turns[number % 2] + placed",
+        "Fixed buffers hold all units",
+    ),
+}
 SLIPS = {
     "padding counted as weights": Slip(
         kept, "tensors", "cuts.param_numel(on) *", "cuts.numel(on) *", "Padding is counted with the buffer that has it"
@@ -127,6 +161,31 @@ SLIPS = {
         "Unreduced gradients of more than two units wait",
     ),
 }
+
+
+def cell_of(slip: Slip) -> Cell:
+    engine = EngineName.__members__.get(slip.name)
+    if engine is not None:
+        return next(each for each in PEERS if each in FEW and f"engine={engine.name}" in each.words)
+    return FIXED[0]
+
+
+@pytest.mark.parametrize("name", each_mutant(AREA, ((name, slip.breaks) for name, slip in BY_CELL.items())))
+def test_a_wrong_formula_of_a_peer_or_an_option_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip = BY_CELL[name]
+    cell = cell_of(slip)
+    found, engine = measured(cell), EngineName.__members__.get(slip.name)
+
+    def agrees() -> bool:
+        made, held = plan(compose(cell.overrides).typed), statistics.median(each.peak for each in found)
+        is_near = made["peak"] is None or made["peak"]["total"] == pytest.approx(held, rel=OFF)
+        return is_near and sent_by_kind(made) == found[0].sent
+
+    assert agrees()
+    slip.put(monkeypatch)
+    if engine is not None:
+        monkeypatch.setitem(cast(dict[EngineName, Any], peers.PEERS), engine, getattr(peers, slip.name))
+    assert not agrees()
 
 
 WEIGHTY = Cell(3, 1, ("model.num_layers=8", "data.seq_len=8", "model.vocab_size=32"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from harness.store import show
@@ -22,6 +24,22 @@ def test_memory_by_role_and_traffic_by_bucket() -> None:
     assert traffic.endswith("369,672 bytes sent in the last step:")
     assert first.split() == ["blocks.0/float32", "4", "all_gather", "369,664", "bytes"]
     assert second.split() == ["(no", "bucket)", "1", "all_reduce", "8", "bytes"]
+
+
+def test_the_plan_of_a_timed_run_stands_beside_what_was_measured() -> None:
+    summary: dict[str, Any] = {
+        "accounted_bytes": {"main_weights": 1024},
+        "tensor_bytes": {"persistent": [1, 1, 1], "peak": [1040, 1060, 1200], "growth": [0, 0, 0]},
+        "planned": {"kept": 1024, "peak": 1010, "sent": 64},
+        "collectives": [{"kind": "all_reduce", "bucket": "", "count": 1, "bytes": 64}],
+    }
+    _, peak, kept, traffic, _ = _cost(summary)
+    assert peak.endswith("1,200 bytes (1,010 planned)"), "1,060, in the middle, is within 5 %"
+    assert kept.endswith("1,024 bytes (1,024 planned)")
+    assert traffic.endswith("64 bytes (64 planned) sent in the last step:")
+    summary["planned"]["peak"] = 1009
+    told = " ".join(_cost(summary)[3].split())
+    assert told.endswith("the measured peak leaves the plan by +5.1%: 1,060 bytes, 1,009 planned")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Step time of a planned cell by four constants of a timed run: `plan --calibrate RUN`.
+
+A step is taken for the sum of its parts. A part is timed only where every setting that its constant depends on is that
+of the run; sizes, and how much there is to do, may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from harness.bench.record import Process, load
+from harness.config.compose import Cell
+from harness.config.errors import refuse
+from harness.store import screen
+from harness.store.rundir import Store, flatten
+
+Plan = Mapping[str, Any]
+Plans = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
+ALWAYS = ("engine.name", "cluster.device", "cluster.threads_per_rank", "mesh.world_size", "mesh.tp")
+
+
+class Part(NamedTuple):
+    """unit: what the constant counts a second. seconds: of the run's times. amount: of a plan; None where unknown.
+    alike: settings that the constant depends on, beside `ALWAYS`."""
+
+    unit: str
+    seconds: Callable[[Mapping[str, Any]], float]
+    amount: Callable[[Plan], float | None]
+    alike: tuple[str, ...]
+
+
+def sent(plan: Plan) -> int | None:
+    """Bytes that a rank sends in a step."""
+    wire = plan.get("wire")
+    return None if wire is None else sum(each["bytes"] for kinds in wire.values() for each in kinds.values())
+
+
+PARTS: Mapping[str, Part] = {
+    "forward and backward": Part(
+        "FLOP",
+        lambda s: s["forward_s"] + s["backward_s"] - s["exposed_comm_s"],
+        lambda plan: plan["flops"],
+        ("dtype.compute", "dtype.fp8", "model.family", "model.activation_checkpointing"),
+    ),
+    "exposed communication": Part(
+        "byte",
+        lambda s: s["exposed_comm_s"],
+        sent,
+        ("sharding.strategy", "sharding.outer", "mesh.dp_outer", "cluster.nodes", "engine.transport"),
+    ),
+    "update": Part(
+        "byte",
+        lambda s: s["optimizer_s"],
+        lambda plan: sum(plan["kept"][role] for role in ("compute_weights", "main_weights", "optimizer")),
+        ("sharding.strategy", "dtype.compute", "dtype.main_params", "optimizer.name"),
+    ),
+    "data and the rest": Part("step", lambda s: s["data_s"] + s["other_s"], lambda plan: 1.0, ("data.kind",)),
+}
+
+
+class Calibration(NamedTuple):
+    """plan: of the run itself."""
+
+    run: Process
+    plan: Plan
+
+    @classmethod
+    def of(cls, root: str, name: str, plans: Plans) -> Calibration:
+        """Raises `BadRequest`: the run is not timed, or not planned. `StoreError`: there is no such run."""
+        found = load(Store(root).find(name).path)
+        (plan,) = [{"refused": found}] if isinstance(found, str) else plans([found.config])
+        if isinstance(found, str) or "refused" in plan:
+            raise refuse(f"--calibrate {name}", plan["refused"], fix="a planned run with measure=bench that is done")
+        return cls(found, plan)
+
+    def part(self, name: str, cell: Cell, plan: Plan) -> tuple[float | None, str]:
+        """Seconds of a part of a step and where they come from, or why there are none."""
+        part, there, here = PARTS[name], flatten(dict(self.run.config)), flatten(cell.config)
+        other = [key for key in (*ALWAYS, *part.alike) if there.get(key) != here.get(key)]
+        if other:
+            return None, f"not calibrated: {other[0]}={here.get(other[0])}, and {there.get(other[0])} in {self.run.run}"
+        done, to_do, times = part.amount(self.plan), part.amount(plan), self.run.parts
+        if to_do == 0:
+            return 0.0, "nothing to do"
+        if not done or to_do is None or None in times.values() or part.seconds(times) <= 0:
+            return None, f"not calibrated: {self.run.run} does not tell"
+        rate = done / part.seconds(times)
+        return to_do / rate, f"{rate:.4g} {part.unit}/s, calibrated by {self.run.run}"
+
+    def step_s(self, cell: Cell, plan: Plan) -> float | None:
+        """None where a part is not calibrated."""
+        found = [self.part(name, cell, plan)[0] for name in PARTS]
+        return None if None in found else sum(each or 0.0 for each in found)
+
+    def table(self, cell: Cell, plan: Plan, room: int) -> list[str]:
+        rows = [[name, ms(seconds), why] for name in PARTS for seconds, why in [self.part(name, cell, plan)]]
+        rows.append(["together", ms(self.step_s(cell, plan)), ""])
+        return screen.table(["part of a step", "ms", "from"], rows, room, flexible=(2,), folded=(2,))
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f}"
