@@ -5,5 +5,6 @@ a run directory (`harness.store`).
 """
 
 from harness.capture.run import Run as Run, watch as watch
+from harness.capture.shards import Part as Part
 
-__all__ = ["Run", "watch"]
+__all__ = ["Part", "Run", "watch"]

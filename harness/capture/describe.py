@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from harness.capture import graph
@@ -58,22 +57,17 @@ def _machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def rate(optimizers: Sequence[Optimizer]) -> float | None:
-    """Learning rate of the first parameter group."""
-    return float(optimizers[0].param_groups[0]["lr"]) if optimizers else None
-
-
 def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
     """Facts of one rank, after its first step."""
     tensors = [
         {
             "name": name,
-            "shape": list(piece.shape),
-            "dtype": NAMES.get(piece.local.dtype, str(piece.local.dtype)),
-            "place": None if piece.place is None else piece.place.numbers,
-            "trained": watching.params[name][1].requires_grad,
+            "shape": list(shard.shape),
+            "dtype": NAMES.get(shard.holder.dtype, str(shard.holder.dtype)),
+            "places": [block.place.numbers for block in shard.blocks],
+            "trained": shard.trained,
         }
-        for name, piece in watching.pieces.items()
+        for name, shard in watching.shards.items()
     ]
     first = next(iter(watching.params.values()))[1]
     return {
@@ -81,8 +75,8 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "model": _class(watching.models[0]),
         "tensors": tensors,
-        "unplaced": watching.unplaced,
-        "sharded": any(_is_sharded(param) for _, param in watching.params.values()),
+        "unplaced": watching.found.unplaced,
+        "sharded": any(sum(b.numel for b in s.blocks) < math.prod(s.shape) for s in watching.shards.values()),
         "compute": _coarsest(watching.compute or {local_part(first).dtype}),
         "grads": _coarsest(watching.grads),
         "depth": graph.of_model(watching.models, watching.counted, 1)._asdict(),
@@ -99,10 +93,6 @@ def _class(model: nn.Module) -> str:
     return type(inner).__name__.removeprefix("FSDP")
 
 
-def _is_sharded(param: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and any(not placement.is_replicate() for placement in param.placements)
-
-
 def _coarsest(dtypes: Iterable[torch.dtype]) -> str:
     names = {NAMES[dtype] for dtype in dtypes if dtype in NAMES}
     return min(names, key=COARSE.index, default="fp32")
@@ -113,17 +103,10 @@ def _optimizer(watching: Watching) -> dict[str, Any]:
     groups = [group for optimizer in watching.optimizers for group in optimizer.param_groups]
     kinds = {RULES.get(type(optimizer), "ext") for optimizer in watching.optimizers}
     first = groups[0] if groups else {}
-    names = {id(param): name for name, (_, param) in watching.params.items()}
     decays = {float(group.get("weight_decay", 0.0)) for group in groups} - {0.0}
     alike = all(group.get(key) == first.get(key) for group in groups for key in SHARED)
     plain = not any(group.get(key) for group in groups for key in OTHERWISE)
     known = len(kinds) == 1 and alike and plain and len(decays) < 2 and watching.is_fresh
-    decayed = [
-        names[id(param)]
-        for group in groups
-        for param in group["params"]
-        if group.get("weight_decay", 0.0) and id(param) in names
-    ]
     return {
         "name": kinds.pop() if known else "ext",
         "target": "+".join(type(each).__name__ for each in watching.optimizers) or None,
@@ -133,7 +116,7 @@ def _optimizer(watching: Watching) -> dict[str, Any]:
         "momentum": float(first.get("momentum", 0.0)),
         "weight_decay": max(decays, default=0.0),
         "clip_norm": None,  # gradients are seen as the optimizer takes them, after any clipping
-        "decayed": sorted(decayed),
+        "decayed": sorted(watching.decayed),
     }
 
 
@@ -141,7 +124,8 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
     """Configuration of a run. Args: parts: facts of every rank. steps: of every step what all ranks were fed."""
     facts, first = parts[0], steps[0] if steps else {}
     depth, optimizer = facts["depth"], {key: each for key, each in facts["optimizer"].items() if key != "decayed"}
-    parameters = sum(math.prod(each["shape"]) for each in facts["tensors"])
+    shapes = {each["name"]: each["shape"] for part in parts for each in part["tensors"]}
+    parameters = sum(math.prod(shape) for shape in shapes.values())
     main, compute = _of_weights(facts), facts["compute"]
     wire = min(compute, facts["grads"], key=COARSE.index) if facts["sharded"] else facts["grads"]
     copies, microbatches = max(1, first.get("readers", 1)), max(1, first.get("microbatches", 1))

@@ -32,6 +32,8 @@ from harness.store.reading import folder_names, read_json, read_text
 from harness.store.status import State, Status
 
 Array = NDArray[np.float64]
+Places = tuple[tuple[int, ...], ...]
+"""Blocks of a tensor (`Place.numbers`, `Range.numbers`); none where a rank has nothing of it."""
 LIMIT_BYTES = 256 << 20
 """Most bytes of sketches on disk; beyond it, later steps are thinned (`check_stream.cadence`)."""
 ROUNDED = 1e-3
@@ -81,6 +83,11 @@ def _incomplete(parts: Sequence[Rank], steps: int) -> str:
     return "" if odd is None else f"{odd.folder.name} made {len(odd.lines)} steps, and another {steps}"
 
 
+def _numel(place: Sequence[int]) -> int:
+    top, bottom, left, right = place
+    return bottom - top if left < 0 else (bottom - top) * (right - left)
+
+
 class Rank:
     """Part of one rank, as it lies on disk."""
 
@@ -111,8 +118,8 @@ class Rank:
         return np.memmap(path, "<f8", "r", shape=(count, *shape)).view(np.ndarray) if count else np.empty((0, *shape))
 
     @cached_property
-    def places(self) -> dict[str, tuple[int, ...] | None]:
-        return {each["name"]: tuple(each["place"]) if each["place"] else None for each in self.facts["tensors"]}
+    def places(self) -> dict[str, Places]:
+        return {each["name"]: tuple(map(tuple, each["places"])) for each in self.facts["tensors"]}
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -149,12 +156,11 @@ class Merged:
 
     def _holders(self, tensor: CheckedTensor) -> list[Rank]:
         """A rank for each of its pieces; none where they do not make up the tensor."""
-        found: dict[tuple[int, ...], Rank] = {}
+        found: dict[Places, Rank] = {}
         for part in self.parts:
-            place = part.places.get(tensor.name)
-            if place is not None:
-                found.setdefault(place, part)
-        covered = sum((bottom - top) * (right - left) for top, bottom, left, right in found)
+            if places := part.places.get(tensor.name):
+                found.setdefault(places, part)
+        covered = sum(_numel(place) for places in found for place in places)
         return list(found.values()) if covered == math.prod(tensor.shape) else []
 
     def _fed(self, step: int) -> dict[str, Any]:
@@ -293,8 +299,8 @@ class Merged:
             "grad_norm": last.get("grad_norm"),
             "initial_weights": self._digest("initial"),
             "final_weights": self._digest("final"),
-            "decayed": self.parts[0].facts["optimizer"]["decayed"],
-            "unplaced": self.parts[0].facts["unplaced"],
+            "decayed": sorted({name for part in self.parts for name in part.facts["optimizer"]["decayed"]}),
+            "unplaced": {name: why for part in self.parts for name, why in part.facts["unplaced"].items()},
             "captured": list(captured),
             "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
             "wall_s": max((end.get("seconds", 0.0) for end in ends), default=0.0),
@@ -303,7 +309,7 @@ class Merged:
     def _digest(self, kind: str) -> str:
         """SHA-256 over names, shapes and sums of hashed elements; empty where a rank did not tell."""
         digest = hashlib.sha256()
-        for name, shape in self.tensors:
+        for name, shape in sorted(self.tensors):
             sums = [part.end.get(kind, {}).get(name) for part in self.holders[name]]
             if not sums or None in sums:
                 return ""
@@ -321,7 +327,7 @@ class Merged:
         for name, step in zip(found, steps, strict=True):
             pieces = [part.pieces(name) for part in self.parts]
             tensors, terms = self._assembled(pieces), {}
-            for key in [key for key in pieces[0] if key.startswith("local/")]:
+            for key in dict.fromkeys(key for each in pieces for key in each if key.startswith("local/")):
                 tensors[key] = self._added(pieces, key)
                 terms[key.removeprefix("local/")] = self._terms(step - 1, key.removeprefix("local/"))
             facts: dict[str, Any] = {"num_microbatches": self.fed[step - 1]["microbatches"], "plan": plan}
@@ -355,9 +361,13 @@ class Merged:
             shape = shapes[name]
             whole = torch.empty(shape, dtype=first.dtype).view(shape[0] if shape else 1, -1)
             for part, piece in chosen:
-                top, bottom, left, right = part.places[name] or (0, 0, 0, 0)
                 assert piece is not None
-                whole[top:bottom, left:right] = piece.reshape(bottom - top, right - left)
+                elements = piece.reshape(-1).split([_numel(place) for place in part.places[name]])
+                for (top, bottom, left, right), here in zip(part.places[name], elements, strict=True):
+                    if left < 0:
+                        whole.view(-1)[top:bottom] = here
+                    else:
+                        whole[top:bottom, left:right] = here.view(bottom - top, right - left)
             found[key] = whole.view(shape)
         return found
 

@@ -28,10 +28,12 @@ def named(models: Iterable[nn.Module]) -> dict[str, tuple[str, nn.Parameter]]:
     return found
 
 
+def plain_name(raw: str) -> str:
+    return ".".join(part for part in raw.split(".") if part not in INSIDE)
+
+
 def _of_one(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
-    params = [
-        (raw, [part for part in raw.split(".") if part not in INSIDE], param) for raw, param in model.named_parameters()
-    ]
+    params = [(raw, plain_name(raw).split("."), param) for raw, param in model.named_parameters()]
     while params and all(len(parts) > 1 and parts[0] == OUTSIDE for _, parts, _ in params):
         params = [(raw, parts[1:], param) for raw, parts, param in params]
     return [(raw, ".".join(parts), param) for raw, parts, param in params]

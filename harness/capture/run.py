@@ -19,7 +19,8 @@ from harness.capture import describe, merge
 from harness.capture.data import fed
 from harness.capture.names import models_of
 from harness.capture.parts import Part, folder_of
-from harness.capture.watching import Watching, optimizers_of
+from harness.capture.shards import Parts
+from harness.capture.watching import Watching
 from harness.probe.hooks import Nothing
 from harness.store.files import Lock
 from harness.store.status import OWNER_LOCK, State
@@ -38,6 +39,7 @@ def watch(
     *,
     steps: Sequence[int] | None = None,
     limit_mib: int = 1024,
+    parts: Parts | None = None,
 ) -> Run:
     """Record a training loop into a run directory of its own. Call it on every rank, after the model is sharded.
 
@@ -45,9 +47,10 @@ def watch(
 
     Args: model: one module, or several (pipeline stages). optimizer: one, several, or None. path: a new folder, shared
     by all ranks. steps: those whose whole tensors are kept; None: 1, 10, 100, ... while `limit_mib` MiB hold them.
+    parts: what parameters are made of, where their names and shapes do not say it (packed, stacked, cut by hand).
     """
     run = Run(Path(path), limit_mib * MIB, steps)
-    run.start(model, optimizer)
+    run.start(model, optimizer, parts)
     return run
 
 
@@ -112,13 +115,13 @@ class Run:
             self._watching.close()
 
     @_kept_from_training
-    def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any) -> None:
+    def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None = None) -> None:
         if folder_of(self.path, self.rank).exists() or (self.path / "summary.json").exists():
             self._is_closed = True  # what lies there is another's
             raise FileExistsError(f"{self.path} holds a run already: name another folder, or remove it")
         self._part = Part(self.path, self.rank)
-        models, optimizers = models_of(model), optimizers_of(optimizer)
-        self._watching = Watching(models, optimizers, self.guard)
+        models = models_of(model)
+        self._watching = Watching(models, optimizer, parts, self.guard)
         self._begin_step()
         if self.rank == 0:
             self._lock = Lock.acquire(self.path / OWNER_LOCK)
@@ -152,7 +155,7 @@ class Run:
             "losses": self._losses,
             "rows": self._rows,
             "tokens": self._tokens,
-            "lr": describe.rate(watching.optimizers),
+            "lr": watching.lr,
             "forwards": watching.forwards,
             "seconds": now - self._last,
         }
@@ -174,7 +177,7 @@ class Run:
             return step in self.chosen
         if int(str(step)[1:] or 0) or str(step)[0] != "1":
             return False
-        size = sum(param.numel() * param.element_size() for _, param in self._watching.params.values())
+        size = self._watching.bytes_here()
         self._kept_bytes += PARTS_OF_A_STEP * size
         return self._kept_bytes <= self.limit_bytes
 
@@ -203,7 +206,7 @@ class Run:
         assert self._watching is not None
         assert self._part is not None
         self._watching.follow()
-        size = sum(param.numel() * param.element_size() for _, param in self._watching.params.values())
+        size = self._watching.bytes_here()
         if self._kept_bytes + size <= self.limit_bytes:
             self._part.tensors("final", self._watching.weights())
         digests = {"initial": self._watching.initial, "final": self._watching.digests()}

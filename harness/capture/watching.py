@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from harness.capture import graph
-from harness.capture.names import named
+from harness.capture import graph, shards
+from harness.capture.names import named, plain_name
 from harness.capture.parts import COLUMNS, empty_rows
+from harness.capture.shards import Parts, Shard
 from harness.capture.weights import digest
 from harness.probe.hooks import ParameterHooks
-from harness.probe.step_checks.pieces import Piece, local_part
-from harness.probe.step_checks.sketch import SKETCHES, Place, Signs
+from harness.probe.step_checks.pieces import local_part
+from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
 
 Guard = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -25,16 +27,19 @@ Guard = Callable[[Callable[..., None]], Callable[..., None]]
 class Watching:
     """Observations of the present step, in hooks that stay for the whole run.
 
-    Args: guard: keeps what its function raises from whoever called it.
+    Args: optimizer, parts: as `watch` is given them. guard: keeps what its function raises from whoever called it.
     """
 
-    def __init__(self, models: list[nn.Module], optimizers: list[Optimizer], guard: Guard) -> None:
-        self.models, self.optimizers = models, optimizers
+    def __init__(self, models: list[nn.Module], optimizer: Any, parts: Parts | None, guard: Guard) -> None:
+        self.models, self.optimizers = models, optimizers_of(optimizer)
+        optimizers = self.optimizers
+        self._find: Callable[[], shards.Found] = partial(shards.find, models, optimizer, parts)
         self.params = named(models)
-        self.unplaced: dict[str, str] = {}
-        """Tensors without a place, and why."""
-        self.pieces = {plain: self._piece(plain, param) for plain, (_, param) in self.params.items()}
-        self.index = {plain: place for place, plain in enumerate(self.pieces)}
+        self.found = self._find()
+        self.index = {name: place for place, name in enumerate(self.shards)}
+        self.decayed: set[str] = set()
+        self.lr: float | None = None
+        """Learning rate of the first parameter group in the last update."""
         self.signs = Signs()
         self.counted = graph.Counted()
         self.compute: set[torch.dtype] = set()
@@ -42,8 +47,8 @@ class Watching:
         self.grads: set[torch.dtype] = set()
         self.initial: dict[str, int] = {}
         self.forwards = 0
-        self.is_fresh = not any(optimizer.state for optimizer in optimizers)
-        """True if no optimizer had a state before the first step."""
+        self.is_fresh = not any(_has_moved(optimizer) for optimizer in optimizers)
+        """True if no optimizer had a state but noughts before the first step."""
         self._handles: list[Any] = []
         self._first: list[Any] = []
         self._listen(guard)
@@ -51,12 +56,9 @@ class Watching:
         if not optimizers:  # with one, weights may still be loaded until its first update
             self.initial = self.digests(torch.float32)
 
-    def _piece(self, plain: str, param: Tensor) -> Piece:
-        try:
-            return Piece.of(plain, param)
-        except Exception as error:  # of any engine's own kind of DTensor
-            self.unplaced[plain] = f"{type(error).__name__}: {error}"
-            return Piece(plain, tuple(param.shape), param, None)
+    @property
+    def shards(self) -> dict[str, Shard]:
+        return self.found.shards
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -67,12 +69,7 @@ class Watching:
             if any(_is_compiled(each) for each in model.modules()):
                 continue  # its hooks would be compiled too
             self._handles.append(model.register_forward_hook(guard(self._forward_ended)))
-            plain = {raw: name for name, (raw, _) in self.params.items()}
-
-            def local(raw: str, gradient: Tensor, plain: Mapping[str, str] = plain) -> None:
-                self._local_gradient(plain[raw], gradient)
-
-            hooks = ParameterHooks(model, guard(local), lambda name, weight: None)
+            hooks = ParameterHooks(model, guard(self._local_gradient), lambda name, weight: None)
             hooks.__enter__()
             self._handles.append(_Hooks(hooks))
             leaves = [module for module in model.modules() if not [*module.children()]]
@@ -92,28 +89,39 @@ class Watching:
         if not self.counted.roundings:
             self.counted = graph.count(output)
 
-    def _local_gradient(self, plain: str, gradient: Tensor) -> None:
-        piece, found = self.pieces[plain], gradient.detach()
-        if isinstance(found, DTensor) or found.shape != piece.shape:
+    def _local_gradient(self, raw: str, gradient: Tensor) -> None:
+        shape, held = self.found.by_parameter.get(plain_name(raw), ((), []))
+        found = gradient.detach()
+        if isinstance(found, DTensor) or found.shape != shape:
             return
-        sketch = self.signs.sketch(plain, piece.shape, found, Place.whole(piece.shape))
-        row = self._row(plain)
+        for shard in held:
+            if shard.whole is not None:
+                self._local_part(shard, found.reshape(-1)[slice(*shard.whole)].view(shard.shape))
+
+    def _local_part(self, shard: Shard, gradient: Tensor) -> None:
+        sketch = self.signs.sketch(shard.name, shard.shape, gradient, Place.whole(shard.shape))
+        row = self._row(shard.name)
         self._add(row, "local", sketch.values)
         self._add(row, "terms_squares", sketch.squares.reshape(1))
         if self.is_captured:
-            wide = found.to("cpu", torch.float64)
-            held = self.kept.get(f"local/{plain}")
-            self.kept[f"local/{plain}"] = wide if held is None else held + wide
+            wide, key = gradient.to("cpu", torch.float64), f"local/{shard.name}"
+            held = self.kept.get(key)
+            self.kept[key] = wide if held is None else held + wide
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self.updates:
+            self.lr = float(optimizer.param_groups[0]["lr"])  # now: a schedule may move it before the step ends
             self._first_update()
         self.updates += 1
-        held = {id(param): name for name, (_, param) in self.params.items()}
+        held: dict[int, list[Shard]] = {}
+        for shard in self.shards.values():
+            held.setdefault(id(shard.holder), []).append(shard)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if id(param) in held:
-                    self._reduced_gradient(held[id(param)], param, optimizer.state.get(param, {}))
+                for shard in held.get(id(param), ()):
+                    if group.get("weight_decay", 0.0):
+                        self.decayed.add(shard.name)
+                    self._reduced_gradient(shard, param, optimizer.state.get(param, {}))
 
     def _first_update(self) -> None:
         for handle in self._first:
@@ -124,29 +132,40 @@ class Watching:
         if self.is_captured:
             self.keep("before")
 
-    def _reduced_gradient(self, plain: str, param: Tensor, state: Mapping[str, Any]) -> None:
-        piece, row = self.pieces[plain], self._row(plain)
-        if piece.place is None:
+    def _reduced_gradient(self, shard: Shard, param: Tensor, state: Mapping[str, Any]) -> None:
+        row = self._row(shard.name)
+        if not shard.blocks:
             return
         if param.grad is None:
             self._put(row, "reduced", torch.zeros(SKETCHES + 1))
             return
         local = local_part(param.grad)
         self.grads.add(local.dtype)
-        if local.shape != piece.local.shape:
+        if local.shape != local_part(param).shape:
             return
-        sketch = self.signs.sketch(plain, piece.shape, local, piece.place)
-        self._put(row, "reduced", torch.cat([sketch.values.cpu(), sketch.squares.cpu().reshape(1)]))
+        sketch = self._sketched(shard, param.grad)
+        self._put(row, "reduced", torch.cat([sketch.values, sketch.squares.reshape(1)]))
         if self.is_captured:
-            self.kept[f"gradient/{plain}"] = local.clone()
+            self.kept[f"gradient/{shard.name}"] = shard.local(param.grad).clone()
             for entry, moment in state.items():
                 if isinstance(moment, Tensor) and local_part(moment).shape == local.shape and local.ndim:
-                    self.kept[f"moment/{plain}/{entry}"] = local_part(moment).clone()
+                    self.kept[f"moment/{shard.name}/{entry}"] = shard.local(moment).clone()
+
+    def _sketched(self, shard: Shard, tensor: Tensor, *, squares: bool = True) -> Sketch:
+        """Sketch of this rank's part of a tensor, its gradient or a moment, on the CPU."""
+        pairs = zip(shard.blocks, shard.pieces(tensor), strict=True)
+        found = [
+            self.signs.sketch(shard.name, shard.shape, piece, block.place, squares=squares) for block, piece in pairs
+        ]
+        if len(found) == 1:
+            return Sketch(found[0].values.cpu(), found[0].squares.cpu())
+        several = Sketch.stack(found)
+        return Sketch(several.values.sum(0), several.squares.sum())
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, *, captured: bool) -> None:
-        self.rows = empty_rows(len(self.pieces))
+        self.rows = empty_rows(len(self.shards))
         self.updates = 0
         self.is_captured = captured
         self.kept: dict[str, Tensor] = {}
@@ -162,37 +181,44 @@ class Watching:
     def follow(self) -> None:
         """Take new parameters under the old names."""
         now = named(self.models)
-        if [(n, p.shape) for n, (_, p) in now.items()] != [(n, p.shape) for n, (_, p) in self.params.items()]:
+        if [*now] != [*self.params]:
             odd = sorted(now.keys() ^ self.params.keys())
-            raise ValueError(f"the model's parameters are others than when it began: {', '.join(odd[:3]) or 'shapes'}")
-        for name, (_, param) in now.items():
-            if param is not self.params[name][1]:
-                self.pieces[name] = self._piece(name, param)
+            what = ", ".join(odd[:3]) or "their order"
+            raise ValueError(f"the model's parameters are others than when it began: {what}")
+        if any(param is not self.params[name][1] for name, (_, param) in now.items()):
+            before, self.found = self.shards, self._find()
+            odd = [name for name, shard in self.shards.items() if shard.shape != before[name].shape]
+            if odd:
+                raise ValueError(f"the model's parameters have other shapes than when it began: {', '.join(odd[:3])}")
         self.params = now
 
     def keep(self, prefix: str) -> None:
-        for plain, piece in self.pieces.items():
-            if piece.place is not None:
-                self.kept[f"{prefix}/{plain}"] = piece.local.clone()
+        self.kept |= {f"{prefix}/{name}": local.clone() for name, local in self.weights().items()}
+
+    def bytes_here(self) -> int:
+        """Size of this rank's part of all weights."""
+        held = ((block.numel, shard.holder) for shard in self.shards.values() for block in shard.blocks)
+        return sum(numel * holder.element_size() for numel, holder in held)
 
     def weights(self) -> dict[str, Tensor]:
-        return {plain: piece.local for plain, piece in self.pieces.items() if piece.place is not None}
+        return {name: shard.local(shard.holder) for name, shard in self.shards.items() if shard.blocks}
 
     def digests(self, dtype: torch.dtype | None = None) -> dict[str, int]:
         found = {}
-        for plain, piece in self.pieces.items():
-            if piece.place is not None:
-                local = piece.local if dtype is None else piece.local.to(dtype)
-                found[plain] = digest(plain, local, piece.place, math.prod(piece.shape[1:]))
+        for name, shard in self.shards.items():
+            width = math.prod(shard.shape[1:])
+            pieces = zip(shard.blocks, shard.pieces(shard.holder), strict=True)
+            sums = [digest(name, piece.to(dtype or piece.dtype), block.place, width) for block, piece in pieces]
+            if sums:
+                found[name] = sum(sums) % 2**64
         return found
 
     def _sketch(self, kind: str, *, squares: bool) -> None:
-        for plain, piece in self.pieces.items():
-            if piece.place is None:
-                continue
-            found = self.signs.sketch(plain, piece.shape, piece.local, piece.place, squares=squares)
-            values = torch.cat([found.values.cpu(), found.squares.cpu().reshape(1)]) if squares else found.values
-            self._put(self._row(plain), kind, values)
+        for name, shard in self.shards.items():
+            if shard.blocks:
+                found = self._sketched(shard, shard.holder, squares=squares)
+                values = torch.cat([found.values, found.squares.reshape(1)]) if squares else found.values
+                self._put(self._row(name), kind, values)
 
     def _row(self, plain: str) -> Tensor:
         return self.rows[self.index[plain]]
@@ -214,6 +240,11 @@ class _Hooks:
 
     def remove(self) -> None:
         self._hooks.__exit__()
+
+
+def _has_moved(optimizer: Optimizer) -> bool:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return any(bool(local_part(value).any()) for value in states if isinstance(value, Tensor))
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from harness.parity.series import compare_series, is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.admissible import Admission
+from harness.parity.tiers.clipped import as_stepped
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"
@@ -58,6 +59,8 @@ def judge(
     differing = [fact for fact in facts if fact.grade is not Grade.ok]
     if differing:
         return wording.not_comparable(arm, control, differing)
+    if arm.is_watched != control.is_watched:
+        arm, control = as_stepped(arm), as_stepped(control)
     judgement = Judgement(arm, with_reach(arm, control), facts, admission)
     if not judgement.envelope.is_bounded and any(bit.grade is not Grade.ok for bit in judgement.bits):
         return wording.not_comparable(arm, control, [unbounded(arm)])

@@ -117,8 +117,8 @@ class Judgement:
     def _of_itself(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
         """Findings of the arm alone, and of the control alone."""
         factors = tuple(numeric.suspects(self.envelope))
-        left, right = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
-        return _alone(*left, factors), _alone(*right, factors)
+        left, right = (run.as_recorded or run for run in (self.arm, self.control))
+        return _alone(left, self.envelope.arm, factors), _alone(right, self.envelope.control, factors)
 
     @cached_property
     def alone(self) -> list[list[Finding]]:

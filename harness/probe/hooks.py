@@ -48,7 +48,7 @@ class ParameterHooks:
 
     def __init__(self, module: nn.Module, gradient: Heard, forward: Heard, aside: Aside = nullcontext) -> None:
         self._module, self._gradient, self._forward, self._aside = module, gradient, forward, aside
-        self._listened: dict[int, Tensor] = {}
+        self._listened: dict[int, nn.Parameter] = {}
         self._handles: list[Any] = []
         self._hung = set[int]()
 
@@ -74,7 +74,7 @@ class ParameterHooks:
         self._listened.clear()
         self._hung.clear()
 
-    def _listen(self, name: str, param: Tensor) -> None:
+    def _listen(self, name: str, param: nn.Parameter) -> None:
         hung = param._backward_hooks or {}
         if param.requires_grad and id(param) not in self._listened and self._hung.isdisjoint(hung):
             self._listened[id(param)] = param
@@ -89,6 +89,8 @@ class ParameterHooks:
         with self._aside():
             for slot, name in own.items():  # looked up as the module does
                 weight = getattr(module, slot)
-                if isinstance(weight, nn.Parameter) or isinstance(weight._base, nn.Parameter):
+                if isinstance(weight, nn.Parameter):
                     self._listen(name, weight)
+                elif isinstance(weight._base, nn.Parameter) and weight.requires_grad and not weight._backward_hooks:
+                    weight.register_hook(partial(self._handed, name))  # not kept: it holds an unsharded tensor
                 self._forward(name, weight)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -54,6 +59,10 @@ class Layout:
     shards: Callable[[Net], nn.Module]
     readers: int = 0
     """Ranks with rows of their own; the others repeat them. 0: all."""
+    needs: str = ""
+    """Package without which there is no such layout."""
+    finish: Callable[[nn.Module, Any], tuple[nn.Module, Any]] = lambda model, optimizer: (model, optimizer)
+    """Model and optimizer of which a program makes others, once both are there."""
 
 
 def _ddp(model: Net) -> nn.Module:
@@ -83,6 +92,42 @@ def _ours(model: Net) -> nn.Module:
     return ours(model, unit_modules=[Block])
 
 
+def _fsdp1(model: Net, **options: Any) -> nn.Module:
+    policy = ModuleWrapPolicy([Block])
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def _zero(model: nn.Module, optimizer: Any, *, stage: int, **options: Any) -> tuple[nn.Module, Any]:
+    os.environ.update(LOCAL_RANK=str(dist.get_rank()), DS_ACCELERATOR="cpu")
+    import deepspeed
+
+    zero = {"stage": stage, "reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": ROWS // 2, "zero_optimization": zero, "steps_per_print": None}
+    with redirect_stdout(io.StringIO()):
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config | options)[0]
+    return engine, engine.optimizer
+
+
+def _megatron(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    from harness.engines.adapters import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from megatron_fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    return fully_shard(  # type: ignore[no-any-return] # of a package without types
+        model,
+        optimizer,
+        device_mesh=mesh,
+        dp_shard_dim="data",
+        tp_dim="tensor",
+        expt_device_mesh=mesh,
+        fsdp_unit_modules=[Block],
+        device=torch.device("cpu"),
+        preproc_state_dict_for_dcp_ckpt=False,
+    )
+
+
 LAYOUTS = {
     "single": Layout(1, lambda model: model),
     "ddp": Layout(2, _ddp),
@@ -91,6 +136,13 @@ LAYOUTS = {
     "fsdp2_tp": Layout(4, _fsdp2_and_tp, readers=2),
     "ours": Layout(2, _ours),
 }
+FLAT = {
+    "fsdp1": Layout(2, partial(_fsdp1, use_orig_params=True)),
+    "fsdp1_flat": Layout(2, _fsdp1),
+    **{f"zero_{n}": Layout(2, lambda net: net, needs="deepspeed", finish=partial(_zero, stage=n)) for n in range(4)},
+    "megatron": Layout(2, lambda net: net, needs="megatron_fsdp", finish=_megatron),
+}
+"""Layouts of programs that keep parameters in flat buffers."""
 
 
 def batches(steps: int, seed: int = 1) -> list[Tensor]:
@@ -114,22 +166,25 @@ def train(
 ) -> list[bytes]:
     """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator."""
 
-    chosen = LAYOUTS[layout]
+    chosen = {**LAYOUTS, **FLAT}[layout]
     torch.manual_seed(0)
     net = Net(tied=tied)
     build(net)
     model = chosen.shards(net)
     params = [param for param in model.parameters() if param.requires_grad]
-    stepping = optimizer(params, lr=1e-3)
+    model, stepping = chosen.finish(model, optimizer(params, lr=1e-3))
     run = None if path is None else watch(model, stepping, path)
     readers = chosen.readers or chosen.ranks
     for number, batch in enumerate(batches(steps, seed), start=1):
         rows = batch.chunk(readers)[rank * readers // chosen.ranks]
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
+        getattr(model, "backward", Tensor.backward)(loss)
         before_update(number, model, stepping)
-        stepping.step()
-        stepping.zero_grad()
+        if hasattr(model, "backward"):  # DeepSpeed's engine
+            model.step()
+        else:
+            stepping.step()
+            stepping.zero_grad()
         after_update(number, model, stepping)
         if run is not None:
             run.step(loss=loss, data=rows if fed else None)

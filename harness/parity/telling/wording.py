@@ -62,7 +62,7 @@ def verdict(
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
         claim = f": {_wrong(outcome, findings, besides, of_tensors=watched.is_one(arm, control))}"
     else:
-        claim = f" {_right(outcome, arm, evidence, resolution, looked_at, followed)}"
+        claim = f" {_right(outcome, arm, control, evidence, resolution, looked_at, followed)}"
     return Verdict(
         outcome=outcome,
         sentence=f"{outcome.value}: {arm.name} against {control.name}{'; '.join([claim, *limits])}.",
@@ -80,6 +80,7 @@ def verdict(
 def _right(
     outcome: Outcome,
     arm: Record,
+    control: Record,
     evidence: Sequence[Finding],
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
@@ -93,7 +94,7 @@ def _right(
         return f"agrees in every recorded bit ({recorded}, and the final weights)"
     reach = "" if resolution is None else f"; a wrong scale of {percent(resolution)} or more {RESOLVED}"
     steps = counted(arm.length, "step")
-    seen = _looked_at(looked_at, arm.length, again=not arm.is_watched) + _followed(*followed)
+    seen = _looked_at(looked_at, arm.length, again=not watched.is_one(arm, control)) + _followed(*followed)
     return f"differs by no more than rounding explains over {steps}{seen}{reach}"
 
 

@@ -1,0 +1,284 @@
+"""This rank's shard of every tensor, whoever keeps it; nothing is exchanged to find it.
+
+[Note: Who keeps a parameter] Most programs keep it in itself: whole, or as a DTensor with its place (FSDP2, tensor
+parallelism, this harness's engine). The others keep a range of its flattened elements in a flat buffer,
+which is what their optimizer steps: FSDP1 in a flat parameter of each unit, DeepSpeed ZeRO 1 and 2 in an fp32 partition
+of each parameter group, ZeRO 3 in an fp32 buffer of the parameters' own partitions, Megatron-FSDP in a bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter
+
+from harness.capture.names import named, plain_name
+from harness.probe.step_checks.pieces import Piece, local_part
+from harness.probe.step_checks.sketch import Place, Range
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a parameter under a name of their own, for `watch(parts=)`."""
+
+    name: str
+    rows: tuple[int, int] | None = None
+    """First row of the parameter and the one after the last; None: all."""
+    shape: Shape | None = None
+    """Shape of the named tensor; None: that of the rows."""
+    at: tuple[int, int] | None = None
+    """Row and column of the named tensor where the rows begin; None: they are the whole of it."""
+
+
+Parts = Callable[[str, Shape], Sequence[Part] | None]
+"""Parts of a parameter by its name and shape on this rank; None: it is what its name says."""
+
+
+class Block(NamedTuple):
+    place: Place | Range
+    begin: int
+    """Index of the first element in the flattened local part of the holder."""
+
+    @property
+    def numel(self) -> int:
+        if isinstance(self.place, Range):
+            return self.place.end - self.place.begin
+        (top, bottom), (left, right) = self.place.rows, self.place.columns
+        return (bottom - top) * (right - left)
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    shape: Shape
+    holder: Tensor
+    """Parameter, or flat buffer of several, that an optimizer steps."""
+    blocks: tuple[Block, ...]
+    """Empty where this rank has none of the tensor."""
+    trained: bool = True
+    whole: tuple[int, int] | None = None
+    """Elements of the parameter's whole gradient that are this tensor's; None: it has only some of them."""
+
+    def pieces(self, tensor: Tensor) -> list[Tensor]:
+        """Blocks of the holder, its gradient or a moment; flat views."""
+        flat = local_part(tensor).reshape(-1)
+        return [flat[each.begin : each.begin + each.numel] for each in self.blocks]
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """All blocks in their order; flat, a view where there is one."""
+        pieces = self.pieces(tensor)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class Kept(NamedTuple):
+    """Elements `start` to `stop` of a flattened parameter, which lie from `begin` on in a flat buffer."""
+
+    holder: Tensor
+    shape: Shape
+    start: int
+    stop: int
+    begin: int
+
+
+class Found(NamedTuple):
+    shards: dict[str, Shard]
+    by_parameter: dict[str, tuple[Shape, list[Shard]]]
+    """Whole shape and shards of each parameter, by its name in the wrapped model without what wraps it inside."""
+    unplaced: dict[str, str]
+    """Tensors without a place, and why."""
+
+
+def find(models: Sequence[nn.Module], optimizer: Any, parts: Parts | None = None) -> Found:
+    """Shards by name. Args: optimizer: as `watch` was given it. Raises `ValueError`: two tensors have one name."""
+    kept = {**_fsdp1(models), **_megatron(models), **_zero([*models, *_several(optimizer)])}
+    found = Found({}, {}, {})
+    for plain, (raw, param) in named(models).items():
+        for name, each in _members(plain, param, kept):
+            try:
+                base = _range(name, each) if isinstance(each, Kept) else _of_piece(Piece.of(name, each))
+                named_parts = parts(name, base.shape) if parts is not None else None
+                shards = [base] if named_parts is None else _parted(base, named_parts)
+            except Exception as error:  # of any engine's own kind of DTensor, or of a map
+                found.unplaced[name] = f"{type(error).__name__}: {error}"
+                base = Shard(name, tuple(param.shape), param, ())
+                shards = [base]
+            for shard in shards:
+                if shard.name in found.shards:
+                    raise ValueError(f"two parameters have a tensor {shard.name}: give each a name of its own")
+                found.shards[shard.name] = replace(shard, trained=param.requires_grad)
+            own = [found.shards[shard.name] for shard in shards]
+            found.by_parameter[plain_name(raw) if name == plain else name] = base.shape, own
+    return found
+
+
+def _several(optimizer: Any) -> list[Any]:
+    return [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def _members(plain: str, param: Tensor, kept: Mapping[int, Kept]) -> Iterator[tuple[str, Tensor | Kept]]:
+    """A parameter, or those that a flat parameter of FSDP1 is made of."""
+    if isinstance(param, FlatParameter):
+        for name, each in zip(param._fqns, _of_flat(param, None), strict=True):
+            yield plain_name(f"{plain.rpartition('.')[0]}.{name}".removeprefix(".")), each
+    else:
+        yield plain, kept.get(id(param), param)
+
+
+def _of_piece(piece: Piece) -> Shard:
+    blocks = () if piece.place is None else (Block(piece.place, 0),)
+    return Shard(piece.name, piece.shape, piece.source, blocks, whole=(0, math.prod(piece.shape)))
+
+
+def _range(name: str, kept: Kept) -> Shard:
+    blocks = tuple(_block(kept.shape, kept.start, kept.stop, kept.begin))
+    return Shard(name, kept.shape, kept.holder, blocks, whole=(0, math.prod(kept.shape)))
+
+
+def _block(shape: Shape, start: int, stop: int, begin: int) -> Iterator[Block]:
+    """A range of a tensor's flattened elements, which lie from `begin` on; none where it is empty."""
+    if start < stop:
+        is_whole = stop - start == math.prod(shape)
+        yield Block(Place.whole(shape) if is_whole else Range(start, stop), begin)
+
+
+# -- flat buffers ------------------------------------------------------------------------------------------------------
+
+
+def _fsdp1(models: Iterable[nn.Module]) -> dict[int, Kept]:
+    """Parameters that FSDP1 left in their modules (`use_orig_params`): each views its range of a flat parameter."""
+    found: dict[int, Kept] = {}
+    for module in (each for model in models for each in model.modules()):
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        if isinstance(flat, FlatParameter) and flat._params is not None:
+            found |= {id(param): each for param, each in zip(flat._params, _of_flat(flat, flat._params), strict=True)}
+    return found
+
+
+def _of_flat(flat: FlatParameter, params: Sequence[Tensor] | None) -> Iterator[Kept]:
+    """Args: params: the model's own, whose elements begin with their range; None: the flat parameter's are taken."""
+    for number, (shape, info) in enumerate(zip(flat._shapes, flat._shard_param_infos, strict=True)):
+        holder = flat if params is None else params[number]
+        start, stop, begin = info.intra_param_start_idx, info.intra_param_end_idx, info.offset_in_shard
+        if not info.in_shard or start is None or stop is None or begin is None:
+            yield Kept(holder, tuple(shape), 0, 0, 0)
+        else:
+            yield Kept(holder, tuple(shape), start, stop + 1, begin if params is None else 0)
+
+
+def _megatron(models: Iterable[nn.Module]) -> dict[int, Kept]:
+    """Parameters of Megatron-FSDP: DTensors cut where a bucket is, which no placement says."""
+    found = {}
+    storages: list[Any] = [getattr(model, "param_and_grad_buffer", None) for model in models]
+    for storage in storages:
+        for _, param in getattr(storage, "optimizer_named_parameters", ()):
+            group = storage.parameter_groups[storage.param_to_param_group[param.orig_param]]
+            buffer = group.main_weight_buffer or group.model_weight_buffer
+            if buffer is not None:  # else whole
+                start, stop = buffer._get_item_slice_in_shard(buffer.param_idx[param.orig_param])
+                found[id(param)] = Kept(param, tuple(param.shape), start, stop, 0)
+    return found
+
+
+def _zero(owners: Iterable[Any]) -> dict[int, Kept]:
+    """Parameters of DeepSpeed's ZeRO. Args: owners: models and optimizers, of which one knows."""
+    found: dict[int, Kept] = {}
+    zeros: list[Any] = [zero for each in owners for zero in (each, getattr(each, "optimizer", None))]
+    for zero in zeros:
+        if hasattr(zero, "fp16_partitioned_groups_flat"):
+            found |= _zero_3(zero)
+        elif hasattr(zero, "single_partition_of_fp32_groups"):
+            offsets = zero.round_robin_bit16_offsets
+            found |= _zero_2(zero, zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups, offsets)
+        elif hasattr(zero, "fp32_groups_flat_partition"):
+            offsets = [_offsets(params) for params in zero.bf16_groups]
+            found |= _zero_2(zero, zero.fp32_groups_flat_partition, zero.bf16_groups, offsets)
+    return found
+
+
+def _offsets(params: Iterable[Tensor]) -> list[int]:
+    found = [0]
+    for param in params:
+        found.append(found[-1] + param.numel())
+    return found[:-1]
+
+
+def _zero_2(
+    zero: Any, flats: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], offsets: Sequence[Sequence[int]]
+) -> dict[int, Kept]:
+    found = {}
+    for flat, params, begins, group in zip(flats, groups, offsets, zero.real_dp_process_group, strict=True):
+        low = dist.get_rank(group) * flat.numel()
+        for param, offset in zip(params, begins, strict=True):
+            first, last = max(low, offset), min(low + flat.numel(), offset + param.numel())
+            found[id(param)] = Kept(flat, tuple(param.shape), first - offset, last - offset, first - low)
+    return found
+
+
+def _zero_3(zero: Any) -> dict[int, Kept]:
+    """Frozen parameters lie in their own partition."""
+    found = {}
+    for flat, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+        begin = 0
+        for param in params:
+            found[id(param)] = _partition(param, flat, begin)
+            begin += param.partition_numel()
+    for param in zero.module.parameters():
+        found.setdefault(id(param), _partition(param, param.ds_tensor, 0))
+    return found
+
+
+def _partition(param: Any, holder: Tensor, begin: int) -> Kept:
+    size = param.partition_numel()
+    start = min(dist.get_rank(param.ds_process_group) * size, param.ds_numel)
+    return Kept(holder, tuple(param.ds_shape), start, min(start + size, param.ds_numel), begin)
+
+
+# -- a declared map ----------------------------------------------------------------------------------------------------
+
+
+def _parted(base: Shard, parts: Sequence[Part]) -> list[Shard]:
+    """Shards of the named parts of a parameter. Raises `ValueError`: a part does not fit its tensor."""
+    width = math.prod(base.shape[1:])
+    found: dict[str, Shard] = {}
+    for part in parts:
+        top, bottom = part.rows or (0, base.shape[0] if base.shape else 1)
+        shape = part.shape or (bottom - top, *base.shape[1:])
+        if part.at is None and (bottom - top) * width != math.prod(shape):
+            raise ValueError(
+                f"rows {top} to {bottom} of {list(base.shape)} are not the whole of {list(shape)}: give at="
+            )
+        blocks = tuple(_moved(base, part, (top, bottom), shape))
+        whole = None if part.at else (top * width, bottom * width)
+        same = found.get(part.name)
+        found[part.name] = Shard(part.name, shape, base.holder, (*(same.blocks if same else ()), *blocks), whole=whole)
+    return [*found.values()]
+
+
+def _moved(base: Shard, part: Part, rows: tuple[int, int], shape: Shape) -> Iterator[Block]:
+    """Blocks of a parameter as blocks of the named tensor. Raises `ValueError`: they are no blocks of its matrix."""
+    width, length = math.prod(base.shape[1:]), math.prod(shape[1:])
+    down, right = part.at or (0, 0)
+    for place, begin in base.blocks:
+        if isinstance(place, Place) and (right or place.columns != (0, width)) and (right or width == length):
+            (top, bottom), (left, end) = place.rows, place.columns
+            first, last = max(top, rows[0]), min(bottom, rows[1])
+            if first < last:
+                there = Place((first - rows[0] + down, last - rows[0] + down), (left + right, end + right))
+                yield Block(there, begin + (first - top) * (end - left))
+        elif isinstance(place, Range) or place.columns == (0, width):
+            of = place if isinstance(place, Range) else Range(place.rows[0] * width, place.rows[1] * width)
+            start, stop = max(of.begin, rows[0] * width), min(of.end, rows[1] * width)
+            if right and start < stop:
+                raise ValueError(f"{base.name} is cut within its rows, and {part.name} has longer ones")
+            shift = down * length - rows[0] * width
+            yield from _block(shape, start + shift, stop + shift, begin + start - of.begin)
+        else:
+            raise ValueError(f"{base.name} is cut in its columns, and {part.name} has rows of another length")
