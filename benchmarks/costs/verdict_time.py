@@ -33,7 +33,7 @@ from harness.config.compose import Cell
 from harness.store import checksums
 from harness.store.identity import directory_name, signature
 from harness.store.metrics import encode
-from harness.store.reading import Loader
+from harness.store.reading_yaml import Loader
 from harness.store.rundir import Dumper
 from harness.store.study import write_study
 
