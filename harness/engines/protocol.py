@@ -56,6 +56,8 @@ class Seen(NamedTuple):
     """Dtype of the weights in the forward."""
     shapes: Mapping[str, torch.Size] | None = None
     """Full shapes by parameter, where the module's parameters are shards between passes."""
+    rounded: torch.dtype | None = None
+    """Dtype of weights before they are quantized to 8 bits; None: that of the main weights."""
 
 
 class Scaled(NamedTuple):

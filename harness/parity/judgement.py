@@ -46,6 +46,8 @@ from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor,
 from harness.parity.tiers.stability import grown, stable_until
 from harness.parity.tiers.trajectory import Perturbation, Span
 
+CAST_FIRST = "casts weights before it quantizes them, by design of FSDP2: forwards are not held to the same bits"
+
 _ALONE: WeakKeyDictionary[Record, dict[Any, tuple[Finding, ...]]] = WeakKeyDictionary()
 
 
@@ -379,8 +381,12 @@ class Judgement:
 
     @cached_property
     def limits(self) -> list[str]:
-        """Unknown facts of a watched run, as clauses; with any of them equal bits are no proof."""
-        return watched.limits(self.arm, self.control) if watched.is_one(self.arm, self.control) else []
+        """Unknown facts of a watched run and another arithmetic by design, as clauses; with any of them equal bits are
+        no proof."""
+        found = watched.limits(self.arm, self.control) if watched.is_one(self.arm, self.control) else []
+        runs = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
+        casting = [run.name for run, arithmetic in runs if arithmetic.casts_first]
+        return [*found, *([f"{casting[0]} {CAST_FIRST}"] if len(casting) == 1 else [])]
 
     @cached_property
     def alike(self) -> list[Finding]:

@@ -67,6 +67,7 @@ class Witness:
         divisor: what the sum of those gradients over all microbatches and ranks must be divided by.
         compute: dtype of the weights in the forward.
         shapes: full shapes by parameter; those of the module by default.
+        rounded: dtype of weights before they are quantized; that of the main weights by default.
         aside: surrounds what its hooks do (`Timers.aside`).
     """
 
@@ -74,6 +75,7 @@ class Witness:
     divisor: int
     compute: torch.dtype
     shapes: Mapping[str, torch.Size] | None = None
+    rounded: torch.dtype | None = None
     aside: Aside = nullcontext
     checksums: dict[str, set[int]] = field(default_factory=dict)
     """Checksums of every value that a forward used, by parameter; and, of weights with two payloads, a backward."""
@@ -173,6 +175,8 @@ class Witness:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
+        if self.rounded is not None:
+            weight = weight.to(self.rounded)
         if name not in self._in_8_bits:
             return (weight,)
         here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)

@@ -140,7 +140,7 @@ def _fits(workload: TokenWorkload, session: Session) -> bool:
 def _fill(model: nn.Module, session: Session, seen: Seen) -> None:
     weights = dict(model.named_parameters())
     for name, weight in session.engine.named_weights():
-        weights[name].copy_(weight)
+        weights[name].copy_(weight if seen.rounded is None else weight.to(seen.rounded))
     theirs = Fp8Linear.delayed_state(seen.module)
     for name, buffer in Fp8Linear.delayed_state(model).items():
         if name in theirs:  # an engine of one's own may keep them elsewhere

@@ -131,11 +131,12 @@ class Fsdp2Engine(ShardedEngine):
     def seen(self) -> Seen | None:
         """The wrapped module, with losses scaled by 1 / k, so that the divisor is the number of ranks.
 
-        None under tensor parallelism, where no rank has unsharded weights.
+        Weights are gathered in the compute dtype, also those that layers quantize. None under tensor parallelism, where
+        no rank has unsharded weights.
         """
         if self.tensor is not None:
             return None
-        return Seen(self.model, self.ranks.world_size, self.compute_dtype)
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype, rounded=self.compute_dtype)
 
     def state(self) -> State:
         """Sharded parameters and their moments: DTensors, cut as by `torch.chunk`.

@@ -222,6 +222,8 @@ class Arithmetic:
     """Pattern of parameters used more than once in a forward; may be empty."""
     fp8: str = ""
     """FP8 recipe; may be empty."""
+    casts_first: bool = False
+    """True if weights are cast to the compute dtype before they are quantized, as FSDP2 gathers them."""
     loss_divisor: int = 1
     """Factor by which a token's loss is divided before the backward: a microbatch's tokens, times k in most engines."""
     exact_bits: int | None = None
@@ -258,6 +260,7 @@ class Arithmetic:
             experts_per_token=model.experts_per_token if routed else 1,
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
+            casts_first=_casts_first(config),
             loss_divisor=rows * (microbatches_per_rank(config) if divides else 1),
             exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
             counted=_counted(config),
@@ -412,6 +415,11 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
     known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
     family = known["family"]
     return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
+
+
+def _casts_first(config: Mapping[str, Any]) -> bool:
+    cast = config["dtype.compute"] != config["dtype.main_params"]
+    return bool(config.get("dtype.fp8")) and config["engine.name"] == "fsdp2" and cast
 
 
 def _reused(model: ModelConfig) -> str:

@@ -51,7 +51,8 @@ LOGITS = "loss given the logits"
 def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding]]:
     """Findings a kind; empty if a forward was not observed, dtypes differ, or routes may."""
     left, right = arm.forward, control.forward
-    same_dtype = (envelope.arm.compute, envelope.arm.fp8) == (envelope.control.compute, envelope.control.fp8)
+    dtypes = [(each.compute, each.fp8, each.casts_first) for each in (envelope.arm, envelope.control)]
+    same_dtype = dtypes[0] == dtypes[1]
     if left is None or right is None or not same_dtype or left.rows != right.rows or envelope.flips:
         return []
     counted = SAFETY * math.hypot(envelope.arm.forward, envelope.control.forward)
