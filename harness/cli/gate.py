@@ -38,19 +38,19 @@ def _baseline(arguments: Namespace) -> int:
         screen.show(found.sentence)
         head = ("what", "before", "after", "of the bound")
         screen.show("\n".join(screen.table(head, rows, screen.width(), flexible=(0, 1, 2))) if rows else "nothing else")
-    write(target, written)
+    write(target, written, "baseline RUN --out")
     print(f"{commands.shown(target)}: {len(written):,} bytes")
     print(f"next: {commands.verb(f'gate {commands.shown(target)} RUN')}")
     return 0
 
 
-def write(target: Path, text: str) -> None:
-    """Raises `BadRequest`: the file cannot be written."""
+def write(target: Path, text: str, words: str) -> None:
+    """Raises `BadRequest`: the file cannot be written. Args: words: of the verb, up to the file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, text)
     except OSError as error:
-        raise refuse(str(target), str(error.strerror), fix="name a file in a folder of your own") from None
+        raise refuse(str(target), str(error.strerror), fix=commands.verb(f"{words} A_FILE_OF_YOUR_OWN")) from None
 
 
 def _gate_arguments(parser: ArgumentParser) -> None:
@@ -67,9 +67,9 @@ def _gate(arguments: Namespace) -> int:
     found = gate(run.path, golden, bitwise=arguments.bitwise)
     title = f"{run.name} against {golden.name}"
     if arguments.junit is not None:
-        write(arguments.junit, junit(found, title))
+        write(arguments.junit, junit(found, title), "gate BASELINE RUN --junit")
     if arguments.markdown is not None:
-        write(arguments.markdown, markdown(found, title))
+        write(arguments.markdown, markdown(found, title), "gate BASELINE RUN --markdown")
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else screen.show(text(found))
     return found.exit_code
 

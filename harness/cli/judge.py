@@ -184,7 +184,7 @@ def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
     words: list[str] = arguments.words
     if arguments.control is not None:
         store = Store(arguments.root)
-        found = against(runs_in(store, words), store.find(arguments.control).path)
+        found = against(runs_in(store, words), _found(store, arguments.control))
         return arguments.root, found
     if len(words) > 1:
         fix = commands.verb("verdict RUN ... --control RUN")

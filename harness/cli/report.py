@@ -8,13 +8,13 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
+from harness.cli.gate import write
 from harness.cli.judge import keep_verdict
 from harness.cli.runs import located, say_next
 from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, against
 from harness.store import commands
-from harness.store.files import write_atomic
 from harness.store.rundir import CONFIG, Store
 from harness.store.study import read_study
 
@@ -51,11 +51,11 @@ def _report(arguments: Namespace) -> int:
         from harness.report.pictures import pictures
 
         target = arguments.out or Store(root).root / name / PAGE
-        _write(target, page(report, pictures(found)))
+        write(target, page(report, pictures(found)), "report STUDY --out")
         print(f"{report.outcome}: {target}")
         say_next(arguments, f"report {shlex.quote(arguments.study)} --markdown")
     elif arguments.out is not None:
-        _write(arguments.out, markdown(report))
+        write(arguments.out, markdown(report), "report STUDY --out")
         print(f"{report.outcome}: {arguments.out}")
     else:
         sys.stdout.write(markdown(report))
@@ -92,16 +92,6 @@ def _command(arguments: Namespace, root: str, name: str) -> str:
     flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
     flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
     return commands.verb(f"report {shlex.quote(name)}{flags}", root)
-
-
-def _write(target: Path, text: str) -> None:
-    """Raises `BadRequest`: the file cannot be written."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, text)
-    except OSError as error:
-        fix = commands.verb("report STUDY --out A_FILE_OF_YOUR_OWN.html")
-        raise refuse(str(target), str(error.strerror), fix=fix) from None
 
 
 REPORT = Implementation(_arguments, _report)

@@ -34,15 +34,10 @@ def _arguments(parser: ArgumentParser) -> None:
 def _import(arguments: Namespace) -> int:
     from harness.wandb_sync.series import MEASURES, import_series
 
-    columns = {}
-    for word in arguments.columns:
-        name, _, column = word.partition("=")
-        if name not in (*MEASURES, "step") or not column:
-            choices = ", ".join(f"{each}=COLUMN" for each in (*MEASURES, "step"))
-            raise refuse(f"--columns {word}", "names no measure and column", choices=choices)
-        columns[name] = column
-    if "loss" not in columns:
-        raise refuse("--columns", "has no loss", fix="--columns loss=COLUMN")
+    columns = dict(word.split("=", 1) if "=" in word else (word, "") for word in arguments.columns)
+    if "loss" not in columns or not all(columns.values()) or not columns.keys() <= {*MEASURES, "step"}:
+        choices = "loss=COLUMN, and " + ", ".join(f"{each}=COLUMN" for each in (*MEASURES[1:], "step"))
+        raise refuse(f"--columns {' '.join(arguments.columns)}", "must name the column of a loss", choices=choices)
     for place, source in enumerate(arguments.sources):
         target = arguments.into.absolute() / slug(source.name if source.is_dir() else source.stem)
         seed = None if arguments.seed is None else arguments.seed + place

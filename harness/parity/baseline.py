@@ -21,9 +21,8 @@ from harness.store.check_stream import MOMENTS, CheckedTensor, Stream, step_colu
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import decode, encode
-from harness.store.reading import checked, read_json
+from harness.store.reading import read_json
 from harness.store.screen import counted
-from harness.store.shapes import Shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,16 +32,6 @@ VERSION = 1
 LIMIT_BYTES = 1_000_000
 PARTS = ("columns", "moves", "draws", "attempts", "forward")
 """Fields of a record that are packed."""
-SHAPE: dict[str, Shape] = {
-    "version": int,
-    "digest": str,
-    "name": str,
-    "config": dict,
-    "provenance": dict,
-    "summary": dict,
-    "record": str,
-    "stream": {"sketches": int, "tensors": list, "kept": list, "steps": str, "rows": str},
-}
 
 
 def encoded(name: str, facts: Mapping[str, Any], stream: Stream) -> str:
@@ -111,7 +100,6 @@ def read(path: Path) -> dict[str, Any]:
     if facts["version"] != VERSION:
         problem = f"has format {facts['version']!r}, and {VERSION} is read here"
         raise StoreError(f"{path} {problem}: make it anew by `harness baseline RUN --out FILE`")
-    checked(facts, SHAPE, str(path))
     if facts["digest"] != _digest(facts):
         raise StoreError(f"{path} is damaged or was edited: its content is not what its digest says")
     try:

@@ -76,19 +76,19 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
 def changes(verdict: Verdict, run: Path, golden: Path) -> list[tuple[str, str, str, str]]:
     """Rows of a refresh: name, before and after; of a measured difference its size and its part of the bound."""
     old, new = load(golden), load(run)
-    told = [
+    measured = [
         (_named(found), "", f"off by {percent(found.observed)}", percent(found.ratio))
         for found in verdict.evidence
         if verdict.tier != "T0" and isinstance(found.observed, float) and isinstance(found.allowed, float)
         and found.observed
     ]  # fmt: skip
     facts = [{**each.config, **_origin(each), **_ends(each)} for each in (old, new)]
-    keys = [key for key in dict.fromkeys((*facts[0], *facts[1])) if key.partition(".")[0] not in UNTOLD]
+    keys = [key for key in dict.fromkeys((*facts[0], *facts[1])) if key.partition(".")[0] not in HIDDEN]
     pairs = [(key, *(str(each.get(key, "(absent)")) for each in facts)) for key in keys]
-    return [*told, *((key, left, right, "") for key, left, right in pairs if left != right)]
+    return [*measured, *((key, left, right, "") for key, left, right in pairs if left != right)]
 
 
-UNTOLD = (*PRIVATE, "measure", "run", "study")
+HIDDEN = (*PRIVATE, "measure", "run", "study")
 
 
 def _named(found: Finding) -> str:

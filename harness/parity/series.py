@@ -15,18 +15,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.config.errors import refuse
 from harness.parity.outcome import Finding, Grade, Outcome, SeedVerdict, Stage, Verdict, percent
-from harness.parity.tiers.equivalence import ALPHA, Decision, PairedTest, decided, paired_test, unpaired_test
+from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, paired_test, unpaired_test
 from harness.store import provenance, status
 from harness.store.metrics import read_columns
 from harness.store.provenance import SERIES, WATCHED
 from harness.store.rundir import RunDir, flatten
 from harness.store.screen import counted
 from harness.store.status import State
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
 
 MEASURES = ("loss", "grad_norm")
 NO_MARGIN = 1e-300
@@ -35,7 +41,6 @@ FLAT = 1e-12
 """Relative scatter below which runs are equal but for the order of sums."""
 FEWEST = 3
 """Earlier runs of which a band is made."""
-NAMED = 3
 AGREE = 10
 """Numbers that two series must have in common to be EQUIVALENT for agreeing in all of them."""
 
@@ -52,20 +57,16 @@ class Series:
     @classmethod
     def of(cls, path: Path) -> Series:
         """Raises `BadRequest`: the run has not ended, or has no loss. `StoreError`: it is no run, or damaged."""
-        run = RunDir(path)
-        config, state = flatten(run.config()), status.effective(path)
+        run, state = RunDir(path), status.effective(path)
+        config, origin = flatten(run.config()), provenance.read(path)
         if state is None or state.state is not State.done:
-            raise refuse(
-                run.name, f"is {'not started' if state is None else state.state.value}", fix="take runs that ended"
-            )
+            raise refuse(run.name, "has not ended", fix="name runs that are done")
         columns = read_columns(run.metrics, ("step", *MEASURES))
-        values = {
-            key: {at: float(each) for at, each in zip(columns["step"], columns[key], strict=True) if each is not None}
-            for key in MEASURES
-        }
+        pairs = {key: zip(columns["step"], columns[key], strict=True) for key in MEASURES}
+        values = {key: {at: float(each) for at, each in of if each is not None} for key, of in pairs.items()}
         if not values["loss"]:
             raise refuse(run.name, "has no loss in any step")
-        known = SERIES in (origin := provenance.read(path)) or WATCHED not in origin
+        known = SERIES in origin or WATCHED not in origin
         return cls(path, run.name, config.get("train.seed") if known else None, values)
 
 
@@ -74,89 +75,67 @@ def is_series(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Groups:
-    new: Sequence[Series]
-    old: Sequence[Series]
-    window: int = 0
-    """Last common steps that count; 0: their later half."""
+class Measure:
+    """A measure at the steps that all runs have, and at which all earlier ones have a finite number."""
 
-    @cached_property
-    def every(self) -> list[Series]:
-        return [*self.new, *self.old]
+    name: str
+    steps: NDArray[np.int64]
+    new: Float64
+    """[runs, steps]"""
+    old: Float64
+    margin: float | None
+    window: int
+    """Last steps that count."""
 
-    @cached_property
-    def measures(self) -> list[str]:
-        return [key for key in MEASURES if all(each.values[key] for each in self.every)]
-
-    def steps(self, measure: str) -> list[int]:
-        """Steps that all runs have, and at which all earlier ones have a finite number."""
-        common = set.intersection(*(set(each.values[measure]) for each in self.every))
-        return sorted(at for at in common if all(math.isfinite(each.values[measure][at]) for each in self.old))
-
-    def last(self, measure: str) -> list[int]:
-        steps = self.steps(measure)
-        return steps[-(self.window or (len(steps) + 1) // 2) :]
-
-    def broken(self) -> tuple[Series, str, int] | None:
-        """First number of a new run that is none, where no earlier run has such a one."""
-        found = (
-            (at, each, key)
-            for each in self.new for key in self.measures for at in self.steps(key)
-            if not math.isfinite(each.values[key][at])
-        )  # fmt: skip
-        at, each, key = min(found, key=lambda item: item[0], default=(0, None, ""))
-        return None if each is None else (each, key, at)
-
-    def tests(self, margins: Mapping[str, float]) -> tuple[PairedTest, ...]:
-        return tuple(self._test(key, margins.get(key, NO_MARGIN)) for key in self.measures)
-
-    def _test(self, measure: str, margin: float) -> PairedTest:
-        left, right = ([self._mean(each, measure) for each in group] for group in (self.new, self.old))
-        base = 1.0 if measure == "grad_norm" else abs(math.fsum(right) / len(right)) or math.nan
-        if self.paired:
-            old = {each.seed: value for each, value in zip(self.old, right, strict=True)}
-            apart = [(value - old[each.seed]) / base for each, value in zip(self.new, left, strict=True)]
-            return paired_test(measure, apart, margin)
-        return unpaired_test(measure, [each / base for each in left], [each / base for each in right], margin)
-
-    def _mean(self, run: Series, measure: str) -> float:
-        """Mean over the window: of the loss, or of the logarithm of the gradient's norm."""
-        values = [run.values[measure][at] for at in self.last(measure)]
-        if measure == "grad_norm":
-            values = [math.log(value) if value > 0 else math.nan for value in values]
-        return math.fsum(values) / len(values)
-
-    @cached_property
-    def paired(self) -> bool:
-        """True if each new run has one earlier run of its seed."""
-        seeds = [[each.seed for each in group] for group in (self.new, self.old)]
-        once = all(None not in group and len(set(group)) == len(group) for group in seeds)
-        return once and len(self.new) > 1 and set(seeds[0]) <= set(seeds[1])
-
-    def outside(self, margins: Mapping[str, float]) -> tuple[Series, str, int, float, float, float] | None:
-        """First number of a new run outside of the band: run, measure, step, number and the band's ends; or None.
-
-        Args: margins: by measure; the band is wider by what does not matter.
-        """
+    @classmethod
+    def of(cls, name: str, new: Sequence[Series], old: Sequence[Series], margin: float | None, window: int) -> Measure:
+        """Raises `BadRequest`: fewer than two steps are common."""
         import numpy as np
+
+        steps = np.array(sorted(set.intersection(*(set(each.values[name]) for each in (*new, *old)))), dtype=np.int64)
+        left, right = (np.array([[each.values[name][at] for at in steps] for each in runs]) for runs in (new, old))
+        finite = np.isfinite(right).all(0)
+        if finite.sum() < 2:
+            problem = f"has {counted(int(finite.sum()), 'step')} of {name} in common with the new runs"
+            raise refuse("--history", problem, fix="import series that were logged at the same steps")
+        count = window or (int(finite.sum()) + 1) // 2
+        return cls(name, steps[finite], left[:, finite], right[:, finite], margin, count)
+
+    def test(self, seeds: Sequence[int] | None) -> PairedTest:
+        """Test of the means over the window, relative to the earlier runs'; of a norm's logarithm. Args: seeds: place
+        of each new run's earlier one; None: not paired."""
+        import numpy as np
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log = np.log if self.name == "grad_norm" else np.asarray
+            left, right = (log(runs)[:, -self.window :].mean(1) for runs in (self.new, self.old))
+            base = 1.0 if self.name == "grad_norm" else abs(right.mean())
+            left, right = left / base, right / base
+        margin = self.margin or NO_MARGIN
+        if seeds is not None:
+            return paired_test(self.name, (left - right[list(seeds)]).tolist(), margin)
+        return unpaired_test(self.name, left.tolist(), right.tolist(), margin)
+
+    def first(self, wrong: NDArray[np.bool_]) -> tuple[int, int] | None:
+        """Place of the first step, and of a run, where a table is true."""
+        import numpy as np
+
+        places = np.argwhere(wrong.T)
+        return (int(places[0][0]), int(places[0][1])) if len(places) else None
+
+    def broken(self) -> tuple[int, int] | None:
+        import numpy as np
+
+        return self.first(~np.isfinite(self.new))
+
+    def band(self, tests: int) -> tuple[Float64, Float64]:
+        """Ends of the band at each step. Args: tests: numbers that are held to a band, of all measures."""
         from scipy.special import stdtrit
 
-        if len(self.old) < FEWEST:
-            return None
-        count = sum(len(self.steps(key)) for key in self.measures) * len(self.new)
-        times = float(stdtrit(len(self.old) - 1, 1 - ALPHA / (2 * count))) * math.sqrt(1 + 1 / len(self.old))
-        found = []
-        for key in self.measures:
-            steps = self.steps(key)
-            held = np.array([[each.values[key][at] for at in steps] for each in self.old])
-            middle = held.mean(0)
-            half = times * held.std(0, ddof=1) + margins.get(key, 0.0) * np.abs(middle)
-            for each in self.new:
-                off = np.abs(np.array([each.values[key][at] for at in steps]) - middle)
-                for place in np.flatnonzero((off > half) & (half > 0))[:1]:
-                    ends = float(middle[place] - half[place]), float(middle[place] + half[place])
-                    found.append((each, key, steps[place], each.values[key][steps[place]], *ends))
-        return min(found, key=lambda item: item[2], default=None)
+        n, middle = len(self.old), self.old.mean(0)
+        times = float(stdtrit(n - 1, 1 - ALPHA / (2 * tests))) * math.sqrt(1 + 1 / n)
+        half = times * self.old.std(0, ddof=1) + (self.margin or 0.0) * abs(middle)
+        return middle - half, middle + half
 
 
 def against_history(
@@ -173,91 +152,94 @@ def against_history(
     paths = [[path.resolve() for path in group] for group in (new, old)]
     if both := set(paths[0]) & set(paths[1]):
         raise refuse(str(min(both)), "is on both sides", fix="name earlier runs behind --history, and new ones before")
-    groups = Groups([Series.of(path) for path in paths[0]], [Series.of(path) for path in paths[1]], window)
-    for measure in groups.measures:
-        if len(groups.steps(measure)) < 2:
-            problem = f"{counted(len(groups.steps(measure)), 'step')} of {measure} in common"
-            raise refuse("--history", problem, fix="import series that were logged at the same steps")
-    return _verdict(groups, margins or {})
+    left, right = ([Series.of(path) for path in group] for group in paths)
+    return judge_series(left, right, margins or {}, window)
 
 
-def _verdict(groups: Groups, margins: Mapping[str, float]) -> SeedVerdict:
-    tests = groups.tests(margins)
+def judge_series(
+    new: Sequence[Series], old: Sequence[Series], margins: Mapping[str, float], window: int = 0
+) -> SeedVerdict:
+    keys = [key for key in MEASURES if all(each.values[key] for each in (*new, *old))]
+    measures = [Measure.of(key, new, old, margins.get(key), window) for key in keys]
+    seeds = _paired([each.seed for each in new], [each.seed for each in old])
+    tests = tuple(each.test(seeds) for each in measures)
     decision = decided(tests)
-    outcome, said = _outcome(groups, margins, decision)
-    names = ", ".join(each.name for each in groups.new[:NAMED]) + ", ..." * (len(groups.new) > NAMED)
-    sentence = f"{outcome.value}: {names} beside {counted(len(groups.old), 'earlier run')}: {said}."
-    return SeedVerdict(
-        outcome=outcome,
-        sentence=sentence,
-        arms=tuple(str(each.path) for each in groups.new),
-        seeds=len(groups.new),
-        seeds_needed=decision.seeds_needed if outcome is Outcome.UNDECIDED else None,
-        p_equivalent=decision.p_equivalent,
-        p_different=decision.p_different,
-        tests=tuple(dict(vars(test)) for test in tests),
-    )
+    sentence = "; ".join(_sentence(each, test, seeds) for each, test in zip(measures, tests, strict=True))
+    outcome, needed = decision.outcome, decision.seeds_needed
+    clear = _without_tests(measures, tests, new, outcome)
+    if clear is not None:
+        outcome, needed = clear[0], None
+        sentence = clear[1] if len(new) + len(old) == 2 else f"{clear[1]}; over the window, {sentence}"
+    elif outcome is Outcome.UNDECIDED:
+        many = "no number of runs is known to" if needed is None else f"{needed} {SIDES[seeds is None]} would"
+        sure = "" if margins else " if the difference is what was seen; --margin says what does not matter"
+        sentence = f"{sentence}; {many} decide it{sure}"
+    names = ", ".join(each.name for each in new[:3]) + ", ..." * (len(new) > 3)
+    sentence = f"{outcome.value}: {names} beside {counted(len(old), 'earlier run')}: {sentence}."
+    plain = tuple(dict(vars(test)) for test in tests)
+    arms = tuple(str(each.path) for each in new)
+    p_values = decision.p_equivalent, decision.p_different
+    return SeedVerdict(outcome, sentence, arms, len(new), needed, *p_values, plain)
 
 
-def _outcome(groups: Groups, margins: Mapping[str, float], decision: Decision) -> tuple[Outcome, str]:
-    if (broken := groups.broken()) is not None:
-        run, key, step = broken
-        return Outcome.DIFFERENT, f"at step {step}, {key} of {run.name} is {run.values[key][step]}, and never before"
-    if len(groups.every) == 2:
-        return _of_two(groups)
-    told, flat = _told(groups, decision.tests), [each for each in decision.tests if each.sd < FLAT < abs(each.mean)]
-    if any(each.measure not in margins for each in flat):
-        why = "earlier runs have no noise at all, and nothing tells rounding from a fault"
-        return Outcome.UNDECIDED, f"{told}; {why}: --margin {flat[0].measure}=SIZE says what does not matter"
-    if decision.outcome is not Outcome.DIFFERENT and (found := groups.outside(margins)) is not None:
-        run, key, step, value, low, high = found
-        band = f"{key} of {run.name} is {value:.6g} where earlier runs lie within {low:.6g} to {high:.6g}"
-        return Outcome.UNDECIDED, f"at step {step}, {band}; over the window {told}"
-    if decision.outcome is Outcome.UNDECIDED:
-        told += _needed(groups, margins, decision)
-    return decision.outcome, told
+SIDES = {True: "runs on each side", False: "pairs of one seed"}
 
 
-def _of_two(groups: Groups) -> tuple[Outcome, str]:
-    left, right = groups.new[0].values, groups.old[0].values
-    common = [(key, at) for key in groups.measures for at in groups.steps(key)]
-    apart = [(at, key) for key, at in common if left[key][at] != right[key][at]]
-    if not apart:
-        told = f"they agree in all of {counted(len(common), 'number')}, and nothing else of them is known"
-        return (Outcome.EQUIVALENT if len(common) >= AGREE else Outcome.UNDECIDED), told
-    step, measure = min(apart)
-    told = f"at step {step}, {measure} is {left[measure][step]:.6g} and {right[measure][step]:.6g}"
-    least = f"a single pair of series has no noise to hold that to; {FEWEST} earlier runs make a band"
-    return Outcome.UNDECIDED, f"{told}; {least}, and say how many decide"
+def _paired(new: list[int | None], old: list[int | None]) -> list[int] | None:
+    """Place of the earlier run of each new one's seed; None unless each has one."""
+    once = all(None not in seeds and len(set(seeds)) == len(seeds) for seeds in (new, old))
+    return [old.index(seed) for seed in new] if once and len(new) > 1 and set(new) <= set(old) else None
 
 
-def _told(groups: Groups, tests: Sequence[PairedTest]) -> str:
-    said = []
-    for test in tests:
-        window, steps = groups.last(test.measure), groups.steps(test.measure)
-        where = f"mean over {len(window)} of {counted(len(steps), 'common step')}"
-        noise = f"{percent(test.sd)} {'a pair' if groups.paired else 'a run'}"
-        margin = f" where {percent(test.margin)} does not matter" if test.margin > NO_MARGIN else ""
-        interval = f"90 % interval {percent(test.low)} to {percent(test.high)}"
-        said.append(
-            f"{test.measure} ({where}) is off by {percent(test.mean)} ({interval}){margin}, with a noise of {noise}"
-        )
-    return "; ".join(said) + ("; paired by seed" if groups.paired else "")
+def _without_tests(
+    measures: Sequence[Measure], tests: Sequence[PairedTest], new: Sequence[Series], outcome: Outcome
+) -> tuple[Outcome, str] | None:
+    """Outcome that the means do not decide, with its reason; None if they do."""
+    for each in measures:
+        if (place := each.broken()) is not None:
+            step, run = place
+            value = f"{each.name} of {new[run].name} is {each.new[run, step]}"
+            return Outcome.DIFFERENT, f"at step {each.steps[step]}, {value}, and of no earlier run"
+    if len(measures[0].new) + len(measures[0].old) == 2:
+        return _of_two(measures)
+    for each, test in zip(measures, tests, strict=True):
+        if test.sd < FLAT < abs(test.mean) and each.margin is None:
+            why = "there is no noise at all, and nothing tells rounding from a fault"
+            return Outcome.UNDECIDED, f"{why}: --margin {each.name}=SIZE says what does not matter"
+    count = sum(each.new.size for each in measures)
+    for each in measures if outcome is not Outcome.DIFFERENT and len(measures[0].old) >= FEWEST else ():
+        low, high = each.band(count)
+        if (place := each.first((high > low) & ((each.new < low) | (each.new > high)))) is not None:
+            step, run = place
+            value = f"{each.name} of {new[run].name} is {each.new[run, step]:.6g}"
+            band = f"where earlier runs lie within {low[step]:.6g} to {high[step]:.6g}"
+            return Outcome.UNDECIDED, f"at step {each.steps[step]}, {value} {band}"
+    return None
 
 
-def _needed(groups: Groups, margins: Mapping[str, float], decision: Decision) -> str:
-    if decision.seeds_needed is None:
-        return "; no number of runs is known to decide it"
-    each = "pairs of one seed" if groups.paired else "runs on each side"
-    sure = "" if margins else ", if the difference is the one that was seen; --margin says what does not matter"
-    return f"; {decision.seeds_needed} {each} would decide it{sure}"
+def _of_two(measures: Sequence[Measure]) -> tuple[Outcome, str]:
+    count = sum(each.new.size for each in measures)
+    for each in measures:
+        if (place := each.first(each.new != each.old)) is not None:
+            at, values = place[0], f"{each.new[0, place[0]]:.6g} and {each.old[0, place[0]]:.6g}"
+            least = f"a single pair has no noise to hold that to; {FEWEST} earlier runs make a band"
+            return Outcome.UNDECIDED, f"at step {each.steps[at]}, {each.name} is {values}; {least}"
+    outcome = Outcome.EQUIVALENT if count >= AGREE else Outcome.UNDECIDED
+    return outcome, f"they agree in all of {counted(count, 'number')}, and nothing else of them is known"
+
+
+def _sentence(of: Measure, test: PairedTest, seeds: Sequence[int] | None) -> str:
+    where = f"mean over {min(of.window, len(of.steps))} of {counted(len(of.steps), 'common step')}"
+    interval = f"90 % interval {percent(test.low)} to {percent(test.high)}"
+    margin = "" if of.margin is None else f" where {percent(of.margin)} does not matter"
+    noise = f"with a noise of {percent(test.sd)} {'a run' if seeds is None else 'a pair of one seed'}"
+    return f"{of.name} ({where}) is off by {percent(test.mean)} ({interval}){margin}, {noise}"
 
 
 def compare_series(arm: Path, control: Path) -> Verdict:
     """Verdict on two runs, one of which is a series alone. Raises `BadRequest`, `StoreError`: as `against_history`."""
     found = against_history([arm], [control])
-    grades = {Outcome.EQUIVALENT: Grade.ok, Outcome.DIFFERENT: Grade.bad}
-    grade = grades.get(found.outcome, Grade.doubt)
+    grade = {Outcome.EQUIVALENT: Grade.ok, Outcome.DIFFERENT: Grade.bad}.get(found.outcome, Grade.doubt)
     row = Finding("T3", "series", Stage.trajectory, grade, "equal" if grade is Grade.ok else "other", "equal")
     failed = () if grade is Grade.ok else (row,)
     admits = "T3: numbers of steps alone, of which a single pair certifies little"

@@ -8,7 +8,6 @@ gradients, no data (`harness.parity.series`).
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from harness.config.hints import nearest
 from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic, write_json
-from harness.store.metrics import NON_FINITE, encode
+from harness.store.metrics import encode
 from harness.store.provenance import SERIES, WATCHED
 from harness.store.reading import folder_names, read_text
 from harness.store.rundir import CONFIG, RunDir
@@ -43,36 +42,49 @@ def import_series(source: Path, target: Path, columns: Mapping[str, str], seed: 
     Raises `BadRequest`: the source is missing, of no known kind, damaged, without such a column or any number; a
     package that reads it is missing; or the target is there.
     """
+    if target.exists():
+        raise refuse(str(target), "is there already", fix="name another --into, or remove it")
     kind = _kind(source)
     try:
         table = READERS[kind](source, columns.get("step"))
-    except ImportError as error:
-        package = (error.name or kind).partition(".")[0]
-        raise refuse(str(source), f"needs {package}, which is not installed", fix=commands.install(kind)) from None
+    except ImportError:
+        raise refuse(str(source), f"needs {kind}, which is not installed", fix=commands.install(kind)) from None
     except (StoreError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise refuse(str(source), f"cannot be read as {kind}: {error}") from error
     found = {name: _column(source, name, column, table) for name, column in columns.items() if name != "step"}
-    if target.exists():
-        raise refuse(str(target), "is there already", fix="name another --into, or remove it")
-    _write(source, kind, target, columns, found, seed)
+    steps = sorted(set().union(*found.values()))
+    lines = [{"step": at, **{name: each[at] for name, each in found.items() if at in each}} for at in steps]
+    train = {"steps": steps[-1]} | ({} if seed is None else {"seed": seed})
+    config = {"model": {"name": "unknown"}, "train": train, "study": {"name": target.parent.name}}
+    series = {"file": source.name, "kind": kind, "columns": dict(columns)}
+    target.mkdir(parents=True)
+    write_atomic(target / "metrics.jsonl", "".join(f"{encode(line)}\n" for line in lines))
+    write_json(RunDir(target).provenance, {WATCHED: 1, SERIES: series, "sources_digest": WATCHED})
+    status.write(target, Status(State.done, f"imported from {source.name}", 0, steps=steps[-1]))
+    write_atomic(target / CONFIG, yaml.safe_dump(config, sort_keys=False))
     return sorted(found["loss"])
+
+
+KINDS = {
+    ".wandb": "wandb",
+    "tfevents": "tensorboard",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".jsonl": "jsonl",
+    ".json": "megatron",
+}
+"""Part of a file's name, or of one in a folder of wandb's or TensorBoard's, and the reader."""
 
 
 def _kind(source: Path) -> str:
     if not source.exists():
         raise refuse(str(source), "does not exist")
     names = folder_names(source) if source.is_dir() else [source.name]
-    kinds = {
-        "wandb": any(name.endswith(".wandb") for name in names),
-        "tensorboard": any("tfevents" in name for name in names),
-        "csv": source.suffix in (".csv", ".tsv"),
-        "jsonl": source.suffix in (".jsonl", ".ndjson"),
-        "megatron": source.suffix == ".json",
-    }
-    found = next((kind for kind, fits in kinds.items() if fits), None)
+    parts = list(KINDS)[:2] if source.is_dir() else list(KINDS)
+    found = next((KINDS[part] for part in parts if any(part in name for name in names)), None)
     if found is None:
-        choices = "a .wandb file, TensorBoard's events, or a folder of either; .csv, .tsv, .jsonl, Megatron's .json"
-        raise refuse(str(source), "is no kind of series that is known", choices=choices)
+        problem, choices = "is no kind of series that is known", "a folder of wandb's or TensorBoard's, or a file: "
+        raise refuse(str(source), problem, choices=choices + ", ".join(KINDS))
     return found
 
 
@@ -108,7 +120,7 @@ def _of_rows(rows: Iterable[Mapping[str, Any]], step: str | None) -> Table:
         place = _number(row.get(at))
         if place is None:
             continue
-        if place != round(place, 0):
+        if not place.is_integer():
             raise ValueError(f"{at}={row[at]!r} is no step")
         for name, value in row.items():
             column = table.setdefault(str(name), {})
@@ -118,12 +130,8 @@ def _of_rows(rows: Iterable[Mapping[str, Any]], step: str | None) -> Table:
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, str):
-        value = NON_FINITE.get(value.strip().lower(), value)
     try:
-        return float(value)
+        return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return None
 
@@ -171,16 +179,14 @@ def _wandb(source: Path, step: str | None) -> Table:
     paths = sorted(source.glob("*.wandb")) if source.is_dir() else [source]
     if len(paths) != 1:
         raise ValueError(f"it holds {len(paths)} .wandb files; name one")
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for frame in frames(paths[0].read_bytes()):
-            record = messages.Record()  # type: ignore[attr-defined] # made by protobuf as it is imported
-            record.ParseFromString(frame)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-    return _of_rows(rows(), step)
+    rows = []
+    for frame in frames(paths[0].read_bytes()):
+        record = messages.Record()  # type: ignore[attr-defined] # made by protobuf as it is imported
+        record.ParseFromString(frame)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return _of_rows(rows, step)
 
 
 READERS: Mapping[str, Callable[[Path, str | None], Table]] = {
@@ -215,32 +221,3 @@ def frames(data: bytes) -> Iterator[bytes]:
         whole = part if kind in (FULL, FIRST) else whole + part
         if kind in (FULL, LAST):
             yield whole
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-def _write(
-    source: Path,
-    kind: str,
-    target: Path,
-    columns: Mapping[str, str],
-    found: Mapping[str, Mapping[int, float]],
-    seed: int | None,
-) -> None:
-    steps = sorted(set().union(*found.values()))
-    lines = [{"step": at, **{name: each[at] for name, each in found.items() if at in each}} for at in steps]
-    train = {"steps": steps[-1]} | ({} if seed is None else {"seed": seed})
-    config = {"model": {"name": "unknown"}, "train": train, "study": {"name": target.parent.name}}
-    series = {"file": source.name, "kind": kind, "columns": dict(columns), "sha256": _digest(source)}
-    target.mkdir(parents=True)
-    write_atomic(target / "metrics.jsonl", "".join(f"{encode(line)}\n" for line in lines))
-    marks = {WATCHED: 1, SERIES: series, "sources_digest": WATCHED}
-    write_json(RunDir(target).provenance, marks)
-    status.write(target, Status(State.done, f"imported from {source.name}", 0, steps=steps[-1]))
-    write_atomic(target / CONFIG, yaml.safe_dump(config, sort_keys=False))
-
-
-def _digest(source: Path) -> str:
-    files = sorted(path for path in source.iterdir() if path.is_file()) if source.is_dir() else [source]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

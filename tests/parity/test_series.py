@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 
 from harness.cli.main import main
 from harness.parity import Outcome, compare, series as verdicts
-from harness.parity.series import Series, against_history
+from harness.parity.outcome import SeedVerdict
+from harness.parity.series import Series, against_history, judge_series
 from harness.parity.tiers import equivalence
 from harness.wandb_sync import series as readers
 from harness.wandb_sync.series import import_series
@@ -146,8 +148,8 @@ MISUSES: dict[str, tuple[str, str, Sequence[str], str]] = {
     "another JSON": ("a.json", '{"loss": [1, 2]}', ["loss=loss"], "cannot be read as megatron"),
     "no wandb": ("a.wandb", "nothing", ["loss=loss"], "does not begin as wandb's files do"),
     "unknown": ("a.parquet", "x", ["loss=loss"], "no kind of series that is known"),
-    "no measure": ("a.csv", "step,train/loss\n1,2\n", ["los=train/loss"], "names no measure"),
-    "no loss": ("a.csv", "step,train/loss\n1,2\n", ["lr=train/loss"], "has no loss"),
+    "no measure": ("a.csv", "step,train/loss\n1,2\n", ["los=train/loss"], "must name the column of a loss"),
+    "no loss": ("a.csv", "step,train/loss\n1,2\n", ["lr=train/loss"], "must name the column of a loss"),
 }
 
 
@@ -222,7 +224,7 @@ def test_runs_of_one_seed_are_paired(tmp_path: Path) -> None:
     shifted = [made(tmp_path / "new", f"{seed}", curve(seed, shift=0.002), seed) for seed in range(5)]
     found = against_history(shifted, old)
     assert found.outcome is Outcome.DIFFERENT, "a fifth of the noise of seeds, and ten times that of pairs"
-    assert "paired by seed" in found.sentence
+    assert "a pair of one seed" in found.sentence
     assert against_history(shifted, old, {"loss": 0.01}).outcome is Outcome.EQUIVALENT
 
 
@@ -231,7 +233,7 @@ def test_two_series_alone_certify_little(tmp_path: Path) -> None:
     assert compare(one, same).outcome is Outcome.EQUIVALENT
     found = compare(one, other)
     assert found.outcome is Outcome.UNDECIDED
-    assert "a single pair of series has no noise" in found.sentence
+    assert "a single pair has no noise" in found.sentence
     short = [made(tmp_path, f"short-{n}", curve(0, every=20)) for n in range(2)]
     assert compare(*short).outcome is Outcome.UNDECIDED, "three numbers that agree"
 
@@ -248,7 +250,7 @@ def test_a_history_without_noise_asks_for_a_margin(tmp_path: Path) -> None:
 def test_only_common_steps_count(tmp_path: Path) -> None:
     old = history(tmp_path, 5)
     found = against_history([made(tmp_path, "new", curve(50, every=10))], old)
-    assert "3 of 6 common steps" in found.sentence
+    assert "over 3 of 6 common steps" in found.sentence
 
 
 def test_the_verbs_judge_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,18 +271,18 @@ def test_the_verbs_judge_folders(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "both sides" in capsys.readouterr().err
 
 
-def jobs(number: int) -> verdicts.Groups:
-    """A new run of a clean job and six earlier ones."""
+def clean_job(number: int, margins: Mapping[str, float] = MappingProxyType({})) -> SeedVerdict:
+    """A new run of a job beside six earlier ones."""
     runs = [
         Series(Path(str(n)), str(n), None, {"loss": curve(7 * number + n, noise=0.02), "grad_norm": {}})
         for n in range(7)
     ]
-    return verdicts.Groups(runs[:1], runs[1:])
+    return judge_series(runs[:1], runs[1:], margins)
 
 
 def test_false_alarms_are_as_many_as_promised() -> None:
     """Of clean jobs no more than 5 % are DIFFERENT, up to the chance of 400 draws."""
-    alarms = sum(verdicts._verdict(jobs(number), {}).outcome is Outcome.DIFFERENT for number in range(400))
+    alarms = sum(clean_job(number).outcome is Outcome.DIFFERENT for number in range(400))
     assert 3 < alarms < 37, "0.05 * 400 = 20, and four standard deviations"
 
 
@@ -297,7 +299,7 @@ def spikes_are_seen(folder: Path) -> bool:
 
 def bands_hold_clean_runs(folder: Path) -> bool:
     """Of 40 clean jobs hardly one has a number outside."""
-    return sum(jobs(number).outside({}) is not None for number in range(40)) < 8
+    return sum("where earlier runs lie" in clean_job(number).sentence for number in range(40)) < 8
 
 
 def pairs_are_used(folder: Path) -> bool:
@@ -326,17 +328,17 @@ MUTANTS: dict[str, tuple[Slip, Holds]] = {
         noise_is_undecided,
     ),
     "spikes": (
-        Slip(verdicts.Groups, "outside", "(off > half)", "(off > 1e9 * half)", "No number leaves a band"),
+        Slip(verdicts.Measure, "band", "half = times", "half = 1e9 * times", "No number leaves a band"),
         spikes_are_seen,
     ),
     "many steps": (
         Slip(
-            verdicts.Groups, "outside", "1 - ALPHA / (2 * count)", "1 - 2 * ALPHA", "Each step has 20 % of false alarms"
+            verdicts.Measure, "band", "1 - ALPHA / (2 * tests)", "1 - 2 * ALPHA", "Each step has 20 % of false alarms"
         ),
         bands_hold_clean_runs,
     ),
     "pairs": (
-        Slip(verdicts.Groups, "_test", "if self.paired", "if False", "Seeds are not paired"),
+        Slip(verdicts, "_paired", "if once and", "if False and", "Seeds are not paired"),
         pairs_are_used,
     ),
     "resumed rows": (

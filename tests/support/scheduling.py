@@ -58,6 +58,7 @@ SLOW = (
     "tests/models/test_engines.py",
     "tests/models/test_tensor_parallel.py",
     "tests/own",
+    "tests/parity/test_baseline_corpus.py",
     "tests/parity/test_script.py",
     "tests/slurm",
     "tests/streams/test_races.py",

@@ -15,9 +15,9 @@ HEAD = ("tier", "check", "step", "tensor", "observed", "allowed", "of the bound"
 
 
 def markdown(verdict: Verdict, title: str) -> str:
-    told = [f"## {code(title)}: {verdict.outcome.value}", escaped(verdict.sentence), OUTCOMES[verdict.outcome]]
-    checks = rows(HEAD, [_row(each) for each in _told(verdict)])
-    return "\n\n".join([*told, checks, fenced("\n".join(verdict.commands))]) + "\n"
+    message = [f"## {code(title)}: {verdict.outcome.value}", escaped(verdict.sentence), OUTCOMES[verdict.outcome]]
+    checks = rows(HEAD, [_row(each) for each in _listed(verdict)])
+    return "\n\n".join([*message, checks, fenced("\n".join(verdict.commands))]) + "\n"
 
 
 def junit(verdict: Verdict, title: str) -> str:
@@ -27,24 +27,24 @@ def junit(verdict: Verdict, title: str) -> str:
     """
     wrong = "error" if verdict.outcome is Outcome.NOT_COMPARABLE else "failure"
     cases = [(title, verdict.sentence if verdict.exit_code else "")]
-    for each in _told(verdict):
+    for each in _listed(verdict):
         tier, check, step, tensor, observed, allowed, *_ = _row(each)
         where = f" (step {step}{f', {tensor}' if tensor else ''})" if step else ""
         failed = each.grade is not Grade.ok and verdict.exit_code
-        told = f"{observed} where {allowed} is allowed; {each.note}".rstrip("; ")
-        cases.append((f"{tier} {check}{where}", told if failed else ""))
-    failures = sum(bool(told) for _, told in cases)
+        message = f"{observed} where {allowed} is allowed; {each.note}".rstrip("; ")
+        cases.append((f"{tier} {check}{where}", message if failed else ""))
+    failures = sum(bool(message) for _, message in cases)
     counts = {"name": title, "tests": str(len(cases)), f"{wrong}s": str(failures)}
     suite = ElementTree.Element("testsuite", counts)
-    for name, told in cases:
+    for name, message in cases:
         case = ElementTree.SubElement(suite, "testcase", classname=title, name=name)
-        if told:
-            ElementTree.SubElement(case, wrong, message=told).text = told
+        if message:
+            ElementTree.SubElement(case, wrong, message=message).text = message
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _told(verdict: Verdict) -> list[Finding]:
+def _listed(verdict: Verdict) -> list[Finding]:
     """Checks that did not pass, and the worst of each kind of the others."""
     owed = verdict.admissible.startswith("T1") or verdict.tier == "T0"
     failed = [each for each in verdict.findings if each not in verdict.evidence]

@@ -46,9 +46,12 @@ def _lengths(stream: Stream) -> dict[str, float]:
 
 
 def blindness(envelope: Envelope) -> list[Finding]:
-    """Doubt where a structural fault could hide beneath what sketches refute."""
-    seen, needed = REFUTED * DRAW * envelope.distance, envelope.smallest_fault
+    """Doubt where a structural fault could hide beneath what the norm of all gradients refutes.
+
+    One of N ranks that is missing, of gradients that are noise, shortens their mean by half of 1/N.
+    """
+    seen, needed = REFUTED * envelope.norm, envelope.smallest_fault / 2
     if seen <= needed:
         return []
-    note = "rounding could hide one rank's contribution from sketches; compare the runs themselves"
+    note = "rounding could hide one rank's contribution from sketches and norms; compare the runs themselves"
     return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]
