@@ -44,6 +44,7 @@ DIM, FFN, TOKENS = 256, 704, 128
 MUON, ADAMW, FSDP2, FSDP2_ADAMW = "ours, Muon", "ours, AdamW", "FSDP2, torch.optim.Muon", "FSDP2, AdamW"
 ARMS = (MUON, FSDP2, ADAMW, FSDP2_ADAMW)
 RANKS = (2, 4)
+SHAPES = [(64, 64), (176, 64), (64, 176), (64, 33), (3, 64), (1, 9)]
 ITERATIONS = 5
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 LAYERS = 32
@@ -62,6 +63,16 @@ product needs, in every iteration; its bits depend on the number of ranks.
 
 | ranks | arm | ms a step | times *{base}* | MB sent in the update |
 |---|---|---|---|---|
+"""
+APART = """
+## Against one process
+
+Distance of a matrix's first update from the one of a single process with the same gradient, over its size. On DTensors
+torch adds what ranks multiply in bfloat16, and refuses matrices with fewer rows than ranks: `engine=fsdp2` takes no
+`optimizer=muon` for that.
+
+| ranks | matrix | ours | FSDP2, torch.optim.Muon |
+|---|---|---|---|
 """
 COUNTED = """
 ## Planned for more ranks
@@ -133,6 +144,47 @@ def measure(rank: int, turns: int, steps: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+class One(nn.Module):
+    """One matrix, whose gradient is known."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return (self.matrix * factor).sum()
+
+
+def apart(rank: int) -> dict[str, list[float | str]]:
+    """By shape, the distance of ours and FSDP2's first update from one process's, over that; or that it raises."""
+    torch.set_num_threads(1)
+    found: dict[str, list[float | str]] = {}
+    for shape in SHAPES:
+        factor = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        updates = []
+        for kind in ("one", "ours", "FSDP2"):
+            module: Any = One(shape)
+            before, optimizer = module.matrix.detach().clone(), torch.optim.Muon(module.parameters(), lr=1.0)
+            if kind == "ours":
+                module = fully_shard_model(module)
+                optimizer = fully_shard_optimizer(module, torch.optim.Muon(module.parameters(), lr=1.0))
+            elif kind == "FSDP2":
+                torch_fsdp.fully_shard(module)
+                optimizer = torch.optim.Muon(module.parameters(), lr=1.0)
+            module(factor).backward()
+            try:
+                optimizer.step()
+                after = module.matrix if kind == "one" else module.matrix.full_tensor()
+                updates.append(after.detach() - before)
+            except RuntimeError:
+                updates.append(None)
+        one, *others = updates
+        found["{} x {}".format(*shape)] = [
+            "raises" if each is None else round(float((each - one).norm() / one.norm()), 4) for each in others
+        ]
+    return found
+
+
 def rows_of(told: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     base = told[0][MUON]["seconds"]
     return {
@@ -186,6 +238,9 @@ def page(facts: dict[str, Any]) -> str:
         for arm, row in arms.items():
             ratio = "{value:.2f} ({low:.2f} to {high:.2f})".format(**row["ratio"])
             text += f"| {ranks} | {arm} | {row['ms']:.1f} | {ratio} | {row['bytes'] / 1e6:.2f} |\n"
+    text += APART
+    for ranks, found in facts["apart"].items():
+        text += "".join(f"| {ranks} | {shape} | {ours} | {theirs} |\n" for shape, (ours, theirs) in found.items())
     shapes = LAYER * LAYERS
     text += COUNTED.format(matrices=len(shapes), elements=sum(rows * columns for rows, columns in shapes) / 1e9)
     return text + "".join(f"| {a} | {b} | {c:.2f} | {d:,.1f} |\n" for a, b, c, d in facts["planned"])
@@ -208,6 +263,7 @@ def main() -> None:
         "steps": chosen.steps,
         "note": chosen.note,
         "rows": {ranks: rows_of(run_ranks(measure, ranks, chosen.turns, chosen.steps)) for ranks in RANKS},
+        "apart": {ranks: run_ranks(apart, ranks)[0] for ranks in RANKS},
         "planned": planned(),
     }
     OUTPUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

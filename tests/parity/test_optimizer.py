@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from harness.parity import compare
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
+from harness.parity.telling import script
+from harness.store.rundir import RunDir
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
@@ -197,7 +200,7 @@ def test_the_rule_is_torchs(name: str) -> None:
 MUON = {
     "optimizer.name": "muon", "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8, "optimizer.momentum": 0.95,
     "optimizer.weight_decay": 0.1, "optimizer.nesterov": True, "optimizer.ns_coefficients": [3.4445, -4.775, 2.0315],
-    "optimizer.ns_steps": 5, "optimizer.adjust_lr_fn": "original",
+    "optimizer.ns_steps": 5, "optimizer.adjust_lr_fn": "original", "optimizer.clip_norm": 1.0,
 }  # fmt: skip
 OF_MUON = {"usual": {}, "plain": {"nesterov": False, "momentum": 0.5}, "rms": {"adjust_lr_fn": "match_rms_adamw"}}
 SHAPES = [(40, 24), (24, 40), (1, 9), (9, 1), (64, 64), (7, 128)]
@@ -243,6 +246,17 @@ SLIPS = {
 def test_a_slip_of_muons_rule_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     SLIPS[name].put(monkeypatch)
     assert max(muons_distance(shape, {}) for shape in ((40, 24), (24, 40))) > 1
+
+
+def test_options_in_a_script_are_those_that_torchs_class_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that Muon steps has Muon's, what stands beside it AdamW's."""
+    monkeypatch.setattr(script, "read_summary", lambda _: {"orthogonalized": ["matrix"]})
+    for tensor, name in (("matrix", "Muon"), ("vector", "AdamW")):
+        told = script._rule(MUON, RunDir(Path()), tensor)
+        options = ast.literal_eval(script._literal(told["OPTIONS"]))
+        assert told["RULE"] == name
+        assert options == told["OPTIONS"]
+        getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2, 2))], **options)
 
 
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -416,4 +416,6 @@ def _list(head: str, words: Sequence[str], tail: str) -> list[str]:
 
 
 def _literal(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str | list | dict) else repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value) if isinstance(value, str | list) else repr(value)
