@@ -70,17 +70,18 @@ class Guarded:
     In a model that is copied or pickled, a hook is nothing.
     """
 
-    def __init__(self, run: Run, work: Callable[..., None]) -> None:
+    def __init__(self, run: Run, work: Callable[..., Any]) -> None:
         self._run, self._work = run, work
 
-    def __call__(self, *args: Any, **keywords: Any) -> None:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._run.problem:
-            return
+            return None
         try:
             with torch.no_grad():
-                self._work(*args, **keywords)
+                return self._work(*args, **keywords)
         except Exception as error:
             self._run.give_up(f"step {self._run.steps + 1}: {type(error).__name__}: {error}")
+            return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Nothing, ()
@@ -105,7 +106,7 @@ class Run:
         self._tokens = 0
         self._began = self._last = time.perf_counter()
 
-    def guard(self, work: Callable[..., None]) -> Callable[..., None]:
+    def guard(self, work: Callable[..., Any]) -> Callable[..., Any]:
         return Guarded(self, work)
 
     def give_up(self, problem: str) -> None:

@@ -21,7 +21,7 @@ from harness.probe.hooks import ParameterHooks
 from harness.probe.step_checks.pieces import local_part
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
 
-Guard = Callable[[Callable[..., None]], Callable[..., None]]
+Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Watching:
@@ -33,6 +33,7 @@ class Watching:
     def __init__(self, models: list[nn.Module], optimizer: Any, parts: Parts | None, guard: Guard) -> None:
         self.models, self.optimizers = models, optimizers_of(optimizer)
         optimizers = self.optimizers
+        self._guard = guard
         self._find: Callable[[], shards.Found] = partial(shards.find, models, optimizer, parts)
         self.params = named(models)
         self.found = self._find()
@@ -108,7 +109,22 @@ class Watching:
             held = self.kept.get(key)
             self.kept[key] = wide if held is None else held + wide
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, keywords: Any) -> Any:
+        """Look at the gradients, or have a look where the optimizer itself calls for them (`step(closure)`)."""
+        closure = next((each for each in (*args, *keywords.values()) if callable(each)), None)
+        if closure is None:
+            self._update(optimizer)
+            return None
+
+        def watched() -> Any:
+            found = closure()
+            self._guard(self._update)(optimizer)
+            return found
+
+        given = {key: watched if each is closure else each for key, each in keywords.items()}
+        return tuple(watched if each is closure else each for each in args), given
+
+    def _update(self, optimizer: Optimizer) -> None:
         if not self.updates:
             self.lr = float(optimizer.param_groups[0]["lr"])  # now: a schedule may move it before the step ends
             self._first_update()

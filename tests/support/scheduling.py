@@ -30,6 +30,7 @@ SLOWEST = (
 SLOW = (
     "tests/analysis/test_notebook.py",
     "tests/bench/test_report.py",
+    "tests/capture/test_doors.py",
     "tests/capture/test_flat.py",
     "tests/capture/test_ours.py",
     "tests/checkpoint/test_killing.py",

@@ -1,0 +1,226 @@
+"""Habits of training loops under a watch: each trains the same bits, and is recorded as the plain loop is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.capture import watch, watching
+from harness.parity.compare import compare
+from harness.parity.outcome import Outcome
+from harness.parity.record import load
+from tests.capture import loops
+from tests.support.mutants import Slip, each
+
+STEPS = 4
+Habit = Callable[[loops.Net, torch.optim.Optimizer, Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def plainly(
+    net: loops.Net, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], rows: Tensor
+) -> Tensor:
+    loss = loss_of(rows)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def by_closure(
+    net: loops.Net, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], rows: Tensor
+) -> Tensor:
+    """As Lightning and L-BFGS do: the forward and the backward lie within the optimizer's step."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(rows)
+        loss.backward()
+        return loss
+
+    found = optimizer.step(closure)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def scheduled(
+    net: loops.Net, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], rows: Tensor
+) -> Tensor:
+    """A schedule that moves the rate before the step is told of."""
+    loss = plainly(net, optimizer, loss_of, rows)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+    return loss
+
+
+def clipped(
+    net: loops.Net, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], rows: Tensor
+) -> Tensor:
+    loss = loss_of(rows)
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Scaling:
+    """fp16's loss scale, which overflows at step 2 and leaves that update out."""
+
+    def __init__(self) -> None:
+        self.scale, self.step = 1024.0, 0
+
+    def __call__(
+        self, net: loops.Net, optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor], Tensor], rows: Tensor
+    ) -> Tensor:
+        self.step += 1
+        loss = loss_of(rows)
+        (loss * self.scale).backward()
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad.div_(self.scale)
+        if self.step != 2:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+
+def checkpointed(net: loops.Net) -> None:
+    for block in net.blocks:
+        inner = block.forward
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def compiled(net: loops.Net) -> None:
+    for block in net.blocks:
+        block.compile(backend="eager")
+
+
+def unchanged(net: loops.Net) -> None: ...
+
+
+HABITS: dict[str, tuple[Callable[[], Habit], Callable[[loops.Net], None]]] = {
+    "closure": (lambda: by_closure, unchanged),
+    "schedule": (lambda: scheduled, unchanged),
+    "clipping": (lambda: clipped, unchanged),
+    "loss scale": (Scaling, unchanged),
+    "checkpointing": (lambda: plainly, checkpointed),
+    "compile": (lambda: plainly, compiled),
+}
+
+
+def train(path: Path | None, name: str, steps: int = STEPS) -> list[bytes]:
+    make, build = HABITS.get(name, (lambda: plainly, unchanged))
+    habit = make()
+    torch.manual_seed(0)
+    net = loops.Net()
+    build(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    run = None if path is None else watch(net, optimizer, path)
+    for rows in loops.batches(steps):
+        loss = habit(net, optimizer, loss_of, rows)
+        if run is not None:
+            run.step(loss=loss, data=rows)
+    if run is not None:
+        run.close()
+    return [param.detach().numpy().tobytes() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_a_habit_is_recorded_and_changes_no_bit(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "study" / "run"
+    assert train(path, name) == train(None, name)
+    record = load(path)
+    assert record.problems == ()
+    assert record.length == (STEPS - 1 if name == "loss scale" else STEPS)
+    assert record.captures.keys() == {1}
+    train(tmp_path / "study" / "again", name)
+    verdict = compare(path, tmp_path / "study" / "again")
+    assert verdict.outcome is Outcome.EQUAL, verdict.sentence
+
+
+@pytest.mark.parametrize("name", ["closure", "checkpointing", "compile"])
+def test_a_habit_that_changes_no_arithmetic_is_the_plain_loop(name: str, tmp_path: Path) -> None:
+    for each_name in (name, "plain"):
+        train(tmp_path / "study" / each_name, each_name)
+    verdict = compare(tmp_path / "study" / name, tmp_path / "study" / "plain")
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+
+
+def test_rates_are_those_of_the_update(tmp_path: Path) -> None:
+    train(tmp_path / "study" / "run", "schedule")
+    rates = load(tmp_path / "study" / "run").series("lr")
+    assert rates == pytest.approx([1e-3 * 0.9**step for step in range(STEPS)])
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Linear(4, 6)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(6, 1)
+
+
+def adversarial(path: Path | None) -> list[bytes]:
+    """Two models, two optimizers, each of which steps once a step: a list of modules, as pipeline stages are."""
+    torch.manual_seed(0)
+    generator, critic = Generator(), Critic()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (generator, critic)]
+    run = None if path is None else watch([generator, critic], optimizers, path)
+    for step in range(STEPS):
+        noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        for sign, optimizer in zip((1, -1), optimizers, strict=True):
+            loss = sign * critic.judge(torch.tanh(generator.make(noise))).mean()
+            for each_optimizer in optimizers:
+                each_optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if run is not None:
+            run.step(loss=loss, data=noise)
+    if run is not None:
+        run.close()
+    return [param.detach().numpy().tobytes() for each in (generator, critic) for param in each.parameters()]
+
+
+def test_two_models_with_an_optimizer_each_are_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "study" / "gan"
+    assert adversarial(path) == adversarial(None)
+    record = load(path)
+    assert record.problems == ()
+    assert record.length == STEPS
+    assert record.captures[1].tensors.keys() == {"make.weight", "make.bias", "judge.weight", "judge.bias"}
+
+
+MUTANTS = {
+    "closures": Slip(
+        watching.Watching,
+        "_before_update",
+        "if closure is None:",
+        "if True:",
+        "Gradients are seen before a closure ran",
+    ),
+    "rate": Slip(
+        watching.Watching, "_update", 'float(optimizer.param_groups[0]["lr"])', "1.0", "The rate is not the optimizer's"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Habits under a watch", ((n, slip.breaks) for n, slip in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "study" / "plain", "plain")
+    MUTANTS[name].put(monkeypatch)
+    train(tmp_path / "study" / "wrong", "closure")
+    verdict = compare(tmp_path / "study" / "wrong", tmp_path / "study" / "plain")
+    assert verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
