@@ -30,12 +30,6 @@ class Part(NamedTuple):
     alike: tuple[str, ...]
 
 
-def sent(plan: Plan) -> int | None:
-    """Bytes that a rank sends in a step."""
-    wire = plan.get("wire")
-    return None if wire is None else sum(each["bytes"] for kinds in wire.values() for each in kinds.values())
-
-
 PARTS: Mapping[str, Part] = {
     "forward and backward": Part(
         "FLOP",
@@ -46,7 +40,7 @@ PARTS: Mapping[str, Part] = {
     "exposed communication": Part(
         "byte",
         lambda s: s["exposed_comm_s"],
-        sent,
+        lambda plan: plan["sent"],
         ("sharding.strategy", "sharding.outer", "mesh.dp_outer", "cluster.nodes", "engine.transport"),
     ),
     "update": Part(
@@ -88,15 +82,19 @@ class Calibration(NamedTuple):
         rate = done / part.seconds(times)
         return to_do / rate, f"{rate:.4g} {part.unit}/s, calibrated by {self.run.run}"
 
-    def step_s(self, cell: Cell, plan: Plan) -> float | None:
-        """None where a part is not calibrated."""
-        found = [self.part(name, cell, plan)[0] for name in PARTS]
-        return None if None in found else sum(each or 0.0 for each in found)
+    def step(self, cell: Cell, plan: Plan) -> dict[str, Any]:
+        """Seconds of a step and of its parts, each with its source; None where one is not calibrated."""
+        if "refused" in plan:
+            return {"step_s": None, "parts": {}}
+        found = {name: self.part(name, cell, plan) for name in PARTS}
+        seconds = [each for each, _ in found.values() if each is not None]
+        return {"step_s": sum(seconds) if len(seconds) == len(found) else None, "parts": found}
 
-    def table(self, cell: Cell, plan: Plan, room: int) -> list[str]:
-        rows = [[name, ms(seconds), why] for name in PARTS for seconds, why in [self.part(name, cell, plan)]]
-        rows.append(["together", ms(self.step_s(cell, plan)), ""])
-        return screen.table(["part of a step", "ms", "from"], rows, room, flexible=(2,), folded=(2,))
+    def table(self, cell: Cell, plan: Plan) -> list[str]:
+        step = self.step(cell, plan)
+        rows = [[name, ms(seconds), source] for name, (seconds, source) in step["parts"].items()]
+        rows.append(["together", ms(step["step_s"]), ""])
+        return screen.table(["part of a step", "ms", "from"], rows, screen.width(), flexible=(2,), folded=(2,))
 
 
 def ms(seconds: float | None) -> str:

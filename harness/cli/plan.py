@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
-from harness.cli.calibrate import Calibration, ms, sent
+from harness.cli.calibrate import Calibration, ms
 from harness.cli.fit import nearest
 from harness.cli.verb import Implementation
 from harness.config.compose import Cell
@@ -22,24 +22,6 @@ from harness.store import commands, screen
 from harness.study.request import cells_asked
 
 MIB, GIB = 2**20, 2**30
-ROLES = {
-    "compute_weights": "compute weights",
-    "main_weights": "main weights",
-    "main_grads": "main gradients",
-    "gradient_sums": "sums of gradients",
-    "optimizer": "optimizer state",
-    "fp8_scales": "FP8 scales",
-    "buffers": "buffers of the model",
-    "padding": "padding",
-}
-PARTS = {
-    "kept": "kept, less sums of gradients that a step allocates",
-    "gathered_weights": "gathered weights",
-    "gradient_buckets": "gradients not yet reduced",
-    "gradient_sums": "sums of gradients",
-    "activations": "activations and temporary tensors",
-    "update": "copies for the update",
-}
 
 
 def _arguments(parser: ArgumentParser) -> None:
@@ -60,7 +42,8 @@ def _plan(arguments: Namespace) -> int:
     by = arguments.calibrate and Calibration.of(arguments.root, arguments.calibrate, made)
     if arguments.json:
         rows = [
-            {"name": cell.name, "overrides": list(cell.overrides), **p} for cell, p in zip(cells, plans, strict=True)
+            {"name": cell.name, "overrides": list(cell.overrides), **plan, **(by.step(cell, plan) if by else {})}
+            for cell, plan in zip(cells, plans, strict=True)
         ]
         print(json.dumps(rows, indent=2))
         return 0
@@ -68,7 +51,7 @@ def _plan(arguments: Namespace) -> int:
         raise refuse("plan", plans[0]["refused"])
     lines = tabled(cells, plans, by)
     if len(cells) == 1:
-        times = ["", *by.table(cells[0], plans[0], screen.width())] if by else []
+        times = ["", *by.table(cells[0], plans[0])] if by else []
         lines = [*told(cells[0], plans[0]), *times, *advised(cells[0], plans[0])]
     print("\n".join(lines))
     words = " ".join(map(shlex.quote, arguments.words))
@@ -94,12 +77,12 @@ def made(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def told(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
     """One cell: what is kept, what is alive at the peak, what is sent, and what is not planned."""
     room, kept, peak = screen.width(), plan["kept"], plan["peak"]
-    rows = [[label, _bytes(kept[role])] for role, label in ROLES.items() if kept[role]]
+    rows = [[role.replace("_", " "), _bytes(num_bytes)] for role, num_bytes in kept.items() if num_bytes]
     rows.append(["together", _bytes(sum(kept.values()))])
     lines = [f"plan of {cell.name}, of each of {cell.typed.mesh.world_size:,} ranks", ""]
     lines += screen.table(["kept between steps", "bytes"], rows, room)
     if peak is not None:
-        parts = [[PARTS[part], _bytes(num_bytes)] for part, num_bytes in peak["parts"].items() if num_bytes]
+        parts = [[part.replace("_", " "), _bytes(each)] for part, each in peak["parts"].items() if each]
         parts.append([f"peak, at: {peak['moment']}", _bytes(peak["total"])])
         lines += ["", *screen.table(["alive at the peak", "bytes"], parts, room)]
     if plan["wire"]:
@@ -115,7 +98,7 @@ def told(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
 
 
 def advised(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
-    """A cell held against its device, and what fits where it does not; never FP8, whose peak is not planned."""
+    """A cell held against its device, and what fits where it does not."""
     room, fits = cell.typed.cluster.device_memory, plan["fits"]
     if fits is None or room is None:
         return []
@@ -143,14 +126,12 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibr
     rows, fits = [], {True: "yes", False: "NO", None: "-"}
     for cell, plan in zip(cells, plans, strict=True):
         kept, peak = plan.get("kept"), plan.get("peak")
-        numbers = [kept and sum(kept.values()), peak and peak["total"], sent(plan)]
+        numbers = [kept and sum(kept.values()), peak and peak["total"], plan.get("sent")]
         moment = plan.get("refused") or (peak["moment"] if peak else plan["left_out"].get("peak", ""))
         rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
-        times = [] if by is None else [ms(None if "refused" in plan else by.step_s(cell, plan))]
-        rows[-1] += [*times, fits[plan.get("fits")], moment]
-    times = [] if by is None else [f"ms by {by.run.run}"]
-    head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *times, "fits", "peak at"]
-    return screen.table(head, rows, screen.width())
+        rows[-1] += [*([ms(by.step(cell, plan)["step_s"])] if by else []), fits[plan.get("fits")], moment]
+    head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *(["ms a step"] if by else []), "fits", "peak at"]
+    return [*screen.table(head, rows, screen.width()), *([f"times: constants of {by.run.run}"] if by else [])]
 
 
 PLAN = Implementation(_arguments, lambda arguments: copy_context().run(_plan, arguments))

@@ -40,12 +40,8 @@ def totals(config: Config) -> dict[str, int | None] | None:
     if refusal(config) is not None:
         return None
     made = plan(config)
-    rows = made["wire"] and [each["bytes"] for kinds in made["wire"].values() for each in kinds.values()]
-    return {
-        "kept": sum(made["kept"].values()),
-        "peak": made["peak"] and made["peak"]["total"],
-        "sent": None if rows is None else sum(rows),
-    }
+    peak = made["peak"] and made["peak"]["total"]
+    return {"kept": sum(made["kept"].values()), "peak": peak, "sent": made["sent"]}
 
 
 def refusal(config: Config) -> str | None:
@@ -65,7 +61,7 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
 
     on_host: bytes of what is kept that are not on the device, and not in its peak. left_out: what is not planned, and
     why; peak and wire are None there. flops: of a rank in a step; None if unknown. fits: in cluster.device_memory; None
-    where one of both is unknown.
+    where one of both is unknown. sent: bytes of all collectives.
     """
     unknown, peer = dict(left_out(config)), PEERS.get(config.engine.name)
     with tensor_axis(config.mesh.tp) as axis:
@@ -80,13 +76,13 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
         memory, host, sent = kept(model), on_host(model), wire(model, microbatches_per_rank(config))
         found = None if "peak" in unknown else peak(model, recorded.marks, sum(memory.values()) - host)
     add(sent, recorded.tensor_parallel, microbatches_per_rank(config))
-    room = config.cluster.device_memory
-    rows = None if "wire" in unknown else sent
+    room, rows = config.cluster.device_memory, None if "wire" in unknown else sent
     return {
         "kept": memory,
         "on_host": host,
         "peak": None if found is None else asdict(found),
         "wire": None if rows is None else as_table(rows),
+        "sent": None if rows is None else sum(amount for (_, _, what), amount in rows.items() if what == "bytes"),
         "left_out": unknown,
         "flops": (flops_per_token(config) or 0) * tokens_per_step(config) / config.mesh.world_size or None,
         "fits": None if found is None or room is None else found.total <= room * GIB,
