@@ -65,7 +65,7 @@ def plan_cells(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 def made(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Plans in the order of the configurations. Raises `RuntimeError`: the process that makes them failed."""
-    command, asked = [sys.executable, "-P", "-m", "harness.plan"], json.dumps(configs)
+    command, asked = [sys.executable, "-P", "-m", "harness.plan.planned"], json.dumps(configs)
     done = subprocess.run(command, input=asked, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["without a word"]

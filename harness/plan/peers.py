@@ -27,14 +27,13 @@ from harness.plan.kept import ROLES
 from harness.plan.model import Model
 from harness.plan.wire import NUMBER, Rows, summed
 
-COUNT = 4
-"""Bytes of Adam's count of steps."""
-FIRST_BUCKET, BUCKET, ONE_CALL = 2**20, 25 * 2**20, 500_000_000
-"""Bytes at which DDP closes its first bucket and the others; elements that DeepSpeed reduces at once."""
-ADDRESS = 16
-"""Bytes on whose multiples FSDP1 places parameters."""
-ALIGNED, PREFETCHED = 2, 50_000_000
-"""Elements on whose multiples a rank's part ends under ZeRO-1 and 2; elements that ZeRO-3 gathers ahead."""
+COUNT, ADDRESS = 4, 16
+"""Bytes of Adam's count of steps, and of the places where FSDP1 begins parameters."""
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+"""Bytes at which DDP closes its first bucket and the others."""
+ALIGNED, REDUCED, GATHERED, WHOLE = 2, 500_000_000, 50_000_000, 100_000
+"""Elements by which DeepSpeed's parts end; most that it reduces at once, that ZeRO-3 gathers at once, and of a
+parameter that stays whole on CUDA."""
 
 
 class Param(NamedTuple):
@@ -48,9 +47,6 @@ class Param(NamedTuple):
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-
-Params = Sequence[Param]
 
 
 def alone(config: Config) -> Config:
@@ -125,7 +121,7 @@ def inside(spans: Iterable[tuple[int, int]], shard: int) -> int:
 def fsdp2(p: Peer) -> None:
     """Rows are dealt as by `torch.chunk`, and travel padded to the first rank's."""
 
-    def here(params: Params) -> int:
+    def here(params: Sequence[Param]) -> int:
         return sum(-(-each.shape[0] // p.inner) * prod(each.shape[1:]) for each in params)
 
     p.keep(here(p.params), here(p.trained), len(p.trained))
@@ -163,7 +159,7 @@ def fsdp1(p: Peer) -> None:
         p.move("inner", "all_reduce", NUMBER)
 
 
-def replicated(p: Peer, stepped: Params | None = None) -> None:
+def replicated(p: Peer, stepped: Sequence[Param] | None = None) -> None:
     """stepped: parameters whose optimizer state this rank has; None: all."""
     own = p.trained if stepped is None else stepped
     weights, trained, here = (sum(each.numel for each in params) for params in (p.params, p.trained, own))
@@ -201,10 +197,8 @@ def ddp(p: Peer) -> None:
 def megatron_fsdp(p: Peer) -> None:
     """Buckets are those of the package's own planning, which pads them to whole rows on each rank."""
     package: Any = import_module("megatron_fsdp.param_and_grad_buffer")
-    splits, is_split_twice = (
-        list(Strategy).index(p.strategy),
-        p.config.sharding.outer is OuterStrategy.optim and p.outer > 1,
-    )
+    splits = list(Strategy).index(p.strategy)
+    is_split_twice = p.config.sharding.outer is OuterStrategy.optim and p.outer > 1
     over, axis = (p.ranks, "all") if is_split_twice else (p.inner, "inner")
     tied, padded = p.config.model.tie_embeddings, SimpleNamespace(data_parallel_sharding_strategy=p.strategy.name)
     policy = package.BucketingPolicy(None, list(p.model.workload.unit_classes), p.strategy.name)
@@ -269,7 +263,8 @@ def deepspeed(p: Peer) -> None:
     else:
         here, held = (sum(-(-each.numel // n) for each in params) for params in (p.params, p.trained))
         p.keep(here if p.compute == p.main else held, held, len(groups))
-        p.kept["compute_weights"] = here * p.compute * (p.compute != p.main)
+        small = sum(each.numel for each in p.params if each.numel <= WHOLE and p.config.cluster.device is Device.cuda)
+        p.kept["compute_weights"] = (here * (p.compute != p.main) + small) * p.compute
         p.move("inner", "all_gather", here * p.compute, p.k)
         p.rows["inner", "all_gather", "count"] *= 2 if p.config.model.tie_embeddings else 1
         p.move("inner", "reduce_scatter", held * p.wire, p.k)
@@ -294,6 +289,6 @@ def beyond(config: Config) -> Iterator[tuple[str, str]]:
     splits = config.engine.name is EngineName.deepspeed and config.sharding.strategy is Strategy.optim_grads_params
     if splits and config.cluster.device is Device.cuda:
         yield "wire", "engine=deepspeed on cuda: ZeRO-3 leaves small parameters whole"
-    limit = PREFETCHED if splits else ONE_CALL
+    limit = GATHERED if splits else REDUCED
     if config.engine.name is EngineName.deepspeed and parameter_count(config) > limit:
         yield "wire", f"engine=deepspeed: more than {limit:,} weights travel in parts"

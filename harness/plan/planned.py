@@ -1,11 +1,18 @@
-"""The plan of one cell: bytes kept, bytes at the peak, and traffic."""
+"""The plan of one cell: bytes kept, bytes at the peak, and traffic.
+
+As a program: a list of configurations (JSON) from stdin, a list of plans to stdout, for callers without torch.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from harness.config.derived import engine_options, microbatches_per_rank, tokens_per_step
 from harness.config.own import capabilities_of
@@ -19,6 +26,7 @@ from harness.plan.peak import peak
 from harness.plan.peers import PEERS, Peer, alone, beyond, ddp
 from harness.plan.wire import Rows, add, wire
 from harness.probe.flops import flops_per_token
+from harness.store.screen import filtered
 
 GIB = 2**30
 ONCE = (ModelFamily.llama, ModelFamily.moe)
@@ -125,3 +133,10 @@ def as_table(rows: Rows) -> dict[str, dict[str, dict[str, int]]]:
     for (axis, kind, what), amount in rows.items():
         found.setdefault(axis, {}).setdefault(kind, {"count": 0, "bytes": 0})[what] = amount
     return found
+
+
+if __name__ == "__main__":
+    with filtered():
+        torch.set_num_threads(1)
+        shared: Records = {}
+        print(json.dumps([planned(values, shared) for values in json.load(sys.stdin)]))
