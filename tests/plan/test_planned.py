@@ -5,14 +5,16 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from harness.config.schema import Device, EngineName
+from harness.config.schema import Device, EngineName, MeasureMode
 from harness.plan import kept, peers, wire
 from harness.plan.peak import Step
 from harness.plan.planned import plan, planned
+from harness.worker import rank
 from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, PEERS, TENSOR, Cell
 from tests.plan.measured import Measured, measure
 from tests.support.composing import compose
@@ -92,6 +94,20 @@ def test_what_would_be_a_guess_is_left_out() -> None:
     assert (peer["peak"], peer["fits"], "engine=fsdp2" in peer["left_out"]["peak"]) == (None, None, True)
     odd = plan(compose(("model=odd", "data=synthetic", "launch.dry_run=true")).typed)
     assert (odd["peak"], odd["wire"], sum(odd["kept"].values()) > 0) == (None, None, True)
+
+
+def test_rank_0_plans_a_timed_run_and_goes_on_where_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    reporter: Any = SimpleNamespace(warn=warned.append)
+    config = compose(ALONE[0].overrides).typed
+    assert rank._planned(config, reporter) is None, "it is not timed"
+    config.measure.mode = MeasureMode.bench
+    made = plan_of(ALONE[0])
+    whole = {"kept": sum(made["kept"].values()), "peak": made["peak"]["total"], "sent": made["sent"]}
+    assert rank._planned(config, reporter) == whole
+    config.model.dim = 0
+    assert rank._planned(config, reporter) is None
+    assert [line.partition(":")[0] for line in warned] == ["no plan to hold this run's memory against"]
 
 
 def test_an_engine_without_a_plan_is_refused() -> None:
