@@ -65,7 +65,7 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
     if not golden.is_file():
         problem = "is a folder, and no baseline" if golden.exists() else "does not exist"
         raise refuse(str(golden), problem, fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
-    if load(golden).is_watched or load(run).is_watched:
+    if is_series(run) or load(golden).is_watched or load(run).is_watched:
         if bitwise:
             raise refuse("--bitwise", "another program promises no bits", fix="leave it out")
         return compare(run, golden)

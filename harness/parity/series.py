@@ -57,6 +57,8 @@ class Series:
     @classmethod
     def of(cls, path: Path) -> Series:
         """Raises `BadRequest`: the run has not ended, or has no loss. `StoreError`: it is no run, or damaged."""
+        if path.is_file():
+            raise refuse(str(path), "is a baseline, and a series is held to runs", fix="name a run")
         run, state = RunDir(path), status.effective(path)
         config, origin = flatten(run.config()), provenance.read(path)
         if state is None or state.state is not State.done:

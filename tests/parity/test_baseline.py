@@ -18,6 +18,7 @@ from harness.parity.gate import changes, gate, made
 from harness.parity.record import load
 from harness.parity.telling.pull_request import junit, markdown
 from harness.parity.tiers import sketched
+from harness.wandb_sync.series import import_series
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS, scaled
@@ -138,6 +139,13 @@ def test_a_file_that_is_no_baseline_is_refused_in_a_sentence(
     told = capsys.readouterr().err
     assert says in " ".join(told.split())
     assert "Traceback" not in told
+
+
+def test_a_series_is_no_run_for_a_gate(golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.csv").write_text("step,loss\n1,2\n")
+    import_series(tmp_path / "a.csv", tmp_path / "runs" / "a", {"loss": "loss"})
+    assert main(["gate", str(golden), str(tmp_path / "runs" / "a")]) == 2
+    assert "is a baseline, and a series is held to runs" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_makes_no_baseline(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

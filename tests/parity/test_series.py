@@ -267,6 +267,8 @@ def test_the_verbs_judge_folders(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "loss=0.5%" in capsys.readouterr().err
     assert main(["baseline", str(new), "--out", str(tmp_path / "no.json")]) == 2
     assert "series of numbers" in capsys.readouterr().err
+    assert main(["verdict", str(new), "--control", str(new.parents[2] / "old" / "runs" / "old-0")]) == 2
+    assert "verdict NEW --history OLD" in capsys.readouterr().err
     assert main(["verdict", str(new), "--history", str(new)]) == 2
     assert "both sides" in capsys.readouterr().err
 
