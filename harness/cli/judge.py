@@ -140,6 +140,8 @@ def _verdict(arguments: Namespace) -> int:
 
 
 def _beside_history(arguments: Namespace) -> int:
+    if arguments.window < 0:
+        raise refuse(f"--window {arguments.window}", "is no number of steps", fix="--window 100, or leave it out")
     store = Store(arguments.root)
     new, old = (runs_in(store, words) for words in (arguments.words, arguments.history))
     found = against_history(new, old, dict(map(_margin, arguments.margin)), arguments.window)

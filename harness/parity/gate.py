@@ -82,13 +82,9 @@ def changes(verdict: Verdict, run: Path, golden: Path) -> list[tuple[str, str, s
         if verdict.tier != "T0" and isinstance(found.observed, float) and isinstance(found.allowed, float)
         and found.observed
     ]  # fmt: skip
-    facts = [{**each.config, **_origin(each), **_ends(each)} for each in (old, new)]
-    keys = [key for key in dict.fromkeys((*facts[0], *facts[1])) if key.partition(".")[0] not in HIDDEN]
-    pairs = [(key, *(str(each.get(key, "(absent)")) for each in facts)) for key in keys]
+    facts = [_shown(each) for each in (old, new)]
+    pairs = [(key, *(str(each.get(key, "(absent)")) for each in facts)) for key in {**facts[0], **facts[1]}]
     return [*measured, *((key, left, right, "") for key, left, right in pairs if left != right)]
-
-
-HIDDEN = (*PRIVATE, "measure", "run", "study")
 
 
 def _named(found: Finding) -> str:
@@ -96,12 +92,11 @@ def _named(found: Finding) -> str:
     return f"{found.check} ({', '.join(where)})" if where else found.check
 
 
-def _origin(run: Record) -> dict[str, Any]:
+def _shown(run: Record) -> dict[str, Any]:
+    """Settings, versions, last numbers and digests of a run."""
+    hidden = (*PRIVATE, "measure", "run", "study")
+    config = {key: value for key, value in run.config.items() if key.partition(".")[0] not in hidden}
     versions = {f"{name} version": each for name, each in (run.provenance.get("versions") or {}).items()}
-    return {**versions, "cpu_model": run.provenance.get("cpu_model")}
-
-
-def _ends(run: Record) -> dict[str, Any]:
-    """Last numbers and digests of a run."""
     numbers = {f"last {key}": run.columns[key][-1] for key in ("loss", "grad_norm") if run.length}
-    return {**numbers, **{key: str(run.summary.get(key))[:16] for key in ("initial_weights", "final_weights")}}
+    digests = {key: str(run.summary.get(key))[:16] for key in ("initial_weights", "final_weights")}
+    return {**config, **versions, "cpu_model": run.provenance.get("cpu_model"), **numbers, **digests}

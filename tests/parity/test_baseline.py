@@ -166,7 +166,7 @@ def test_the_verb_writes_xml_and_markdown_of_the_verdict(
     failed = [case.get("name", "") for case in suite if len(case)]
     assert int(suite.get("failures", 0)) == len(failed) > 1
     assert int(suite.get("tests", 0)) == len(suite)
-    assert any("length of a gradient (step 1, " in name for name in failed)
+    assert any("length of a gradient (step 1) " in name for name in failed)
     page = files[1].read_text()
     assert page.startswith("## `")
     assert "DIFFERENT" in page

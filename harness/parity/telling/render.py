@@ -106,7 +106,7 @@ def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]
 HEAD = ("tier", "check", "step", "tensor", "observed", "allowed", "of", "")
 
 
-def _row(verdict: Verdict, finding: Finding) -> tuple[str, ...]:
+def row(verdict: Verdict, finding: Finding) -> tuple[str, ...]:
     owed = verdict.admissible.startswith("T1")
     marks = BITS if finding.tier == "T1" and not owed else MARKS
     return (
@@ -133,9 +133,9 @@ def _farthest(verdict: Verdict) -> tuple[str, str]:
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
-    rows = [_row(verdict, each) for each in findings]
-    ending = _ending([row[TENSOR] for row in rows])
-    rows = [(*row[:TENSOR], row[TENSOR].removesuffix(ending), *row[TENSOR + 1 :]) for row in rows]
+    rows = [row(verdict, each) for each in findings]
+    ending = _ending([each[TENSOR] for each in rows])
+    rows = [(*each[:TENSOR], each[TENSOR].removesuffix(ending), *each[TENSOR + 1 :]) for each in rows]
     return screen.table(HEAD, rows, room, flexible=(1, 3, 4, 5), folded=(1,))
 
 
