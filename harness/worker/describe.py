@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from harness.config.capabilities import Capabilities
-from harness.config.schema import Config
+from harness.config.schema import Config, OptimizerName
 from harness.config.typed import load_config
 from harness.engines.optim import Group, make_optimizer
 from harness.engines.protocol import Engine, Microbatch
@@ -179,7 +179,8 @@ def try_engine(kind: type, config: Config) -> dict[str, Any]:
 def try_model(kind: type, config: Config) -> dict[str, Any]:
     """Build it on the meta device, count its weights, and, unless it is large, take the loss of one sequence."""
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
-    missing = [name for name in WORKLOAD if name in abstract or not hasattr(kind, name)]
+    asked = (*WORKLOAD, "orthogonalizes") if config.optimizer.name is OptimizerName.muon else WORKLOAD
+    missing = [name for name in asked if name in abstract or not hasattr(kind, name)]
     if missing:
         base = "class Mine(harness.models.workload.TokenWorkload)"
         raise Unusable(f"lacks {', '.join(missing)}", choices="a harness.engines.protocol.Workload", fix=base)

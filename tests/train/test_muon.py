@@ -38,6 +38,7 @@ from harness.store import check_stream
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from harness.train import step_matrices
+from harness.worker.describe import Unusable, try_model
 from tests.config.test_rules import violations
 from tests.study import short
 from tests.support.covering import once
@@ -257,3 +258,16 @@ def test_a_run_goes_on_under_any_other_layout_to_the_bits_of_one_process(tmp_pat
 )
 def test_what_no_engine_can_step_rightly_is_refused(words: str, knob: str, told: str) -> None:
     assert told in violations("optimizer=muon", *words.split())[knob]
+
+
+class Bare:
+    """A workload without a base, as the protocol was before Muon."""
+
+    unit_classes, may_leave_unused = (), False
+    build = initial_weight = materialise_buffers = loss = decays = lambda self: None
+
+
+def test_a_workload_that_does_not_say_what_muon_steps_is_refused() -> None:
+    config = small_config(optimizer__name=OptimizerName.muon)
+    with pytest.raises(Unusable, match="lacks orthogonalizes"):
+        try_model(Bare, config)
