@@ -218,7 +218,7 @@ class Checkpoints:
         self._check_finite(path, reader)
         state.adopt()
         self._restore_rng(path, manifest)
-        wrong = self._told_wrong(path, manifest, engine, skipped)
+        wrong = self._differing(path, manifest, engine, skipped)
         return Checkpoint(
             step=values["step"],
             initial_weights=values["initial_weights"],
@@ -304,7 +304,7 @@ class Checkpoints:
                 ),
             )
 
-    def _told_wrong(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
+    def _differing(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
         state, comparer = engine.state(), Comparer(path, manifest)
         tensors = self._own(state.tensors, portable=state.portable)
         self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})

@@ -21,7 +21,7 @@ from harness.store.check_stream import MOMENTS, CheckedTensor, Stream, step_colu
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import decode, encode
-from harness.store.reading import read_json
+from harness.store.reading import REPAIR, read_json
 from harness.store.screen import counted
 
 if TYPE_CHECKING:
@@ -94,7 +94,10 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Fields of a `Record` by name. Raises `StoreError`: no baseline, a damaged one, or of another version."""
-    facts = read_json(path)
+    try:
+        facts = read_json(path)
+    except StoreError as error:
+        raise StoreError(str(error).replace(REPAIR, "make it anew by `harness baseline RUN --out FILE`")) from None
     if not isinstance(facts, dict) or "version" not in facts or "digest" not in facts:
         raise StoreError(f"{path} is no baseline: make one by `harness baseline RUN --out FILE`")
     if facts["version"] != VERSION:

@@ -63,8 +63,10 @@ def gate(run: Path, golden: Path, *, bitwise: bool = False) -> Verdict:
     Raises `BadRequest`, `StoreError`: as `compare`; or `golden` is no baseline.
     """
     if not golden.is_file():
-        problem = "is a folder, and no baseline" if golden.exists() else "does not exist"
-        raise refuse(str(golden), problem, fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
+        if golden.exists():
+            fix = f"{commands.verb(f'baseline {commands.shown(golden)}')} && {commands.verb('gate baseline.json RUN')}"
+            raise refuse(str(golden), "is a folder, and no baseline", fix=fix)
+        raise refuse(str(golden), "does not exist", fix=commands.verb(f"baseline RUN --out {commands.shown(golden)}"))
     if is_series(run) or load(golden).is_watched or load(run).is_watched:
         if bitwise:
             raise refuse("--bitwise", "another program promises no bits", fix="leave it out")

@@ -20,6 +20,8 @@ from harness.store.shapes import Shape, fault
 MAX_BYTES = 256 * 2**20
 """Largest file read in full; records of steps are read line by line and may be larger."""
 
+REPAIR = "repair it or remove the run directory"
+
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
@@ -98,7 +100,7 @@ def _json(text: str | None, path: Path, shape: Shape | None) -> Any | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path} is not valid JSON ({error}); repair it or remove the run directory") from error
+        raise StoreError(f"{path} is not valid JSON ({error}); {REPAIR}") from error
     return value if shape is None else checked(value, shape, str(path))
 
 
