@@ -39,7 +39,7 @@ study = judge.study(STORE, STUDY, sources=SOURCES)
 
 # %%
 print(study.question or f"The study {STUDY}.")
-print(study.told)
+print(study.incomplete)
 shown = ["label", "state", "steps_done", "steps", "final_loss", "final_grad_norm"]
 print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There is no run of {STUDY} under {STORE}.")
 

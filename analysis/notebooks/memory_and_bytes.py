@@ -36,7 +36,7 @@ study = judge.study(STORE, STUDY, sources=None)  # bytes stand whatever sources 
 
 # %%
 print(study.question or f"The study {STUDY}.")
-print(study.told)
+print(study.incomplete)
 planned = ["planned_kept_bytes", "planned_peak_bytes", "planned_sent_bytes"]  # of timed runs (measure=bench)
 sizes = study.runs[["label", "state", "accounted_bytes", "peak_bytes", "sent_bytes", *planned]]
 print(sizes.to_string(index=False) if len(sizes) else f"There is no run of {STUDY} under {STORE}.")

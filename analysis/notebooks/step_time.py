@@ -37,7 +37,7 @@ study = judge.study(STORE, STUDY, sources=None)  # times stand whatever sources 
 
 # %%
 print(study.question or f"The study {STUDY}.")
-print(study.told)
+print(study.incomplete)
 shown = ["label", "state", "steps_done", "device", "cpu_model", "torch"]
 print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There is no run of {STUDY} under {STORE}.")
 

@@ -36,7 +36,7 @@ SOURCES = None if os.environ.get("ARCHIVED") else "checkout"  # ARCHIVED=1: runs
 CAMPAIGN = Path(os.environ.get("CAMPAIGN", Path(analysis.__file__).parents[1] / "benchmarks/data/power.csv"))
 study = judge.study(STORE, STUDY, sources=SOURCES)
 print(study.question or f"The study {STUDY}.")
-print(study.told)
+print(study.incomplete)
 table = judge.verdicts(study)
 for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sentence"]:
     print(f"\n{sentence}")
