@@ -264,7 +264,11 @@ MUTANTS = {
         ending, "reach", "for run in runs", "for run in runs[:1]", "The control is taken to stand still"
     ),
     "Adam walks lr a step": Slip(
-        ending, "reach", 'steepest(*map(float, control.config["optimizer.betas"])) * paths', "paths", "C is left out"
+        ending,
+        "reach",
+        "max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) *",
+        "",
+        "C is left out",
     ),
     "one tensor walks for all": Slip(
         ending, "_graded", 'runs[1].config["optimizer.name"] != "sgd"', "False", "A tensor is allowed what all may walk"
