@@ -75,11 +75,16 @@ class ParameterHooks:
         self._hung.clear()
 
     def _listen(self, name: str, param: nn.Parameter) -> None:
-        hung = param._backward_hooks or {}
-        if param.requires_grad and id(param) not in self._listened and self._hung.isdisjoint(hung):
+        if id(param) not in self._listened and self._hang(name, param):
             self._listened[id(param)] = param
-            self._handles.append(handle := param.register_hook(partial(self._handed, name)))
-            self._hung.add(handle.id)
+
+    def _hang(self, name: str, tensor: Tensor) -> bool:
+        """True if a hook was registered; False if there is one of these, or no gradient to come."""
+        if not tensor.requires_grad or not self._hung.isdisjoint(tensor._backward_hooks or {}):
+            return False
+        self._handles.append(handle := tensor.register_hook(partial(self._handed, name)))
+        self._hung.add(handle.id)
+        return True
 
     def _handed(self, name: str, gradient: Tensor) -> None:
         with self._aside():
@@ -91,6 +96,6 @@ class ParameterHooks:
                 weight = getattr(module, slot)
                 if isinstance(weight, nn.Parameter):
                     self._listen(name, weight)
-                elif isinstance(weight._base, nn.Parameter) and weight.requires_grad and not weight._backward_hooks:
-                    weight.register_hook(partial(self._handed, name))  # not kept: it holds an unsharded tensor
+                elif isinstance(weight._base, nn.Parameter):
+                    self._hang(name, weight)  # not kept: it holds an unsharded tensor; its handle does not
                 self._forward(name, weight)
