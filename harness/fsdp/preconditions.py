@@ -165,7 +165,7 @@ def _check_part(path: str, part: nn.Module) -> None:
     if is_registered(part):
         raise ValueError(
             f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
-            " once, and name what is gathered together in fsdp_unit_modules"
+            " once, and name what is gathered together in unit_modules (fully_shard_model: fsdp_unit_modules)"
         )
     if isinstance(part, SCRIPTED):
         raise ValueError(

@@ -41,5 +41,5 @@ def refuse_ddp() -> NoReturn:
         "DistributedDataParallel around a model, or a part of one, that is sharded already: both would reduce its"
         " gradients, and training would be wrong. Leave DistributedDataParallel out and use the sharded model as it is;"
         " where it is a part of a larger model, shard the outermost module instead, and name what is gathered together"
-        " in fsdp_unit_modules"
+        " in unit_modules (fully_shard_model: fsdp_unit_modules)"
     )
