@@ -22,6 +22,7 @@ from harness.config.errors import refuse
 from harness.parity.outcome import Finding, Grade, Outcome, SeedVerdict, Stage, Verdict, percent
 from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, paired_test, unpaired_test
 from harness.store import provenance, status
+from harness.store.errors import StoreError
 from harness.store.metrics import read_columns
 from harness.store.provenance import SERIES, WATCHED
 from harness.store.rundir import RunDir, flatten
@@ -73,7 +74,10 @@ class Series:
 
 
 def is_series(path: Path) -> bool:
-    return path.is_dir() and SERIES in provenance.read(path)
+    try:
+        return path.is_dir() and SERIES in provenance.read(path)
+    except StoreError:  # damaged: whoever loads it as a run says so
+        return False
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ def _read_into(rank: int, root: Path, layout: Layout, sources: list[Layout], aft
         manifest, damaged = oracle._verified(path_of(root / "reference", SAVED))
         assert manifest is not None
         assert not damaged
-        told = oracle._told_wrong(path_of(root / "reference", SAVED), manifest, engine, set())
+        told = oracle._differing(path_of(root / "reference", SAVED), manifest, engine, set())
         problems += [f"{key} is not the reference's" for key in told]
         if layout.recipe is not None and layout.engine == "native":
             problems += [

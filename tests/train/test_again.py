@@ -337,7 +337,13 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "weights of nobody": (
         wrong_runs,
-        Slip(again, "_fill", "weights[name].copy_(weight)", "weights[name].zero_()", "Weights are not the engine's"),
+        Slip(
+            again,
+            "_fill",
+            "weights[name].copy_(weight if",
+            "weights[name].copy_(0 * weight if",
+            "Weights are not the engine's",
+        ),
     ),
     "nothing is told": (
         wrong_runs,

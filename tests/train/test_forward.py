@@ -266,7 +266,7 @@ MUTANTS = {
     "nothing of other microbatches": Slip(
         forward,
         "check",
-        "for name, off in told.items()",
+        "for name, off in shown.items()",
         "for name, off in ()",
         "Forwards in other microbatches pass, whatever they give out",
     ),
