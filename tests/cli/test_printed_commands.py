@@ -84,6 +84,7 @@ def filled(command: str, folder: Path) -> list[str]:
     """The words, with what a reader puts in place of a name in capitals."""
     control, arm = sorted(path.parent for path in (folder / "runs").glob("lab/*/config.yaml"))
     meant = {"STUDY": "lab", "RUN_GOOD": str(control), "RUN_BAD": str(arm), "GOOD": "HEAD~1", "BAD": "HEAD", "N": "7"}
+    meant |= {"DIR": str(folder / "runs" / "lab"), "NEW": str(arm), "OLD": str(control)}
     meant |= dict.fromkeys(("adhoc", "mine", "parity_pair", "strategies", "against_fp64"), "lab")
     meant |= {"blocks.0.attention.wv.weight": "blocks.0.w_up.weight"}
     words = [meant.get(word, word) for word in shlex.split(command)]

@@ -214,6 +214,7 @@ TWINS = [
 ]
 
 UNSHOWN = (
+    *("gradient distance, sketched", "length of a gradient"),  # a baseline has no tensor whole
     *("comparable", "resolution", "gradients captured", "update is made"),  # evidence is missing or too weak
     "files as the run left them",
     *("weights at the end", "weights at the end, sketched", "weights at the end follow"),  # whole runs, whole weights
