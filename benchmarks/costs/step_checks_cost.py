@@ -150,7 +150,11 @@ def one_cell(rank: int, name: str) -> list[Step]:
 
 
 def summary(name: str) -> dict[str, Any]:
-    steps = run_ranks(one_cell, 2, name)[0]
+    return figures(run_ranks(one_cell, 2, name)[0])
+
+
+def figures(steps: list[Step]) -> dict[str, Any]:
+    """Args: steps: in turns without and with what is looked at."""
     without, having = ([step.wall for step in steps[begin::2]] for begin in (0, 1))
     rest = [step.wall - step.looking for step in steps[1::2]]
     return {

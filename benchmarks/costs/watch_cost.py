@@ -13,7 +13,6 @@ at once in those without. Figures are shares of the step without, with a bootstr
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from functools import partial
@@ -24,9 +23,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.costs.step_checks_cost import SEQ_LEN, SEQUENCES, WARMUP, Step, share
+from benchmarks.costs.step_checks_cost import SEQ_LEN, SEQUENCES, WARMUP, Step, figures
 from benchmarks.pages import tables
-from harness.bench.stats import median_ratio
 from harness.capture import run as runs, watch
 from harness.models.registry import workload_for
 from tests.support.factory import small_config
@@ -90,14 +88,7 @@ def one_cell(rank: int, name: str, folder: str) -> list[Step]:
 
 def summary(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        steps = run_ranks(partial(one_cell, folder=folder), 2, name)[0]
-    without, having = ([step.wall for step in steps[begin::2]] for begin in (0, 1))
-    rest = [step.wall - step.looking for step in steps[1::2]]
-    return {
-        "step_s": round(statistics.median(without), 3),
-        "direct": share(median_ratio(having, [rest])),
-        "extra": share(median_ratio(having, [without])),
-    }
+        return figures(run_ranks(partial(one_cell, folder=folder), 2, name)[0])
 
 
 def main() -> None:

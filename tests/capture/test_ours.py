@@ -18,7 +18,7 @@ from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.models.registry import workload_for
 from harness.parity.compare import compare
-from harness.parity.outcome import Outcome
+from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load
 from harness.parity.tiers import clipped, watched as tiers
 from harness.parity.tiers.clipped import as_stepped
@@ -100,6 +100,15 @@ def test_the_same_training_is_equivalent(ours: Path, watched: Path) -> None:
         assert verdict.admissible.startswith("T2: recorded from outside")
         assert "hashed by two rules" in verdict.sentence
     assert diff(RunDir(watched / "right"), RunDir(ours))
+
+
+def test_a_fault_is_named_by_step_stage_and_tensor(ours: Path, watched: Path) -> None:
+    """Of one step between captured ones nobody saw the local gradients: it is in doubt, not refuted."""
+    for name, outcome, step in (("faulty", Outcome.UNDECIDED, FAULT_AT), ("unclipped", Outcome.DIFFERENT, 1)):
+        verdict = compare(watched / name, ours)
+        first = verdict.findings[0]
+        assert (verdict.outcome, first.step, first.tensor, first.since) == (outcome, step, AT, None), verdict.sentence
+        assert first.stage is Stage.reduction
 
 
 def same(ours: Path, watched: Path) -> bool:
