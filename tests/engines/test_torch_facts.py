@@ -11,10 +11,21 @@ import torch
 
 from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
-from harness.engines.protocol import Engine
-from tests.engines.peers import PEERS, SHARDED, AwkwardWorkload, Case, Record, run_case, run_cases
+from harness.engines.protocol import Ranks
+from harness.engines.registry import engine_class
+from harness.models.registry import workload_for
+from tests.fsdp.trial import Case, Record, run_case, run_cases
 from tests.support.composing import compose
 from tests.support.spawn import run_ranks
+
+SHARDED = (
+    ("fsdp2", "optim_grads"),
+    ("fsdp2", "optim_grads_params"),
+    ("fsdp1", "optim_grads"),
+    ("fsdp1", "optim_grads_params"),
+)
+PEERS = (*SHARDED, ("fsdp1", "no_shard"), ("ddp", "no_shard"), ("ddp", "optim"))
+"""Torch's own engines, each with the strategies it has."""
 
 
 def in_16_bits(record: Record) -> bool:
@@ -23,11 +34,13 @@ def in_16_bits(record: Record) -> bool:
 
 def test_where_sums_over_microbatches_have_16_bits() -> None:
     """FSDP1 adds in the compute dtype under no_sync, FSDP2 in the wire's before the outer all-reduce; no others do."""
-    one = [Case(*peer, 1, 3, "sgd", None, "bf16", awkward=True, steps=1) for peer in PEERS]  # with a tied weight
+    one = [
+        Case(*peer, 1, 3, optimizer="sgd", dtype="bf16", model="odd", steps=1) for peer in PEERS
+    ]  # with a tied weight
     assert [
         (c.engine, c.strategy) for c, r in zip(one, run_ranks(run_cases, 1, one)[0], strict=True) if in_16_bits(r)
     ] == [("fsdp1", "no_shard")]
-    two = [Case(*peer, 2, 3, "sgd", None, "bf16_comm", outer=o, steps=1) for peer in SHARDED for o in (1, 2)]
+    two = [Case(*peer, 2, 3, optimizer="sgd", dtype="bf16_comm", outer=o, steps=1) for peer in SHARDED for o in (1, 2)]
     found = run_ranks(run_cases, 2, two)[0]
     assert {(c.engine, c.outer) for c, r in zip(two, found, strict=True) if in_16_bits(r)} == {("fsdp2", 2)}
 
@@ -72,18 +85,25 @@ def test_the_refusals_say_what_to_do() -> None:
     assert "outer axis" in wire
 
 
-class ScalarWorkload(AwkwardWorkload):
-    def build(self, device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
-        model = super().build(device, dtype)
+def with_a_scalar(config: Any) -> Any:
+    """A workload whose model has a parameter without a dimension."""
+    workload: Any = workload_for(config)
+    build = workload.build
+
+    def built(device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
+        model: torch.nn.Module = build(device, dtype)
         model.gain = torch.nn.Parameter(torch.empty((), device=device, dtype=dtype))
         return model
+
+    workload.build = built
+    return workload
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_a_parameter_without_a_dimension_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.engines.peers.AwkwardWorkload", ScalarWorkload)
+    monkeypatch.setattr("tests.fsdp.trial.workload_for", with_a_scalar)
     with pytest.raises(ValueError, match=rf"engine={engine} splits.*: gain; give them the shape \[1\]"):
-        Case(engine, "optim_grads", 1, awkward=True).build(0)
+        run_case(0, Case(engine, "optim_grads"))
 
 
 def _warnings(rank: int, cases: list[Case]) -> list[str]:
@@ -97,25 +117,19 @@ def _warnings(rank: int, cases: list[Case]) -> list[str]:
 
 def test_nothing_warns() -> None:
     """What torch says of choices made on purpose is silenced by its exact words; anything new comes through."""
-    kinds = itertools.product(PEERS, ((False, "deterministic"), (True, "fast")))
-    cases = [Case(*peer, 2, 2, awkward=awkward, numerics=numerics) for peer, (awkward, numerics) in kinds]
+    kinds = itertools.product(PEERS, (("tiny", "deterministic"), ("odd", "fast")))
+    cases = [Case(*peer, 2, 2, model=model, numerics=numerics, steps=3) for peer, (model, numerics) in kinds]
     assert run_ranks(_warnings, 2, cases) == [[], []]
     assert len(KNOWN_WARNINGS) == 2
 
 
-def test_a_gradient_before_the_last_microbatch_is_an_error() -> None:
-    def ask(engine: Engine) -> None:
-        with pytest.raises(RuntimeError, match=r"no gradient for .*: no microbatch was marked as the step's last one"):
-            engine.step(0.1)
-
-    for peer in PEERS:
-        run_ranks_in_place(Case(*peer, 1), ask)
+def _steps_at_once(rank: int, case: Case) -> None:
+    config = case.config()
+    engine = engine_class(config.engine.name)(workload_for(config), config, Ranks(rank, 1, rank, torch.device("cpu")))
+    with pytest.raises(RuntimeError, match=r"no gradient for .*: no microbatch was marked as the step's last one"):
+        engine.step(0.1)
 
 
-def run_ranks_in_place(case: Case, look: Any) -> None:
-    """One rank in this process, so that the look may be any function."""
-    run_ranks(_look, 1, case, look)
-
-
-def _look(rank: int, case: Case, look: Any) -> None:
-    run_case(rank, case, lambda engine, _: look(engine))
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_a_step_before_the_last_microbatch_is_an_error(peer: tuple[str, str]) -> None:
+    run_ranks(_steps_at_once, 1, Case(*peer))

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from functools import partial
 from importlib import import_module
@@ -91,18 +90,6 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_shows_its_fault(shown: Path, name: str) -> None:
     told = [shown / f"{name}.{what}" for what in ("out", "err", "code")]
     check(name, *(path.read_text() if path.exists() else "" for path in told))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SHOWS)
-def test_a_script_runs_by_itself(name: str) -> None:
-    """As its readers run it."""
-    command, environment = [sys.executable, f"{name}.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=800, check=False
-    )
-    check(name, done.stdout, done.stderr, str(done.returncode))
 
 
 def check(name: str, out: str, err: str, code: str) -> None:

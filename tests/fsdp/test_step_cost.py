@@ -1,11 +1,7 @@
-"""What a step costs the host beside its arithmetic: Python calls grow with units and not with their square, and memory
-that a step takes, frees and takes again stays with the process.
-"""
+"""What a step costs the host beside its arithmetic: Python calls grow with units and not with their square."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -106,48 +102,3 @@ MUTANTS = {
 
 
 test_what_costs_too_much_is_found = each_is_found(__name__, MUTANTS, "What a step costs the host")
-
-
-# -- pages -------------------------------------------------------------------------------------------------------------
-
-FAULTS = """
-import resource, sys, torch, torch.distributed as dist
-from torch import nn
-from harness.fsdp import fully_shard
-from harness.fsdp.comm import device
-strategy, device.HEAP_BYTES = sys.argv[1], int(sys.argv[2]) or device.HEAP_BYTES
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-module = nn.Sequential(*(nn.Sequential(nn.Linear(384, 1536), nn.Linear(1536, 384)) for _ in range(4)))
-optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
-found = []
-for step in range(9):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    model(torch.ones(4, 384)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(sorted(found[-5:])[2])
-"""
-"""A program for a new process, of which nobody has freed anything yet."""
-
-
-def faults(strategy: str, heap_bytes: int = 0) -> int:
-    """Pages of memory that a step takes anew."""
-    command = [sys.executable, "-c", FAULTS, strategy, str(heap_bytes)]
-    told = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    return int(told.stdout)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_takes_no_pages_anew(strategy: str) -> None:
-    assert faults(strategy) < 100
-
-
-@pytest.mark.full
-def test_pages_that_go_back_are_found() -> None:
-    """Whether memory at the heap's end is given back depends on what lies there: in five of eight processes it was."""
-    assert any(faults("optim_grads_params", heap_bytes=1) > 500 for _ in range(12))

@@ -1,9 +1,8 @@
-"""Trainings of the routed and the odd family that tests share: real data, plain torch, and any engine on ranks."""
+"""Models of the routed and the odd family that tests share: initial weights, random sequences, mean gradients."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.compose import composed, plain
-from harness.config.schema import Config, Dtype, EngineName, Strategy
+from harness.config.schema import Config
 from harness.config.typed import load_config
-from harness.engines import optim
 from harness.engines.protocol import Microbatch
-from harness.models.registry import workload_for
 from harness.models.workload import TokenWorkload
-from tests.fsdp import trial
 
 Tensors = dict[str, Tensor]
-STEPS = 3
 
 
 torch.set_num_threads(1)
@@ -71,50 +66,3 @@ def mean_gradient(workload: TokenWorkload, model: nn.Module, parts: list[Microba
         loss.backward()
     gradients = {n: torch.zeros_like(w) if w.grad is None else w.grad.clone() for n, w in trained.items()}
     return sum(loss.item() for loss in losses), gradients
-
-
-@dataclass(frozen=True)
-class Case(trial.Case):
-    """Some steps of one model on any engine: microbatches of one sequence, M = world_size * k of them a step."""
-
-    steps: int = STEPS
-
-    def config(self) -> Config:
-        config = option(f"model={self.model}", max_seq_len=16)
-        config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
-        config.mesh.world_size, config.data.seq_len = self.world_size, 9
-        config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
-        for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
-            setattr(config.dtype, role, Dtype[self.dtype])
-        config.optimizer.lr, config.optimizer.eps, config.optimizer.clip_norm = 1e-2, 1e-4, 0.5
-        return config
-
-    def step(self, number: int) -> list[Microbatch]:
-        """All microbatches of a step, in global order."""
-        return rows(self.config(), self.num_microbatches, 100 * number)
-
-    def batches(self, rank: int, step: int) -> list[Microbatch]:
-        return self.step(step)[rank * self.k : (rank + 1) * self.k]
-
-
-def plain_run(case: Case, dtype: torch.dtype = torch.float64) -> trial.Record:
-    """The same in plain torch on one process: what must come out."""
-    config = case.config()
-    workload = workload_for(config)
-    model = filled(workload, dtype)
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for name, weight in trained.items():
-        groups[workload.decays(name, weight.shape)].append(weight)
-    optimizer = optim.make_optimizer(config.optimizer, [optim.Group(each, decays) for decays, each in groups.items()])
-    record = trial.Record(case)
-    for number in range(1, STEPS + 1):
-        _, gradients = mean_gradient(workload, model, case.step(number))
-        record.gradients = record.gradients or gradients
-        record.norms.append(optim.global_norm(gradients.values()))
-        scale = optim.clip_coefficient(record.norms[-1], config.optimizer.clip_norm)
-        for name, weight in trained.items():
-            weight.grad = gradients[name] * scale
-        optimizer.step()
-    record.weights[STEPS] = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return record

@@ -222,17 +222,6 @@ def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tm
     assert name not in json.loads(other.provenance.read_text())["environment"]["SLURM_JOB_NODELIST"]
 
 
-@ACCOUNTING
-def test_put_back_by_hand(cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]) -> None:
-    run = one(tmp_path)
-    until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
-    cluster.ask("scontrol", "requeue", job(run))
-    until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
-    assert "saved at step" in (run.status() or pytest.fail("no status")).reason
-    go_on(cluster, run, gate)
-    same_as_undisturbed(cluster, tmp_path, run, undisturbed)
-
-
 @EITHER
 def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
     cluster.hold()
@@ -407,24 +396,6 @@ def test_whichever_command_exists_tells_how_it_ended(
             while (found := Scheduler()(present)) is None or found[0] is not State.cancelled:
                 assert time.monotonic() < deadline, (name, found)
                 time.sleep(0.5)
-
-
-@ACCOUNTING
-def test_three_by_four_over_two_nodes_and_its_verdict(cluster: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / "grid.yaml"
-    grid = {
-        "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
-        "dtype": ["fp32", "bf16", "bf16_comm"],
-    }
-    file.write_text(json.dumps({"question": "equal?", "control": {"sharding": "no_shard"}, "grid": grid}))
-    asked = request(tmp_path / "runs", "-m", f"study={file}", "cluster.nodes=2", "train.steps=3")
-    assert asked.returncode == 0, asked.stderr
-    runs = Store(tmp_path / "runs").runs("grid")
-    assert len(runs) == 12
-    until(cluster, lambda: all(effective(run) is State.done for run in runs), PATIENCE_S)
-    command = [sys.executable, "-m", "harness", "verdict", "grid", "--root", str(tmp_path / "runs")]
-    verdict = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
 
 
 def ranks_of(run: RunDir) -> list[psutil.Process]:

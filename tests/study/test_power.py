@@ -54,7 +54,7 @@ ELSEWHERE = {
 }
 """Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
 SEEN = [fault for fault in corpus().values() if not fault.is_held_out]
-"""Without those that no judge may see yet (tests/study/test_held_out.py)."""
+"""Without those that no judge may see yet."""
 
 
 pytestmark = pytest.mark.timeout(900)

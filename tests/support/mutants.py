@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import pydoc
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,9 +41,17 @@ def kills(area: str, name: str, breaks: str) -> pytest.MarkDecorator:
     return pytest.mark.kills(*mutant)
 
 
-def each(area: str, mutants: Iterable[tuple[str, str]]) -> list[Any]:
-    """Parameters of a test, one a mutant: its name. The pairs are names and sentences."""
+def each(area: str, mutants: Mapping[str, Any] | Iterable[tuple[str, str]]) -> list[Any]:
+    """Parameters of a test, one a mutant: its name. mutants: pairs of names and sentences, or by name what `breaks`, or
+    a tuple with such."""
+    if isinstance(mutants, Mapping):
+        mutants = [(name, _breaks(mutant)) for name, mutant in mutants.items()]
     return [pytest.param(name, id=name, marks=kills(area, name, breaks)) for name, breaks in mutants]
+
+
+def _breaks(mutant: Any) -> str:
+    parts = (mutant,) if hasattr(mutant, "breaks") else mutant
+    return str(next(part.breaks for part in parts if hasattr(part, "breaks")))
 
 
 class Slip(NamedTuple):
@@ -78,6 +88,31 @@ class Slip(NamedTuple):
         for owner in (self.owner, *theirs):
             if vars(owner).get(self.name) is found:
                 monkeypatch.setattr(owner, self.name, made)
+
+
+def slips(*given: Any) -> dict[str, Any]:
+    """Slips by name, of a table of rows like this one; a value is the slip, or a tuple where more belongs to a row:
+
+        name of the mutant: The mistake, in a sentence
+            path.of.the.function: old => new
+            whatever else
+
+    Args:
+        given: the table, and before it what tuples begin with. Paths are without `harness.`. A line that begins with
+            `=>` goes on with the one above; a new line in what is changed is `\\n`.
+    """
+    *before, table = given
+    found: dict[str, Any] = {}
+    for row in re.split(r"\n(?=\S)", textwrap.dedent(table).strip()):
+        head, edit, *more = (line.strip() for line in re.sub(r"\s*\n\s*=>", " =>", row).splitlines())
+        (name, breaks), (place, change) = (line.split(": ", 1) for line in (head, edit))
+        path, _, attribute = place.rpartition(".")
+        owner = pydoc.locate(f"harness.{path}")
+        assert owner is not None, f"there is no harness.{path}"
+        old, _, new = change.replace(r"\n", "\n").partition(" =>")
+        slip = Slip(owner, attribute, old, new.removeprefix(" "), breaks)
+        found[name] = (*before, slip, *more) if before or more else slip
+    return found
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ SLOWEST = (
 """Begun first, in this order, so that no worker is left with a long file when the others have ended."""
 SLOW = (
     "tests/analysis/test_notebook.py",
+    "tests/architecture/test_places.py",
+    "tests/architecture/test_places_metrics.py",
     "tests/bench/test_report.py",
     "tests/capture/test_doors.py",
     "tests/capture/test_flat.py",
@@ -39,8 +41,6 @@ SLOW = (
     "tests/cli/test_nonsense.py",
     "tests/cli/test_printed_commands.py",
     "tests/config/test_fixes.py",
-    "tests/engines/test_torch_peers.py",
-    "tests/engines/test_torch_peers_state.py",
     "tests/faults/test_bites.py",
     "tests/fsdp/flat_step/test_programs.py",
     "tests/fsdp/fp8/test_sharded.py",
@@ -56,7 +56,6 @@ SLOW = (
     "tests/launch/test_forking.py",
     "tests/launch/test_kills.py",
     "tests/models/test_eight_bits.py",
-    "tests/models/test_engines.py",
     "tests/models/test_tensor_parallel.py",
     "tests/own",
     "tests/parity/test_baseline_corpus.py",

@@ -46,11 +46,6 @@ def test_what_is_not_covering_is_marked_full_and_run_apart() -> None:
     assert all(len({case[1] for case in batch}) == len({case in cases.few for case in batch}) == 1 for batch in batches)
 
 
-@pytest.mark.parametrize("many", [1000])
-def test_cases_met_twice_are_one(many: int) -> None:
-    assert Cover([(1, 2)] * many).few == [(1, 2)]
-
-
 def test_a_visit_is_never_longer_than_a_batch() -> None:
     cases = Cover(itertools.product(range(5 * BATCH), (1, 2)), key=lambda case: case[1])
     batches = {cases.batch(case) for case in cases}

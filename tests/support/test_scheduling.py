@@ -53,18 +53,6 @@ def until(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_others_are_there_together(tmp_path: Path) -> None:
-    def meet(own: Path, other: Path) -> None:
-        with admitted(tmp_path, alone=False):
-            own.touch()
-            until(other.exists)
-
-    one, other = tmp_path / "one", tmp_path / "other"
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(meet, one, other), pool.submit(meet, other, one)]:
-            each.result()
-
-
 @pytest.mark.parametrize("guests", [1, 3])
 def test_alone_means_that_nobody_is_there_nor_comes_in(tmp_path: Path, guests: int) -> None:
     """Guests come and go without a pause, and still who is to be alone gets in."""

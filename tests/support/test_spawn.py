@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import time
@@ -106,14 +105,6 @@ def test_ranks_see_the_environment_of_the_beginning(monkeypatch: pytest.MonkeyPa
     assert run_ranks(environment, 2) == ["not set"] * 2
 
 
-def draws(rank: int) -> float:
-    return random.random()
-
-
-def test_names_drawn_by_python_differ_between_ranks_and_calls() -> None:
-    assert len({*run_ranks(draws, 2), *run_ranks(draws, 2)}) == 4
-
-
 # -- ranks that fail ---------------------------------------------------------------------------------------------------
 
 
@@ -121,12 +112,9 @@ def fails(rank: int, how: str) -> None:
     if rank == 0:
         time.sleep(WAIT_S)
     if how == "raises":
-        print("said before")
         raise ValueError("told by the rank")
     if how == "exits":
         os._exit(3)
-    if how == "leaves":
-        os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -144,31 +132,6 @@ def test_a_rank_that_fails_ends_the_call_and_says_why(how: str, says: str) -> No
         run_ranks(fails, 2, how)
     assert time.monotonic() - began < WAIT_S / 2, "the other rank was not waited for"
     assert run_ranks(summed, 2, 0) == [(0, 2, 1), (1, 2, 1)], "the next call is none the worse"
-
-
-def test_what_a_failing_rank_printed_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    forking._close_servers()  # so that one starts with this test's output
-    with pytest.raises(RankFailed):
-        run_ranks(fails, 2, "raises")
-    assert "said before" in capfd.readouterr().out
-
-
-def test_ranks_that_go_on_are_killed_when_time_is_up() -> None:
-    assert fork_ranks(fails, 2, "exits", seconds=1.0) == [-signal.SIGKILL, 3]
-
-
-def not_importable() -> object:
-    class Local:
-        def __reduce__(self) -> Any:
-            return (__import__, ("there_is_no_such_module",))
-
-    return Local()
-
-
-def test_what_the_server_cannot_import_is_said() -> None:
-    with pytest.raises(RuntimeError, match=r"no rank was started:(.|\n)*No module named 'there_is_no_such_module'"):
-        run_ranks(summed, 2, not_importable())
-    assert run_ranks(own_process, 2)
 
 
 def tell_and_wait(rank: int, folder: Path) -> None:

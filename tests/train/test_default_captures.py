@@ -21,11 +21,11 @@ from harness.parity.alone import ending as own, optimizer
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
 from harness.parity.tensors import Capture
-from harness.parity.tiers import bitwise, ending, trajectory
+from harness.parity.tiers import bitwise, ending
 from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.train.runs import described
 
 STEPS = 5
@@ -246,58 +246,32 @@ def broken_expectations(pair: tuple[Record, Record]) -> Iterator[str]:
             yield f"sketches {factor} times as far apart as weights may be are not {grade}"
 
 
-MUTANTS = {
-    "without the last update": Slip(
-        own,
-        "check",
-        "range(begin, run.length + 1)",
-        "range(begin, run.length)",
-        "Weights of the end are held to those before the last step",
-    ),
-    "any captured update": Slip(
-        own, "_begin", "step = run.length", "step = max(run.updates)", "The last captured update is taken for the last"
-    ),
-    "rounding of the weights": Slip(
-        own, "check", "unit * moved / norm", "unit", "Weights of the end are allowed a rounding of their own"
-    ),
-    "one run walks": Slip(
-        ending, "reach", "for run in runs", "for run in runs[:1]", "The control is taken to stand still"
-    ),
-    "Adam walks lr a step": Slip(
-        ending,
-        "reach",
-        "max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) *",
-        "",
-        "C is left out",
-    ),
-    "one tensor walks for all": Slip(
-        ending, "_graded", 'runs[1].config["optimizer.name"] != "sgd"', "False", "A tensor is allowed what all may walk"
-    ),
-    "elements for tensors": Slip(
-        ending,
-        "_graded",
-        "math.sqrt(numel / envelope.control.parameters)",
-        "numel / envelope.control.parameters",
-        "The share of a tensor is its number of weights, and not its root",
-    ),
-    "Adam's path in one element": Slip(
-        trajectory, "path_lengths", "np.cumsum(rates) * math.sqrt(parameters)", "np.cumsum(rates)", "One weight walks"
-    ),
-    "no doubt": Slip(
-        ending,
-        "_graded",
-        "since=Stage.weights)",
-        "since=Stage.weights, refuted=1e9 * allowed)",
-        "What no run can walk is never refuted",
-    ),
+MUTANTS = slips(
+    """
+    without the last update: Weights of the end are held to those before the last step
+        parity.alone.ending.check: range(begin, run.length + 1) => range(begin, run.length)
+    any captured update: The last captured update is taken for the last
+        parity.alone.ending._begin: step = run.length => step = max(run.updates)
+    rounding of the weights: Weights of the end are allowed a rounding of their own
+        parity.alone.ending.check: unit * moved / norm => unit
+    one run walks: The control is taken to stand still
+        parity.tiers.ending.reach: for run in runs => for run in runs[:1]
+    Adam walks lr a step: C is left out
+        parity.tiers.ending.reach: max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * =>
+    one tensor walks for all: A tensor is allowed what all may walk
+        parity.tiers.ending._graded: runs[1].config["optimizer.name"] != "sgd" => False
+    elements for tensors: The share of a tensor is its number of weights, and not its root
+        parity.tiers.ending._graded: math.sqrt(numel / envelope.control.parameters)
+            => numel / envelope.control.parameters
+    Adam's path in one element: One weight walks
+        parity.tiers.trajectory.path_lengths: np.cumsum(rates) * math.sqrt(parameters) => np.cumsum(rates)
+    no doubt: What no run can walk is never refuted
+        parity.tiers.ending._graded: since=Stage.weights) => since=Stage.weights, refuted=1e9 * allowed)
+    sketches of the first step: Sketches are those of the beginning
+        parity.tiers.ending.check: found.weights[-1].tolist() => found.weights[0].tolist()
+    """
+) | {
     "sketches are exact": Slip(ending, "DRAW", "", lambda _: 1.0, "The error of four sketches is left out"),
-    "sketches of the first step": Slip(
-        ending,
-        "check",
-        "found.weights[-1].tolist()",
-        "found.weights[0].tolist()",
-        "Sketches are those of the beginning",
-    ),
 }
 
 
@@ -305,9 +279,7 @@ def test_the_judges_as_they_are_break_nothing(pair: tuple[Record, Record]) -> No
     assert list(broken_expectations(pair)) == []
 
 
-@pytest.mark.parametrize(
-    "name", each("The comparator: weights of the end", ((name, slip.breaks) for name, slip in MUTANTS.items()))
-)
+@pytest.mark.parametrize("name", each("The comparator: weights of the end", MUTANTS))
 def test_a_mutant_is_noticed(pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     try:

@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import CkptPolicy, Config, Dtype, Fp8, ModelFamily
+from harness.config.schema import CkptPolicy, Config, Fp8, ModelFamily
 from harness.models import llama
 from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.train import again, step_checks
-from tests.support.factory import freeze, small_config, stopping, train, with_dtypes
-from tests.support.mutants import Slip, each
+from harness.train import again
+from tests.support.factory import freeze, stopping, train
+from tests.support.mutants import Slip, each, slips
+from tests.train import test_again
+from tests.train.test_again import BEGINS, FORMATS, STEPS
 
-STEPS, BEGINS = 4, 3
 CHECK = every_step.LOOKS["drift"].check
-FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "fp64": (Dtype.fp64, Dtype.fp64)}
 Patch = tuple[Any, str, Callable[[Any], Any]]
 """Whose attribute is another from some step on, which, and what is made of the one that was there."""
 
@@ -106,9 +106,7 @@ FAULTS: dict[str, Patch] = {
 
 
 def configured(kind: str, **changes: Any) -> Config:
-    usual = {"train__steps": STEPS, "measure__step_checks": True, "measure__capture_steps": [STEPS]}
-    usual["measure__again"] = 0.0
-    return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
+    return test_again.configured(kind, **{"measure__capture_steps": [STEPS], **changes})
 
 
 def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
@@ -122,33 +120,30 @@ def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
 
 def found(run: Record) -> list[tuple[int | None, Grade]]:
     """What does not pass of the first step, worked out once more; all else must pass."""
-    told = every_step.check(run, Arithmetic.of(run.config))
-    assert all(finding.grade is Grade.ok for finding in told if finding.check != CHECK), told
-    return [
-        (finding.step, finding.grade) for finding in told if finding.check == CHECK and finding.grade is not Grade.ok
-    ]
+    return test_again.found(run, CHECK)
 
 
-def column(run: Record) -> Any:
+def column(run: Record, name: str = "drift") -> Any:
     assert run.stream is not None
-    return run.stream.column("drift")
+    return run.stream.column(name)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_clean_run_ends_with_the_function_it_began_with(tmp_path: Path, kind: str) -> None:
     run = trained(tmp_path, kind)
     assert found(run) == []
-    assert column(run)[STEPS - 1] == 0
+    assert column(run)[STEPS - 1] == column(run, "again")[STEPS - 1] == 0
     assert np.isnan(column(run)[: STEPS - 1]).all()
 
 
 @pytest.mark.parametrize("recipe", [Fp8.delayed, Fp8.mx])
 def test_a_clean_run_of_8_bits_does_so(tmp_path: Path, recipe: Fp8) -> None:
-    """Delayed scaling begins with an empty history, as the plain model does."""
+    """Delayed scaling begins with an empty history, as the plain model does. Weights are ones of its own in the main
+    dtype, or a copy that was cast, which is no parameter."""
     sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
     run = trained(tmp_path, "bf16", dtype__fp8=recipe, **sizes)
     assert found(run) == []
-    assert column(run)[STEPS - 1] == 0
+    assert column(run)[STEPS - 1] == column(run, "again")[STEPS - 1] == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -187,13 +182,6 @@ def test_nobody_asks_where_no_step_is_worked_out_again_or_nothing_lies_between()
         {"model__family": ModelFamily.ext},
     ):
         assert not again.is_same_function_asked(configured("fp32", **changes), 0), changes
-
-
-def test_nobody_looks_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "free_bytes", lambda device, sharing: 0)
-    run = trained(tmp_path, "fp32", "a softcap")
-    assert found(run) == []
-    assert bool(np.isnan(column(run)).all())
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -257,84 +245,56 @@ def wrong_orders(root: Path) -> Iterator[str]:
 
 Claim = Callable[[Path], Iterator[str]]
 CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_orders)
-MUTANTS: dict[str, tuple[Claim, Slip]] = {
-    "weights of nobody": (
+MUTANTS: dict[str, tuple[Claim, Slip]] = (
+    slips(
         wrong_runs,
-        Slip(
-            again,
-            "_fill_first",
-            "workload.initial_weight(name, weight.shape)",
-            "torch.rand_like(weight)",
-            "They are drawn",
-        ),
-    ),
-    "weights that are nothing": (
-        wrong_runs,
-        Slip(
-            again,
-            "_fill_first",
-            "workload.initial_weight(name, weight.shape)",
-            "torch.zeros(())",
-            "Nothing is computed",
-        ),
-    ),
-    "asked once": (
-        wrong_runs,
-        Slip(
-            step_checks.StepChecks,
-            "work_out_again",
-            "step not in (self.done + 1, *self.again_at)",
-            "step not in self.again_at",
-            "Nobody asks before the first step",
-        ),
-    ),
-    "it is its own witness": (
-        wrong_runs,
-        Slip(
-            step_checks.StepChecks,
-            "_tell_local",
-            "self.drift, self.first,",
-            "self.first, self.first,",
-            "Nothing differs",
-        ),
-    ),
-    "nobody looks": (
-        wrong_runs,
-        Slip(step_checks, "step_numbers", "if seen.drift and", "if False and", "What was found is not written down"),
-    ),
-    "nothing is told": (
-        wrong_runs,
-        Slip(
-            every_step, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "drift"}, "Nobody reads it"
-        ),
-    ),
-    "roundings are allowed": (
+        """
+    weights of nobody: They are drawn
+        train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.rand_like(weight)
+    weights that are nothing: Nothing is computed
+        train.again._fill_first: workload.initial_weight(name, weight.shape) => torch.zeros(())
+    asked once: Nobody asks before the first step
+        train.step_checks.StepChecks.work_out_again: step not in (self.done + 1, *self.again_at)
+            => step not in self.again_at
+    it is its own witness: Nothing differs
+        train.step_checks.StepChecks._tell_local: self.drift, self.first, => self.first, self.first,
+    nobody looks: What was found is not written down
+        train.step_checks.step_numbers: if seen.drift and => if False and
+    """,
+    )
+    | slips(
         wrong_bounds,
-        Slip(
-            every_step,
-            "bounds",
-            'name == "drift" and on_cpu',
-            "False",
-            "One process may compute otherwise by roundings",
-        ),
-    ),
-    "bits are owed anywhere": (
-        wrong_bounds,
-        Slip(every_step, "bounds", 'name == "drift" and on_cpu', 'name == "drift"', "A GPU owes the same bits twice"),
-    ),
-    "another order is a fault": (
+        """
+    roundings are allowed: One process may compute otherwise by roundings
+        parity.alone.every_step.bounds: name == "drift" and on_cpu => False
+    bits are owed anywhere: A GPU owes the same bits twice
+        parity.alone.every_step.bounds: name == "drift" and on_cpu => name == "drift"
+    a step against itself: The first step is asked for twice
+        train.again.is_same_function_asked: > done + 1 => > done
+    """,
+    )
+    | slips(
         wrong_orders,
-        Slip(every_step, "_reassociates", "return len(seen)", "return len(seen) > 9", "Kernels owe the same bits"),
-    ),
-    "anything is another order": (
-        wrong_orders,
-        Slip(every_step, "_reassociates", "all(", "any(", "Code that changed is taken for another order"),
-    ),
-    "a step against itself": (
-        wrong_bounds,
-        Slip(again, "is_same_function_asked", "> done + 1", "> done", "The first step is asked for twice"),
-    ),
-}
+        """
+    another order is a fault: Kernels owe the same bits
+        parity.alone.every_step._reassociates: return len(seen) => return len(seen) > 9
+    anything is another order: Code that changed is taken for another order
+        parity.alone.every_step._reassociates: all( => any(
+    """,
+    )
+    | {
+        "nothing is told": (
+            wrong_runs,
+            Slip(
+                every_step,
+                "LOOKS",
+                "",
+                lambda looks: {k: v for k, v in looks.items() if k != "drift"},
+                "Nobody reads it",
+            ),
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -342,10 +302,7 @@ def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
     assert list(claim(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    each("The comparator: the same function", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items())),
-)
+@pytest.mark.parametrize("name", each("The comparator: the same function", MUTANTS))
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)

@@ -154,7 +154,7 @@ SLIPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", each("Muon's steps", ((name, slip.breaks) for name, slip in SLIPS.items())))
+@pytest.mark.parametrize("name", each("Muon's steps", SLIPS))
 def test_a_slip_of_the_sample_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
     with pytest.raises(AssertionError):
@@ -188,7 +188,7 @@ GROUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", each("Muon's groups", ((name, slip.breaks) for name, slip in GROUPS.items())))
+@pytest.mark.parametrize("name", each("Muon's groups", GROUPS))
 def test_a_slip_of_the_groups_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     GROUPS[name].put(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):

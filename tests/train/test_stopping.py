@@ -111,7 +111,7 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in SLIPS.items()]))
+@pytest.mark.parametrize("name", each("Ends of a run", SLIPS))
 def test_a_wrong_time_of_saving_is_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
     minutes = {"0 is always": 0.0, "seconds": CkptConfig.minutes}.get(name, 1e-9)

@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from harness.config.schema import EngineName, Strategy
-from harness.probe import hooks
 from harness.probe.step_checks.forward import ForwardWatch
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.timers import ASIDE, Timers
 from harness.store.metrics import read_metrics
-from harness.train import again, loop, record
+from harness.train import again
 from harness.train.again import local_gradients
 from tests.support.factory import small_config, train
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s")
@@ -136,40 +135,31 @@ def wrong_timers(_: Path) -> Iterator[str]:
 
 
 Claim = Callable[[Path], Iterator[str]]
-MUTANTS: dict[str, tuple[Claim, Slip]] = {
-    "weights looked at": (
-        wrong_steps,
-        Slip(hooks.ParameterHooks, "_before", "self._aside()", "nullcontext()", "Looks at weights count as forwards"),
-    ),
-    "gradients looked at": (
-        wrong_steps,
-        Slip(hooks.ParameterHooks, "_handed", "self._aside()", "nullcontext()", "Looks at gradients count"),
-    ),
-    "outputs looked at": (
-        wrong_steps,
-        Slip(ForwardWatch, "_hook", "self._aside()", "nullcontext()", "Looks at outputs count as forwards"),
-    ),
-    "left in the spans": (
-        wrong_timers,
-        Slip(Timers, "aside", "in self._open:", "in ():", "What looks take is taken off the step, not off its parts"),
-    ),
-    "left in the step": (
-        wrong_steps,
-        Slip(loop.Loop, "_update", " - spans[ASIDE]", "", "What looks take is taken off the parts, not off the step"),
-    ),
-    "counted twice": (
-        wrong_timers,
-        Slip(Timers, "aside", "if self._is_aside:", "if False:", "A look within a look is taken off twice"),
-    ),
-    "spans of one's own": (
-        wrong_timers,
-        Slip(Timers, "span", "if self._is_aside:", "if False:", "What the harness computes for itself is a forward"),
-    ),
-    "forwards counted twice": (
-        wrong_steps,
-        Slip(record, "_parts", 'spans["forward_backward"] - forward', 'spans["forward_backward"]', "Parts overlap"),
-    ),
-}
+MUTANTS: dict[str, tuple[Claim, Slip]] = slips(
+    wrong_steps,
+    """
+    weights looked at: Looks at weights count as forwards
+        probe.hooks.ParameterHooks._before: self._aside() => nullcontext()
+    gradients looked at: Looks at gradients count
+        probe.hooks.ParameterHooks._handed: self._aside() => nullcontext()
+    outputs looked at: Looks at outputs count as forwards
+        probe.step_checks.forward.ForwardWatch._hook: self._aside() => nullcontext()
+    left in the step: What looks take is taken off the parts, not off the step
+        train.loop.Loop._update:  - spans[ASIDE] =>
+    forwards counted twice: Parts overlap
+        train.record._parts: spans["forward_backward"] - forward => spans["forward_backward"]
+    """,
+) | slips(
+    wrong_timers,
+    """
+    left in the spans: What looks take is taken off the step, not off its parts
+        probe.timers.Timers.aside: in self._open: => in ():
+    counted twice: A look within a look is taken off twice
+        probe.timers.Timers.aside: if self._is_aside: => if False:
+    spans of one's own: What the harness computes for itself is a forward
+        probe.timers.Timers.span: if self._is_aside: => if False:
+    """,
+)
 
 
 @pytest.mark.parametrize("claim", [wrong_steps, wrong_timers])
@@ -177,7 +167,7 @@ def test_looks_count_for_no_part(tmp_path: Path, claim: Claim) -> None:
     assert list(claim(tmp_path)) == []
 
 
-@pytest.mark.parametrize("name", each("The parts of a step's time", ((n, s.breaks) for n, (_, s) in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("The parts of a step's time", MUTANTS))
 def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.fsdp import sharding
-from harness.fsdp.runtime import gradient_sync
-from harness.fsdp.update import flat_step, rules
-from harness.fsdp.update.flat_step import Counter
+from harness.fsdp.update import flat_step
 from tests.fsdp.flat_step import world
 from tests.fsdp.flat_step.more_programs import PROGRAMS
 from tests.support.covering import once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 
 FEW = "AdamW", "SGD fused", "closure", "unused_in_turn", "given_without_a_backward", "zeros_of_the_model"
@@ -39,63 +36,84 @@ def test_programs_do_what_they_do_on_one_process(stage: int, name: str) -> None:
 
 Step = flat_step.FlatStep
 WITH_WHOLE_WEIGHTS = frozenset({"fused kernels unseen", "given gradients stay"})
-MUTANTS = {
-    "no hooks above": (
-        Slip(Step, "_wrap", 'getattr(rule, "hooked", None)', "False", "Hooks see flat pieces"),
-        "clipped_by_a_hook",
-    ),
-    "no finally": (
-        Slip(
-            Step,
-            "_end",
-            "    self._began = False\n",
-            "    self._began = False\n    if __import__('sys').exc_info()[0]:\n        return\n",
-            "A rule that raises leaves flat pieces in the groups",
-        ),
-        "goes_on_after_an_exception",
-    ),
-    "closures inside": (
-        Slip(
-            Step,
-            "_wrap",
-            "            return rule(own, partial(around, closure))",
-            "            self._begin()\n            return rule(own, closure)",
-            "A closure sees flat pieces",
-        ),
-        "closure",
-    ),
-    "schedulers unasked": (
-        Slip(Step, "_wrap", "note_step(own)", "pass", "A scheduler does not learn of steps"),
-        "scheduler_before",
-    ),
-    "scheduler undone": (
-        Slip(
-            Step,
-            "_wrap",
-            "vars(outer).update(vars(held))",
-            "pass",
-            "A scheduler that was made before takes `step` for overridden",
-        ),
-        "scheduler_before",
-    ),
-    "kernels left": (
-        Slip(Step, "_end", ", *KERNELS) if", ",) if", "Kernels of the engine's choice stay in the groups"),
-        "AdamW",
-    ),
-    "one counter": (
-        Slip(Counter, "tell_params", "self.index, out", "self.index.flip(0), out", "Parameters have others' counters"),
-        "unused_in_turn",
-    ),
-    "counters unread": (
-        Slip(
-            Step,
-            "_exchange",
-            " or any(each.is_edited for each in self._counters)",
-            "",
-            "A counter that is edited in place is not read again",
-        ),
-        "counter_edited",
-    ),
+MUTANTS = slips(
+    r"""
+    no hooks above: Hooks see flat pieces
+        fsdp.update.flat_step.FlatStep._wrap: getattr(rule, "hooked", None) => False
+        clipped_by_a_hook
+    no finally: A rule that raises leaves flat pieces in the groups
+        fsdp.update.flat_step.FlatStep._end:     self._began = False\n
+            =>     self._began = False\n    if __import__('sys').exc_info()[0]:\n        return\n
+        goes_on_after_an_exception
+    closures inside: A closure sees flat pieces
+        fsdp.update.flat_step.FlatStep._wrap:             return rule(own, partial(around, closure))
+            =>             self._begin()\n            return rule(own, closure)
+        closure
+    schedulers unasked: A scheduler does not learn of steps
+        fsdp.update.flat_step.FlatStep._wrap: note_step(own) => pass
+        scheduler_before
+    scheduler undone: A scheduler that was made before takes `step` for overridden
+        fsdp.update.flat_step.FlatStep._wrap: vars(outer).update(vars(held)) => pass
+        scheduler_before
+    kernels left: Kernels of the engine's choice stay in the groups
+        fsdp.update.flat_step.FlatStep._end: , *KERNELS) if => ,) if
+        AdamW
+    one counter: Parameters have others' counters
+        fsdp.update.flat_step.Counter.tell_params: self.index, out => self.index.flip(0), out
+        unused_in_turn
+    counters unread: A counter that is edited in place is not read again
+        fsdp.update.flat_step.FlatStep._exchange:  or any(each.is_edited for each in self._counters) =>
+        counter_edited
+    none is stepped: Parameters without a gradient are stepped
+        fsdp.update.flat_step.FlatStep._build:  and grad_of(param) is not None =>
+        unused_in_turn
+    one count a piece: Parameters that count otherwise are one piece
+        fsdp.update.flat_step.FlatStep._build: self._counts(param) => None
+        unused_in_turn
+    a plan for all gradients: A plan is kept where gradients come and go
+        fsdp.update.flat_step.FlatStep._sign: grad_of(param) is None => False
+        unused_in_turn
+    a plan for all states: A plan is kept where state is loaded
+        fsdp.update.flat_step.FlatStep._sign: held and [id(held.get(key)) for key in keys] => None
+        state_there_and_back
+    given gradients: Gradients that are replaced are not taken
+        fsdp.update.flat_step.FlatStep._take_gradients: sharded.take_grad(place[1], zeros=self.steps_unused) => pass
+        replaced
+    loaded state: Loaded moments are not taken
+        fsdp.update.flat_step.FlatStep._take_state: fill(view, value) => pass
+        state_of_one_process
+    any class: A class with its own step gets flat pieces
+        fsdp.update.rules.moments_of: all( => any(
+        subclass with its own step
+    fused kernels unseen: What fused kernels write is not installed
+        fsdp.update.flat_step.FlatStep._put_state: torch.autograd.graph.increment_version(piece.flat) => pass
+        AdamW fused
+    given gradients stay: A backward adds to gradients that the program gave and dropped
+        fsdp.runtime.gradient_sync.GradientSync._begin_backward: self._settled or  =>
+        given_without_a_backward
+    given gradients are zeros: A second step without a backward steps zeros
+        fsdp.runtime.gradient_sync.GradientSync.finish:  if not self._settled else () =>
+        given_without_a_backward
+    others' gradients: One optimizer forgets what another one had
+        fsdp.runtime.gradient_sync.GradientSync.forget_unfinished:         self._restore()\n
+            =>         self._kept = []\n
+        forgotten_inside_no_sync
+    numbers of trained parameters: Frozen parameters are not counted, so that numbers are not torch's
+        fsdp.sharding._take_sharded: group["params"] = sharded
+            => group["params"] = [each for each in sharded if each.requires_grad]
+        state_of_groups_in_another_order
+    loads share memory: What was loaded is the memory of the optimizer that gave it
+        fsdp.update.flat_step.FlatStep.take_loaded: self.take_state().values() => ()
+        state_of_groups_in_another_order
+    steps are traced: torch.compile traces what the engine does around a step
+        fsdp.update.flat_step.FlatStep._wrap: map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))
+            => FlatStep._begin, FlatStep._end
+        compiled
+    unfinished gradients: What came inside no_sync is not forgotten
+        fsdp.sharding.bind: engine.gradients.forget_unfinished() => pass
+        forgotten_inside_no_sync
+    """
+) | {
     "order of pieces": (
         Slip(
             Step,
@@ -106,135 +124,9 @@ MUTANTS = {
         ),
         "AdamW",
     ),
-    "none is stepped": (
-        Slip(
-            Step,
-            "_build",
-            " and grad_of(param) is not None",
-            "",
-            "Parameters without a gradient are stepped",
-        ),
-        "unused_in_turn",
-    ),
-    "one count a piece": (
-        Slip(Step, "_build", "self._counts(param)", "None", "Parameters that count otherwise are one piece"),
-        "unused_in_turn",
-    ),
-    "a plan for all gradients": (
-        Slip(Step, "_sign", "grad_of(param) is None", "False", "A plan is kept where gradients come and go"),
-        "unused_in_turn",
-    ),
-    "a plan for all states": (
-        Slip(
-            Step,
-            "_sign",
-            "held and [id(held.get(key)) for key in keys]",
-            "None",
-            "A plan is kept where state is loaded",
-        ),
-        "state_there_and_back",
-    ),
-    "given gradients": (
-        Slip(
-            Step,
-            "_take_gradients",
-            "sharded.take_grad(place[1], zeros=self.steps_unused)",
-            "pass",
-            "Gradients that are replaced are not taken",
-        ),
-        "replaced",
-    ),
-    "loaded state": (
-        Slip(Step, "_take_state", "fill(view, value)", "pass", "Loaded moments are not taken"),
-        "state_of_one_process",
-    ),
-    "any class": (
-        Slip(rules, "moments_of", "all(", "any(", "A class with its own step gets flat pieces"),
-        "subclass with its own step",
-    ),
-    "fused kernels unseen": (
-        Slip(
-            Step,
-            "_put_state",
-            "torch.autograd.graph.increment_version(piece.flat)",
-            "pass",
-            "What fused kernels write is not installed",
-        ),
-        "AdamW fused",
-    ),
-    "given gradients stay": (
-        Slip(
-            gradient_sync.GradientSync,
-            "_begin_backward",
-            "self._settled or ",
-            "",
-            "A backward adds to gradients that the program gave and dropped",
-        ),
-        "given_without_a_backward",
-    ),
-    "given gradients are zeros": (
-        Slip(
-            gradient_sync.GradientSync,
-            "finish",
-            " if not self._settled else ()",
-            "",
-            "A second step without a backward steps zeros",
-        ),
-        "given_without_a_backward",
-    ),
-    "others' gradients": (
-        Slip(
-            gradient_sync.GradientSync,
-            "forget_unfinished",
-            "        self._restore()\n",
-            "        self._kept = []\n",
-            "One optimizer forgets what another one had",
-        ),
-        "forgotten_inside_no_sync",
-    ),
-    "numbers of trained parameters": (
-        Slip(
-            sharding,
-            "_take_sharded",
-            'group["params"] = sharded',
-            'group["params"] = [each for each in sharded if each.requires_grad]',
-            "Frozen parameters are not counted, so that numbers are not torch's",
-        ),
-        "state_of_groups_in_another_order",
-    ),
     "kernels are saved": (
         Slip(flat_step, "KERNELS", "", lambda _: (), "What is saved names kernels that the engine has chosen"),
         "state_of_groups_in_another_order",
-    ),
-    "loads share memory": (
-        Slip(
-            Step,
-            "take_loaded",
-            "self.take_state().values()",
-            "()",
-            "What was loaded is the memory of the optimizer that gave it",
-        ),
-        "state_of_groups_in_another_order",
-    ),
-    "steps are traced": (
-        Slip(
-            Step,
-            "_wrap",
-            "map(torch.compiler.disable, (FlatStep._begin, FlatStep._end))",
-            "FlatStep._begin, FlatStep._end",
-            "torch.compile traces what the engine does around a step",
-        ),
-        "compiled",
-    ),
-    "unfinished gradients": (
-        Slip(
-            sharding,
-            "bind",
-            "engine.gradients.forget_unfinished()",
-            "pass",
-            "What came inside no_sync is not forgotten",
-        ),
-        "forgotten_inside_no_sync",
     ),
 }
 
@@ -260,7 +152,7 @@ def mistakes(batch: int) -> dict[str, list[str]]:
     return {name: [each for rank in told for each in rank[name]] for name in told[0]}
 
 
-@pytest.mark.parametrize("name", each("flat steps", [(name, slip.breaks) for name, (slip, _) in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("flat steps", MUTANTS))
 def test_a_mistake_is_found(name: str) -> None:
     (_, program), stage = MUTANTS[name], stage_of(name)
     assert not outcomes(stage, STAGES[stage].index(program) % BATCHES)[program]
