@@ -275,7 +275,7 @@ MUTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:constrained_layout not applied")
-@pytest.mark.parametrize("name", each("Pictures", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("Pictures", MUTANTS))
 def test_mutants_of_pictures_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)

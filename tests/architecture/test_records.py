@@ -60,7 +60,7 @@ def test_calls_functions_files_and_changes_are_counted(tmp_path: Path) -> None:
     assert list(walked(tmp_path).values()) == [4, 2, 2, 2]
 
 
-@pytest.mark.parametrize("name", each("Ledgers of the sources", ((name, slip.breaks) for name, slip in SLIPS.items())))
+@pytest.mark.parametrize("name", each("Ledgers of the sources", SLIPS))
 def test_a_ledger_that_counts_wrongly_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
     assert list(walked(tmp_path).values()) != [4, 2, 2, 2]

@@ -220,9 +220,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", each("checkpoint files", [(name, slip.breaks) for name, (_, slip) in REFUSALS.items()])
-)
+@pytest.mark.parametrize("name", each("checkpoint files", REFUSALS))
 def test_what_is_not_refused_is_found(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", each("checkpoint files", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+@pytest.mark.parametrize("name", each("checkpoint files", MUTANTS))
 def test_mutants_are_found(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.adapters.native import NativeEngine
-from harness.engines.protocol import Ranks
 from harness.fsdp import (
     MixedPrecisionPolicy,
     Strategy,
@@ -23,11 +20,9 @@ from harness.fsdp import (
     fully_shard_model,
 )
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.habits.world import same_gradients
 from tests.fsdp.test_api import Block, make, sgd
-from tests.fsdp.trial import Case, batches
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -211,25 +206,6 @@ def traffic(rank: int) -> list[list[list[tuple[str, str, int]]]]:
         meter.close()
         wrapped.close()
     return found
-
-
-def test_the_setting_reaches_the_engine() -> None:
-    """A weight that is NaN makes the first gradient of the backward NaN: that of the head."""
-    for report in (False, True):
-        case = Case("native", "optim_grads_params", 1, 1)
-        config = case.config()
-        config.engine.report_nan_in_param_grad = report
-        engine = NativeEngine(LlamaWorkload(config), config, Ranks(0, 1, 0, torch.device("cpu")))
-        for bucket in engine.model.buckets:
-            bucket.main_shards[0].fill_(float("nan"))
-        batch = batches(case, 0, 1)[0]
-        if report:
-            with pytest.raises(FloatingPointError, match=r"head.* on rank 0 in microbatch 1: NaN among 744 elements"):
-                engine.forward_backward(batch, last=True)
-        else:
-            engine.forward_backward(batch, last=True)
-            assert math.isnan(engine.step(1e-3))
-        engine.close()
 
 
 # -- ranks that start apart --------------------------------------------------------------------------------------------

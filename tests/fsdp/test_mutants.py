@@ -61,7 +61,7 @@ def answers(ranks: int) -> dict[tuple[str, Case], list[Answer | Lost]]:
     return dict(zip(todo, Visit(attempt, ranks, broke_off, goes_on=True).run(todo), strict=True))
 
 
-@pytest.mark.parametrize("name", each("The engine, by its oracle", ((n, m.breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("The engine, by its oracle", MUTANTS))
 def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
     mutant = MUTANTS[name]
     told = [answer for answer in answers(mutant.case.world_size)[name, mutant.case] if isinstance(answer, Answer)]

@@ -70,17 +70,6 @@ def choosing(rank: int, strategy: str) -> list[str]:
     return told
 
 
-def fusing(rank: int, strategy: str) -> list[str]:
-    """What is chosen does what one process does."""
-    plain = Model()
-    theirs = adam()(plain)
-    model, updates = sharded(strategy, adam())
-    for number in range(3):
-        step(plain, theirs, number, list(range(RANKS)))
-        step(model, updates, number, [rank])
-    return off(model, plain, "fused")
-
-
 # -- dampening ---------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +146,7 @@ def counting(rank: int, strategy: str) -> list[str]:
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (choosing, fusing, dampening, beginning, counting)
+    check.__name__: check for check in (choosing, dampening, beginning, counting)
 }
 
 

@@ -101,15 +101,6 @@ def test_a_wrong_move_raises_and_names_the_calls_that_are_possible() -> None:
     assert of.state is StepState.BACKWARD
 
 
-@pytest.mark.parametrize("start", [each for each in StepState if each is not StepState.BACKWARD])
-def test_gradients_of_inputs_alone_lead_back_to_where_they_began(start: StepState) -> None:
-    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
-    of.state = start
-    assert not of.pre_backward(of_inputs=True).reduce_units
-    of.post_backward()
-    assert of.state is start
-
-
 def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of() -> None:
     of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
     of.update(installs=True)
@@ -121,20 +112,6 @@ def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of()
         of.check_installed()
     of.weights_installed()
     of.check_installed()
-
-
-@pytest.mark.parametrize("sync", [True, False])
-@given(st.booleans(), st.booleans(), st.booleans())
-def test_plans_lead_where_the_table_goes(sync: bool, each: bool, once: bool, unsharded: bool) -> None:
-    of = Step(StepShape(reduces_each=each, reduces_once=once, accumulates=once or unsharded))
-    of.sync = sync
-    plan = of.pre_backward()
-    assert plan.leads_to in TRANSITIONS[StepState.BACKWARD][Call.post_backward]
-    assert (plan.last, plan.reduce_units, plan.adds) == (sync, sync or each, False)
-    of.post_backward()
-    assert of.state is plan.leads_to
-    if of.state is not StepState.REDUCED:
-        assert of.pre_backward().adds == plan.reduce_units
 
 
 # -- sequences of calls ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -245,34 +244,6 @@ def test_one_line_says_who_waits_for_whom_and_the_step_goes_on() -> None:
 
 
 # -- all is well -------------------------------------------------------------------------------------------------------
-
-
-def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
-    """Nothing said; a timeout given; both."""
-
-    def limit(name: str, given: timedelta | None, **options: Any) -> float:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/{name}", 2), rank=rank, world_size=2, timeout=given
-        )
-        _, wrapped, _ = build(None, "optim", **options)
-        dog = wrapped._parts.watchdog
-        wrapped.close()
-        dist.barrier()
-        dist.destroy_process_group()
-        assert dog is not None
-        return dog.timeout_s
-
-    dist.barrier()  # who destroys a group that the other has not joined yet keeps it from doing so
-    dist.destroy_process_group()
-    long = timedelta(hours=2)
-    found = limit("a", None), limit("b", long), limit("c", long, watchdog_timeout_s=7.0)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/end", 2), rank=rank, world_size=2)
-    dist.barrier()
-    return found
-
-
-def test_a_wait_is_bounded_by_the_groups_timeout(tmp_path: Path) -> None:
-    assert run_ranks(usual_limits, 2, str(tmp_path)) == [(1770.0, 7170.0, 7.0)] * 2
 
 
 def own_group_s() -> list[float]:

@@ -23,7 +23,7 @@ from harness.store import check_stream
 from harness.store.check_stream import CheckedTensor, StreamWriter, step_columns, tensor_columns
 from harness.store.rundir import flatten
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 STEPS = 12
 NAMES = ("embedding.weight", "blocks.0.w_up.weight", "head.output.weight")
@@ -250,121 +250,56 @@ def test_distances_are_those_of_what_was_sketched(tmp_path: Path) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 AREA = "The comparator: how runs part"
-MUTANTS: dict[str, Slip] = {
+MUTANTS: dict[str, Slip] = slips(
+    """
+    BURST always: Stable training gets the room of hot
+        parity.tiers.apart.gradient_jumps: found.steps <= last_stable => found.steps <= 0
+    margin for sums that cancel: In 16 bits a gradient is allowed what one that cancels may be off by
+        parity.tiers.apart.gradient_jumps: whole / SAFETY if counted else whole => whole
+    baselines are rounded too: Gradients of equal weights by equal kernels are allowed what rounding explains
+        parity.tiers.apart.gradient_jumps: np.minimum(sums, floors) => floors
+    baselines whatever step 1 said: Kernels are taken to be the same where weights are
+        parity.tiers.apart.gradient_jumps: & (first == 0.0) =>
+    baselines by what overflowed: Gradients that overflowed count as equal
+        parity.tiers.apart.gradient_jumps: & (first == 0.0) => & (known[:1] == 0.0)
+    baselines by what is not shown: Weights that nobody showed count as equal
+        parity.tiers.apart.gradient_jumps: & bool(np.isfinite(found.weights).all()) =>
+    K of each tensor: A tensor's curvature is held against its own alone, as it was before `study=against_fp64`
+        parity.tiers.apart.gradient_jumps: curvature.max(1, keepdims=True) => curvature
+    K of the present step: A gradient is held against the curvature that it shows itself
+        parity.tiers.apart.gradient_jumps: np.concatenate((np.ones_like(largest[:1]), largest[:-1])) => largest
+    K of the last step: Curvature of earlier steps is forgotten
+        parity.tiers.apart.gradient_jumps: np.maximum.accumulate( => (
+    rounding is curvature: Rounding over nearly equal weights counts as K
+        parity.tiers.apart.gradient_jumps: known**2 - rounding**2 => known**2
+    K above the bound: Curvature counts only where it lies above what step 1 would be allowed
+        parity.tiers.apart.gradient_jumps: whole, 4 * first) => whole, np.maximum(4 * first, floors))
+    weights after the step: A gradient is held against the weights that it made itself
+        parity.tiers.apart.Apart.before: np.where(follows, shifted, self.whole) => self.whole
+    kept steps follow each other: Weights before a step are taken to be those of the kept step before, however long ago
+        parity.tiers.apart.Apart.before: np.where(follows, shifted, self.whole) => shifted
+    no perturbation: What rounding makes of one update is a jump
+        parity.tiers.apart.weight_jumps: STRIDE * burst * held + perturbation => STRIDE * burst * held
+    no gradient's perturbation: Weights that a gradient moved have jumped
+        parity.tiers.apart.weight_jumps: push.given(gradients) => push.weights
+    one stride in hot training: Weights burst in no training
+        parity.tiers.apart.weight_jumps: STRIDE * burst * held => STRIDE * held
+    the first weights are judged: The first step has no past
+        parity.tiers.apart.weight_jumps: np.full_like(largest[:1], np.inf) => 0 * largest[:1]
+    what is not shown is worst: NaN stands for every tensor
+        parity.tiers.apart._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
+    sketches are added: Squares of sketches are added where their mean is the distance
+        parity.tiers.apart._Squares.add: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
+    reduced against local: The arm's reduced gradient is held against the control's local ones
+        parity.tiers.apart._Squares.add: control[..., self._of["reduced"]]) => control[..., self._of["local"]])
+    """
+) | {
     "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),
     "JUMP x 5": Slip(apart, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
     "BURST is 1": Slip(apart, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
     "BURST x 100": Slip(apart, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
-    "BURST always": Slip(
-        apart,
-        "gradient_jumps",
-        "found.steps <= last_stable",
-        "found.steps <= 0",
-        "Stable training gets the room of hot",
-    ),
     "STRIDE / 10": Slip(apart, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"),
     "STRIDE x 10": Slip(apart, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
-    "margin for sums that cancel": Slip(
-        apart,
-        "gradient_jumps",
-        "whole / SAFETY if counted else whole",
-        "whole",
-        "In 16 bits a gradient is allowed what one that cancels may be off by",
-    ),
-    "baselines are rounded too": Slip(
-        apart,
-        "gradient_jumps",
-        "np.minimum(sums, floors)",
-        "floors",
-        "Gradients of equal weights by equal kernels are allowed what rounding explains",
-    ),
-    "baselines whatever step 1 said": Slip(
-        apart, "gradient_jumps", "& (first == 0.0)", "", "Kernels are taken to be the same where weights are"
-    ),
-    "baselines by what overflowed": Slip(
-        apart, "gradient_jumps", "& (first == 0.0)", "& (known[:1] == 0.0)", "Gradients that overflowed count as equal"
-    ),
-    "baselines by what is not shown": Slip(
-        apart,
-        "gradient_jumps",
-        "& bool(np.isfinite(found.weights).all())",
-        "",
-        "Weights that nobody showed count as equal",
-    ),
-    "K of each tensor": Slip(
-        apart,
-        "gradient_jumps",
-        "curvature.max(1, keepdims=True)",
-        "curvature",
-        "A tensor's curvature is held against its own alone, as it was before `study=against_fp64`",
-    ),
-    "K of the present step": Slip(
-        apart,
-        "gradient_jumps",
-        "np.concatenate((np.ones_like(largest[:1]), largest[:-1]))",
-        "largest",
-        "A gradient is held against the curvature that it shows itself",
-    ),
-    "K of the last step": Slip(
-        apart, "gradient_jumps", "np.maximum.accumulate(", "(", "Curvature of earlier steps is forgotten"
-    ),
-    "rounding is curvature": Slip(
-        apart, "gradient_jumps", "known**2 - rounding**2", "known**2", "Rounding over nearly equal weights counts as K"
-    ),
-    "K above the bound": Slip(
-        apart,
-        "gradient_jumps",
-        "whole, 4 * first)",
-        "whole, np.maximum(4 * first, floors))",
-        "Curvature counts only where it lies above what step 1 would be allowed",
-    ),
-    "weights after the step": Slip(
-        apart.Apart,
-        "before",
-        "np.where(follows, shifted, self.whole)",
-        "self.whole",
-        "A gradient is held against the weights that it made itself",
-    ),
-    "kept steps follow each other": Slip(
-        apart.Apart,
-        "before",
-        "np.where(follows, shifted, self.whole)",
-        "shifted",
-        "Weights before a step are taken to be those of the kept step before, however long ago",
-    ),
-    "no perturbation": Slip(
-        apart,
-        "weight_jumps",
-        "STRIDE * burst * held + perturbation",
-        "STRIDE * burst * held",
-        "What rounding makes of one update is a jump",
-    ),
-    "no gradient's perturbation": Slip(
-        apart, "weight_jumps", "push.given(gradients)", "push.weights", "Weights that a gradient moved have jumped"
-    ),
-    "one stride in hot training": Slip(
-        apart, "weight_jumps", "STRIDE * burst * held", "STRIDE * held", "Weights burst in no training"
-    ),
-    "the first weights are judged": Slip(
-        apart, "weight_jumps", "np.full_like(largest[:1], np.inf)", "0 * largest[:1]", "The first step has no past"
-    ),
-    "what is not shown is worst": Slip(
-        apart, "_farthest", "np.isnan(distances), -1.0", "np.isnan(distances), np.inf", "NaN stands for every tensor"
-    ),
-    "sketches are added": Slip(
-        apart._Squares,
-        "add",
-        "((left - right) ** 2).mean(-1)",
-        "((left - right) ** 2).sum(-1)",
-        "Squares of sketches are added where their mean is the distance",
-    ),
-    "reduced against local": Slip(
-        apart._Squares,
-        "add",
-        'control[..., self._of["reduced"]])',
-        'control[..., self._of["local"]])',
-        "The arm's reduced gradient is held against the control's local ones",
-    ),
     "of the present norm": Slip(
         apart, "WINDOW", "", lambda _: 1, "A gradient is held against its norm at that step, which may cancel"
     ),
@@ -374,7 +309,7 @@ MUTANTS: dict[str, Slip] = {
 }
 
 
-@pytest.mark.parametrize("name", each(AREA, ((name, slip.breaks) for name, slip in MUTANTS.items())))
+@pytest.mark.parametrize("name", each(AREA, MUTANTS))
 def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     assert any(broken_claims()) or any(wrong_distances(tmp_path)), f"{name} survives"

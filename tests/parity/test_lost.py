@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from harness.parity.outcome import Finding, Grade
-from harness.parity.tiers import envelope, numeric
+from harness.parity.tiers import numeric
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import TensorPair, compare_values
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 
 
 def counted(engine: str, fp8: str = "delayed", **changes: Any) -> Arithmetic:
@@ -68,34 +68,24 @@ def test_what_may_be_lost_refutes_nothing() -> None:
     assert not failed(NATIVE, replace(NATIVE), 1.0)
 
 
-SLIPS = {
-    "all losses are whole": Slip(
-        envelope.Envelope,
-        "loses_gradients",
-        "len(delayed) == 1 or len(set(delayed)) == 2",
-        "len(delayed) == 1",
-        "Losses divided by k lose no more than whole ones",
-    ),
-    "both or none": Slip(
-        envelope.Envelope,
-        "loses_gradients",
-        "len(delayed) == 1 or len(set(delayed)) == 2",
-        "len(set(delayed)) == 2",
-        "What one run alone loses is a fault",
-    ),
-    "any delayed scaling": Slip(
-        envelope.Envelope, "loses_gradients", "len(set(delayed)) == 2", "len(delayed) == 2", "Nothing is ever refuted"
-    ),
-    "refuted all the same": Slip(
-        numeric, "_lost", "grade=Grade.doubt", "grade=finding.grade", "What is lost is refuted"
-    ),
-    "with its former cause": Slip(numeric, "_lost", ", note=LOST", "", "What is lost was never reduced"),
-}
-
-
-@pytest.mark.parametrize(
-    "name", each("Gradients lost by delayed scaling", ((n, slip.breaks) for n, slip in SLIPS.items()))
+SLIPS = slips(
+    """
+    all losses are whole: Losses divided by k lose no more than whole ones
+        parity.tiers.envelope.Envelope.loses_gradients: len(delayed) == 1 or len(set(delayed)) == 2 => len(delayed) == 1
+    both or none: What one run alone loses is a fault
+        parity.tiers.envelope.Envelope.loses_gradients: len(delayed) == 1 or len(set(delayed)) == 2
+            => len(set(delayed)) == 2
+    any delayed scaling: Nothing is ever refuted
+        parity.tiers.envelope.Envelope.loses_gradients: len(set(delayed)) == 2 => len(delayed) == 2
+    refuted all the same: What is lost is refuted
+        parity.tiers.numeric._lost: grade=Grade.doubt => grade=finding.grade
+    with its former cause: What is lost was never reduced
+        parity.tiers.numeric._lost: , note=LOST =>
+    """
 )
+
+
+@pytest.mark.parametrize("name", each("Gradients lost by delayed scaling", SLIPS))
 def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     SLIPS[name].put(monkeypatch)
     assert any(wrong_claims()), f"{name} survives"

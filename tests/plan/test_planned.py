@@ -11,14 +11,13 @@ from typing import Any, cast
 import pytest
 
 from harness.config.schema import Device, EngineName, MeasureMode
-from harness.plan import kept, peers, wire
-from harness.plan.peak import Step
+from harness.plan import peers
 from harness.plan.planned import plan, planned
 from harness.worker import rank
 from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, PEERS, TENSOR, Cell
 from tests.plan.measured import Measured, measure
 from tests.support.composing import compose
-from tests.support.mutants import Slip, each as each_mutant
+from tests.support.mutants import Slip, each as each_mutant, slips
 from tests.support.spawn import run_ranks
 
 OFF = 0.05
@@ -118,65 +117,40 @@ def test_an_engine_without_a_plan_is_refused() -> None:
 
 
 AREA = "Plans of memory and traffic"
-BY_CELL = {
-    "gathered for each microbatch": Slip(
-        peers, "fsdp2", "1 if stays else", "p.k if stays else", "FSDP2 under optim_grads drops weights in between"
-    ),
-    "gathered once a step": Slip(
-        peers, "fsdp1", "p.k * (1 if", "(1 if", "FSDP1 keeps gathered weights from one microbatch to the next"
-    ),
-    "an uncompressed wire": Slip(
-        peers, "ddp", "min(p.wire, p.main)", "p.main", "DDP's buckets travel as they are kept"
-    ),
-    "the first unit dropped": Slip(
-        peers, "megatron_fsdp", "p.k + 1 if", "2 * p.k if", "megatron-fsdp drops its first unit between microbatches"
-    ),
-    "gathered again for the backward": Slip(
-        peers, "deepspeed", "here * p.compute, p.k", "here * p.compute, 2 * p.k", "ZeRO-3 drops weights of small models"
-    ),
-    "a buffer of all units": Slip(
-        Step,
-        "_standing",
-        "max(turns[number % 2], placed)",
-        "turns[number % 2] + placed",
-        "Fixed buffers hold all units",
-    ),
-}
-SLIPS = {
-    "padding counted as weights": Slip(
-        kept, "tensors", "cuts.param_numel(on) *", "cuts.numel(on) *", "Padding is counted with the buffer that has it"
-    ),
-    "runs of moments": Slip(
-        kept, "_moments", "layout.param_numel_on(rank)", "layout.shard_numel", "Moments are counted with their padding"
-    ),
-    "the last unit gathered twice": Slip(
-        wire.Gathers,
-        "of",
-        "return 1 if unit is self.last",
-        "return 2 if unit is self.last",
-        "The unit that a forward ends with is gathered again for the backward",
-    ),
-    "own chunk is sent": Slip(
-        wire.Traffic,
-        "_contributed",
-        "return (total - sum(part.cut.sizes[0] for part in parts))",
-        "return (total)",
-        "A reduction sends a rank's own chunk to itself",
-    ),
-    "gathers to itself": Slip(
-        wire.Traffic, "_gathered", "(size - 1)", "size", "An all-gather sends a shard to its owner, too"
-    ),
-    "all units ahead": Slip(
-        Step, "_unshard", "len(self.on_way) < self.prefetch", "True", "Every unit is gathered ahead of the first"
-    ),
-    "gradients of every unit": Slip(
-        Step,
-        "_make_room",
-        "len(self.in_flight) >= MAX_UNITS",
-        "len(self.in_flight) > 99",
-        "Unreduced gradients of more than two units wait",
-    ),
-}
+BY_CELL = slips(
+    """
+    gathered for each microbatch: FSDP2 under optim_grads drops weights in between
+        plan.peers.fsdp2: 1 if stays else => p.k if stays else
+    gathered once a step: FSDP1 keeps gathered weights from one microbatch to the next
+        plan.peers.fsdp1: p.k * (1 if => (1 if
+    an uncompressed wire: DDP's buckets travel as they are kept
+        plan.peers.ddp: min(p.wire, p.main) => p.main
+    the first unit dropped: megatron-fsdp drops its first unit between microbatches
+        plan.peers.megatron_fsdp: p.k + 1 if => 2 * p.k if
+    gathered again for the backward: ZeRO-3 drops weights of small models
+        plan.peers.deepspeed: here * p.compute, p.k => here * p.compute, 2 * p.k
+    a buffer of all units: Fixed buffers hold all units
+        plan.peak.Step._standing: max(turns[number % 2], placed) => turns[number % 2] + placed
+    """
+)
+SLIPS = slips(
+    """
+    padding counted as weights: Padding is counted with the buffer that has it
+        plan.kept.tensors: cuts.param_numel(on) * => cuts.numel(on) *
+    runs of moments: Moments are counted with their padding
+        plan.kept._moments: layout.param_numel_on(rank) => layout.shard_numel
+    the last unit gathered twice: The unit that a forward ends with is gathered again for the backward
+        plan.wire.Gathers.of: return 1 if unit is self.last => return 2 if unit is self.last
+    own chunk is sent: A reduction sends a rank's own chunk to itself
+        plan.wire.Traffic._contributed: return (total - sum(part.cut.sizes[0] for part in parts)) => return (total)
+    gathers to itself: An all-gather sends a shard to its owner, too
+        plan.wire.Traffic._gathered: (size - 1) => size
+    all units ahead: Every unit is gathered ahead of the first
+        plan.peak.Step._unshard: len(self.on_way) < self.prefetch => True
+    gradients of every unit: Unreduced gradients of more than two units wait
+        plan.peak.Step._make_room: len(self.in_flight) >= MAX_UNITS => len(self.in_flight) > 99
+    """
+)
 
 
 def cell_of(slip: Slip) -> Cell:
@@ -186,7 +160,7 @@ def cell_of(slip: Slip) -> Cell:
     return FIXED[0]
 
 
-@pytest.mark.parametrize("name", each_mutant(AREA, ((name, slip.breaks) for name, slip in BY_CELL.items())))
+@pytest.mark.parametrize("name", each_mutant(AREA, BY_CELL))
 def test_a_wrong_formula_of_a_peer_or_an_option_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slip = BY_CELL[name]
     cell = cell_of(slip)
@@ -208,7 +182,7 @@ WEIGHTY = Cell(3, 1, ("model.num_layers=8", "data.seq_len=8", "model.vocab_size=
 """Of whose peak weights and gradients are most."""
 
 
-@pytest.mark.parametrize("name", each_mutant(AREA, ((name, slip.breaks) for name, slip in SLIPS.items())))
+@pytest.mark.parametrize("name", each_mutant(AREA, SLIPS))
 def test_a_wrong_formula_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = visit((WEIGHTY,))[WEIGHTY]
 

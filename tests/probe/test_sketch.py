@@ -15,7 +15,7 @@ from harness.probe.step_checks import pieces as pieces_module, sketch as module
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import Slip, each, kills, slips
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -118,31 +118,24 @@ def wrong() -> Iterator[str]:
     yield from wrong_places()
 
 
-MUTANTS = {
-    "every look is one at what is kept": Slip(
-        LocalWatch, "_forward", "_is_same_memory(weight, kept)", "True",
-        "A step begins with what its forward computes with, whatever the rank keeps",
-    ),
-    "a row is one cell": Slip(
-        module, "cell_of", "width // CELLS", "width", "All sketches of a row alone have one size, and may all be small"
-    ),
-    "pieces begin with a cell": Slip(
-        Signs, "_block", "(left % length, -right % length)", "(0, left % length + -right % length)",
-        "A piece that begins inside a cell has the signs of another place",
-    ),
-    "cells of the whole row": Slip(
-        Signs, "_block", "drawn.cells[:, left // length : -(-right // length)]",
-        "drawn.cells[:, : -(-right // length) - left // length]", "A piece has the signs of the row's first cells",
-    ),
-    "one sign a row": Slip(
-        module, "sketch", "(of_rows * signs.rows)", "(of_rows * signs.rows[:1])", "All sketches share the rows' signs"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", each("The comparator: sketches", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+MUTANTS = slips(
+    """
+    every look is one at what is kept: A step begins with what its forward computes with, whatever the rank keeps
+        probe.step_checks.local.LocalWatch._forward: _is_same_memory(weight, kept) => True
+    a row is one cell: All sketches of a row alone have one size, and may all be small
+        probe.step_checks.sketch.cell_of: width // CELLS => width
+    pieces begin with a cell: A piece that begins inside a cell has the signs of another place
+        probe.step_checks.sketch.Signs._block: (left % length, -right % length) => (0, left % length + -right % length)
+    cells of the whole row: A piece has the signs of the row's first cells
+        probe.step_checks.sketch.Signs._block: drawn.cells[:, left // length : -(-right // length)]
+            => drawn.cells[:, : -(-right // length) - left // length]
+    one sign a row: All sketches share the rows' signs
+        probe.step_checks.sketch.sketch: (of_rows * signs.rows) => (of_rows * signs.rows[:1])
+    """
 )
+
+
+@pytest.mark.parametrize("name", each("The comparator: sketches", MUTANTS))
 def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     assert any(wrong()), f"{name} survives"

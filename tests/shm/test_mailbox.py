@@ -112,7 +112,7 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", each(AREA, [(name, slip.breaks) for name, slip in SLIPS.items()]))
+@pytest.mark.parametrize("name", each(AREA, SLIPS))
 def test_a_mailbox_with_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
     with pytest.raises((AssertionError, IndexError, ValueError)):

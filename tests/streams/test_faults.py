@@ -399,7 +399,7 @@ def found(world: int) -> dict[str, tuple[list[tuple[str, str, str]], float]]:
     return run_ranks(found_by_all, world, [name for name, fault in FAULTS.items() if fault.case.world == world])[0]
 
 
-@pytest.mark.parametrize("name", each("Orders of streams", [(n, f.breaks) for n, f in FAULTS.items()]))
+@pytest.mark.parametrize("name", each("Orders of streams", FAULTS))
 def test_a_fault_is_found_and_its_buffer_named(name: str, killed_in: Callable[[float], None]) -> None:
     fault = FAULTS[name]
     races, seconds = found(fault.case.world)[name]

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from harness.watchdog import CollectiveError, Watchdog, watchdog
-from harness.watchdog.store import RollCalls
 from harness.watchdog.waits import Waits
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.support.spawn import run_ranks
 from tests.watchdog.ranks import logged, together, watchdogs, without_threads
 
@@ -180,36 +179,19 @@ def suspects(limit_s: float, *groups: list[int]) -> bool:
 # -- a rank that works alone for long ----------------------------------------------------------------------------------
 
 NOTICE_S = 0.3
-NOTICE_SLIPS = {
-    "nobody asks": Slip(
-        Watchdog,
-        "_reason_of",
-        "seconds > NOTICE_S and not wait.is_noticed",
-        "False",
-        "Nothing is said of a wait, however long it is",
-    ),
-    "who answers is not waited for": Slip(
-        RollCalls,
-        "ask",
-        "timedelta(seconds=ANSWER_S)",
-        "timedelta(milliseconds=1)",
-        "The line is made of the answers that are there at once",
-    ),
-    "who works is not asked": Slip(
-        Watchdog,
-        "_listen",
-        "if message := self._rolls.answer(self._answer(reason))",
-        "if message := self._reason() and self._rolls.answer(self._answer(reason))",
-        "Ranks that do not wait long do not say where they are, and are taken for silent ones",
-    ),
-    "again and again": Slip(
-        Watchdog,
-        "_answer",
-        "wait.is_noticed |= reason == NOTICE",
-        "pass",
-        "The same wait is told again every few seconds",
-    ),
-}
+NOTICE_SLIPS = slips(
+    """
+    nobody asks: Nothing is said of a wait, however long it is
+        watchdog.watchdog.Watchdog._reason_of: seconds > NOTICE_S and not wait.is_noticed => False
+    who answers is not waited for: The line is made of the answers that are there at once
+        watchdog.store.RollCalls.ask: timedelta(seconds=ANSWER_S) => timedelta(milliseconds=1)
+    who works is not asked: Ranks that do not wait long do not say where they are, and are taken for silent ones
+        watchdog.watchdog.Watchdog._listen: if message := self._rolls.answer(self._answer(reason))
+            => if message := self._reason() and self._rolls.answer(self._answer(reason))
+    again and again: The same wait is told again every few seconds
+        watchdog.watchdog.Watchdog._answer: wait.is_noticed |= reason == NOTICE => pass
+    """
+)
 
 
 def notices() -> list[str]:
@@ -244,7 +226,7 @@ def test_one_rank_says_who_waits_for_whom() -> None:
     assert wrong_notice(notices()) == []
 
 
-@pytest.mark.parametrize("name", each("Deadlocks", [(name, slip.breaks) for name, slip in NOTICE_SLIPS.items()]))
+@pytest.mark.parametrize("name", each("Deadlocks", NOTICE_SLIPS))
 def test_what_says_nothing_or_too_much_of_a_long_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     NOTICE_SLIPS[name].put(monkeypatch)
     assert wrong_notice(notices())

@@ -77,7 +77,7 @@ INTERRUPTS = {
 }
 
 
-@pytest.mark.parametrize("name", each("Ends of a run", [(name, slip.breaks) for name, slip in INTERRUPTS.items()]))
+@pytest.mark.parametrize("name", each("Ends of a run", INTERRUPTS))
 def test_a_ctrl_c_that_is_not_counted_is_found(name, monkeypatch):
     INTERRUPTS[name].put(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):

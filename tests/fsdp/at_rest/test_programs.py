@@ -15,18 +15,15 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 from harness.fsdp import build, fully_shard_model, fully_shard_optimizer
-from harness.fsdp.ragged import RaggedTensor, operations, tensor
-from harness.fsdp.runtime import gradient_sync, weights
-from harness.fsdp.storage import at_rest, param_group
+from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.update import flat_step
 from tests.fsdp.flat_step import more_programs
 from tests.fsdp.flat_step.programs import RULES, adamw, over
 from tests.fsdp.flat_step.world import WORLD, Block, Net, Program, World, data, full, run
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
-from tests.support.mutants import Slip, each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 OWN: dict[str, Program] = {}
@@ -216,76 +213,92 @@ PROGRAMS = {name.replace("_", " "): program for name, program in OWN.items()} | 
 }
 
 
-SLIPS = {
-    "edits uncounted": Slip(operations, "_count_edit", "torch.autograd.graph.increment_version(", "len("),
-    "never installed": Slip(weights.Weights, "bring_up_to_date", "if any(", "if not any("),
-    "kept lost": Slip(gradient_sync.GradientSync, "_install", "shard.add_(flat)", "pass"),
-    "kept overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "getrefcount(held) > _UNKEPT", "False"),
-    "views overwritten": Slip(at_rest.ShardedParameters, "leave_kept_grads", "gradients.renew()", "pass"),
-    "all have gradients": Slip(at_rest.ShardedParameters, "install_grads", "index in gradients.unused", "False"),
-    "replaced lost": Slip(at_rest.ShardedParameters, "_take", "own.copy_(given)", "pass"),
-    "edits of flat pieces uncounted": Slip(
-        flat_step.FlatStep, "_put_state", "torch.autograd.graph.increment_version(piece.flat)", "pass"
-    ),
-    "one counter": Slip(flat_step.Counter, "tell_params", "self.of_pieces, 0", "self.of_pieces * 0, 0"),
-    "state stays": Slip(flat_step.FlatStep, "_take_state", "fill(view, value)", "pass"),
-    "own loss alone": Slip(tensor._IntoLoss, "backward", "dist.all_reduce(", "len("),
-    "torch mixes": Slip(tensor.Replicated, "__torch_function__", "each.requires_grad", "False"),
-    "loss alone": Slip(at_rest.ShardedParameters, "add_own_grads", "self._grad(index).add_(given)", "pass"),
-    "kept by reference": Slip(gradient_sync.GradientSync, "_begin_backward", "shard.clone()", "shard"),
-    "unshown": Slip(at_rest.ShardedParameters, "show", "held[name] = coming", "pass"),
-    "hooks stay": Slip(at_rest._Hooked, "register_hook", "self._unsharded()", "self"),
-    "never finished": Slip(gradient_sync.GradientSync, "_end_backward", "self.finish()", "pass"),
-    "kept and shown": Slip(gradient_sync.GradientSync, "_begin_backward", "each.drop_grads()", "pass"),
-    "pieces apart": Slip(flat_step.Piece, "__post_init__", ".detach().requires", ".detach().clone().requires"),
-    "replaced unseen": Slip(flat_step.FlatStep, "_take_gradients", "given is not sharded.grads[place[1]]", "False"),
-    "each rank's penalty": Slip(tensor._IntoLoss, "backward", "grad / ctx.mesh.size()", "grad"),
-    "torch's DTensors": Slip(
-        tensor.Replicated,
-        "__torch_dispatch__",
-        "tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))",
-        "func(*args_, **kwargs_)",
-    ),
-    "weights registered": Slip(
-        param_group.ParamGroup,
-        "_build_main_weights",
-        "if kept is not None and is_sent and may_share",
-        "if kept is not None and is_sent",
-    ),
-    "gradients registered": Slip(Gradients, "__init__", " or (SHARD in cuts.own and self.memory.registers)", ""),
-    "copies of shards": Slip(tensor.RaggedTensor, "__deepcopy__", "self.detach().clone()", "self.detach()"),
-    "flags stay": Slip(at_rest.ShardedParameters, "show", "coming.requires_grad_(leaving.requires_grad)", "pass"),
-}
-OF_REGISTERED = {
-    "weights registered": "Sharded parameters view a user buffer",
-    "gradients registered": "Gradients of sharded parameters view a user buffer",
-}
-OF_PROGRAMS = [
-    ("edits uncounted", "An edit at rest is not counted", "clamped"),
-    ("never installed", "Weights written at rest are installed where nothing was", "plain loop"),
-    ("kept lost", "A further backward forgets what .grad held", "further backward"),
-    ("kept overwritten", "A gradient that the program keeps is overwritten by the next one", "gradients kept"),
-    ("views overwritten", "Views of gradients that the program keeps see the next ones", "gradients kept"),
-    ("all have gradients", "An unused parameter has a gradient of zeros", "gradients read and edited"),
-    ("loss alone", "The gradient of a penalty of sharded parameters is dropped", "penalties"),
-    ("kept by reference", "What .grad held is what the next backward brings", "further backward"),
-    ("unshown", "Modules keep the parameters that they had", "plain loop"),
-    ("hooks stay", "Hooks of sharded parameters are never called", "hooked"),
-    ("never finished", "A synchronising backward does not finish gradients", "plain loop"),
-    ("kept and shown", "What .grad held counts twice in a further backward", "further backward"),
-    ("pieces apart", "Flat pieces are copies of main weights", "bound loop"),
-    ("replaced unseen", "A replaced gradient is not that of a flat piece", "gradients read and edited"),
-    ("each rank's penalty", "A penalty in a loss counts once for each rank", "penalties"),
-    ("torch's DTensors", "What is computed of a penalty is torch's own DTensor", "penalties"),
-    ("own loss alone", "A penalty that is multiplied with a loss has that rank's gradient alone", "penalties"),
-    ("torch mixes", "A penalty of sharded weights stays a DTensor in a loss", "penalties"),
-    ("replaced lost", "A gradient that was replaced is not stepped", "gradients read and edited"),
-    ("edits of flat pieces uncounted", "A flat step does not count as an edit", "bound loop"),
-    ("one counter", "Counters of parameters stay behind those of pieces", "saved and loaded"),
-    ("state stays", "State that was loaded is not stepped with", "saved and loaded"),
-    ("copies of shards", "A copy of sharded parameters follows every update", "averaged"),
-    ("flags stay", "Freezing a sharded parameter has no effect", "frozen for a while"),
-]
+OF_PROGRAMS = slips(
+    """
+    edits uncounted: An edit at rest is not counted
+        fsdp.ragged.operations._count_edit: torch.autograd.graph.increment_version( => len(
+        clamped
+    never installed: Weights written at rest are installed where nothing was
+        fsdp.runtime.weights.Weights.bring_up_to_date: if any( => if not any(
+        plain loop
+    kept lost: A further backward forgets what .grad held
+        fsdp.runtime.gradient_sync.GradientSync._install: shard.add_(flat) => pass
+        further backward
+    kept overwritten: A gradient that the program keeps is overwritten by the next one
+        fsdp.storage.at_rest.ShardedParameters.leave_kept_grads: getrefcount(held) > _UNKEPT => False
+        gradients kept
+    views overwritten: Views of gradients that the program keeps see the next ones
+        fsdp.storage.at_rest.ShardedParameters.leave_kept_grads: gradients.renew() => pass
+        gradients kept
+    all have gradients: An unused parameter has a gradient of zeros
+        fsdp.storage.at_rest.ShardedParameters.install_grads: index in gradients.unused => False
+        gradients read and edited
+    loss alone: The gradient of a penalty of sharded parameters is dropped
+        fsdp.storage.at_rest.ShardedParameters.add_own_grads: self._grad(index).add_(given) => pass
+        penalties
+    kept by reference: What .grad held is what the next backward brings
+        fsdp.runtime.gradient_sync.GradientSync._begin_backward: shard.clone() => shard
+        further backward
+    unshown: Modules keep the parameters that they had
+        fsdp.storage.at_rest.ShardedParameters.show: held[name] = coming => pass
+        plain loop
+    hooks stay: Hooks of sharded parameters are never called
+        fsdp.storage.at_rest._Hooked.register_hook: self._unsharded() => self
+        hooked
+    never finished: A synchronising backward does not finish gradients
+        fsdp.runtime.gradient_sync.GradientSync._end_backward: self.finish() => pass
+        plain loop
+    kept and shown: What .grad held counts twice in a further backward
+        fsdp.runtime.gradient_sync.GradientSync._begin_backward: each.drop_grads() => pass
+        further backward
+    pieces apart: Flat pieces are copies of main weights
+        fsdp.update.flat_step.Piece.__post_init__: .detach().requires => .detach().clone().requires
+        bound loop
+    replaced unseen: A replaced gradient is not that of a flat piece
+        fsdp.update.flat_step.FlatStep._take_gradients: given is not sharded.grads[place[1]] => False
+        gradients read and edited
+    each rank's penalty: A penalty in a loss counts once for each rank
+        fsdp.ragged.tensor._IntoLoss.backward: grad / ctx.mesh.size() => grad
+        penalties
+    torch's DTensors: What is computed of a penalty is torch's own DTensor
+        fsdp.ragged.tensor.Replicated.__torch_dispatch__: tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))
+            => func(*args_, **kwargs_)
+        penalties
+    own loss alone: A penalty that is multiplied with a loss has that rank's gradient alone
+        fsdp.ragged.tensor._IntoLoss.backward: dist.all_reduce( => len(
+        penalties
+    torch mixes: A penalty of sharded weights stays a DTensor in a loss
+        fsdp.ragged.tensor.Replicated.__torch_function__: each.requires_grad => False
+        penalties
+    replaced lost: A gradient that was replaced is not stepped
+        fsdp.storage.at_rest.ShardedParameters._take: own.copy_(given) => pass
+        gradients read and edited
+    edits of flat pieces uncounted: A flat step does not count as an edit
+        fsdp.update.flat_step.FlatStep._put_state: torch.autograd.graph.increment_version(piece.flat) => pass
+        bound loop
+    one counter: Counters of parameters stay behind those of pieces
+        fsdp.update.flat_step.Counter.tell_params: self.of_pieces, 0 => self.of_pieces * 0, 0
+        saved and loaded
+    state stays: State that was loaded is not stepped with
+        fsdp.update.flat_step.FlatStep._take_state: fill(view, value) => pass
+        saved and loaded
+    copies of shards: A copy of sharded parameters follows every update
+        fsdp.ragged.tensor.RaggedTensor.__deepcopy__: self.detach().clone() => self.detach()
+        averaged
+    flags stay: Freezing a sharded parameter has no effect
+        fsdp.storage.at_rest.ShardedParameters.show: coming.requires_grad_(leaving.requires_grad) => pass
+        frozen for a while
+    """
+)
+OF_REGISTERED = slips(
+    """
+    weights registered: Sharded parameters view a user buffer
+        fsdp.storage.param_group.ParamGroup._build_main_weights: if kept is not None and is_sent and may_share
+            => if kept is not None and is_sent
+    gradients registered: Gradients of sharded parameters view a user buffer
+        fsdp.storage.gradients.Gradients.__init__:  or (SHARD in cuts.own and self.memory.registers) =>
+    """
+)
 
 
 Told = dict[tuple[str, str], list[str]]
@@ -295,7 +308,7 @@ Told = dict[tuple[str, str], list[str]]
 def run_all(rank: int, names: tuple[str, ...], strategies: tuple[str, ...], slip: str = "") -> Told:
     with pytest.MonkeyPatch.context() as patch:
         if slip:
-            SLIPS[slip].put(patch)
+            OF_PROGRAMS[slip][0].put(patch)
         return {
             (each, name): run(rank, STRATEGIES.index(each), PROGRAMS[name]) for each in strategies for name in names
         }
@@ -312,9 +325,9 @@ def test_a_program_does_what_one_process_does(name: str, strategy: str) -> None:
     assert [told[strategy, name] for told in ran(strategy)] == [[], []]
 
 
-@pytest.mark.parametrize("slip", each("sharded parameters", [(name, told) for name, told, _ in OF_PROGRAMS]))
+@pytest.mark.parametrize("slip", each("sharded parameters", OF_PROGRAMS))
 def test_a_slip_is_found(slip: str) -> None:
-    program = next(program for name, _, program in OF_PROGRAMS if name == slip)
+    _, program = OF_PROGRAMS[slip]
     found = run_ranks(run_all, WORLD, (program,), ("optim", "optim_grads_params"), slip)
     assert any(told for of_rank in found for told in of_rank.values())
 
@@ -359,7 +372,7 @@ def registering(rank: int, strategy: str, slip: str = "") -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "BucketMemory", Registered)
         if slip:
-            SLIPS[slip].put(patch)
+            OF_REGISTERED[slip].put(patch)
         found = [name for name in ("clipped", "averaged") if run(rank, STRATEGIES.index(strategy), PROGRAMS[name])]
         made.clear()
         model = fully_shard_model(Net(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
@@ -376,7 +389,7 @@ def test_no_sharded_parameter_views_a_user_buffer(strategy: str) -> None:
     assert run_ranks(registering, WORLD, strategy) == [[], []]
 
 
-@pytest.mark.parametrize("slip", each("sharded parameters beside user buffers", OF_REGISTERED.items()))
+@pytest.mark.parametrize("slip", each("sharded parameters beside user buffers", OF_REGISTERED))
 def test_a_slip_in_user_buffers_is_found(slip: str) -> None:
     assert all(run_ranks(registering, WORLD, "optim", slip))
 

@@ -107,7 +107,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", each("owners of matrices", ((name, slip.breaks) for name, slip in MISTAKES.items())))
+@pytest.mark.parametrize("name", each("owners of matrices", MISTAKES))
 def test_a_mistake_in_the_plan_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = works_of(MODELS["GPT-2"])
     MISTAKES[name].put(monkeypatch)

@@ -163,7 +163,7 @@ def mutated() -> dict[str, list[Verdict]]:
     return {name: [_verdict(p, ranks) for (n, p), ranks in ran if n == name] for name in MUTANTS}
 
 
-@pytest.mark.parametrize("name", each("Ordinary programs", ((n, m.breaks) for n, m in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Ordinary programs", MUTANTS))
 def test_a_planted_fault_is_found(name: str) -> None:
     wrong = [verdict.sentence for verdict in mutated()[name] if verdict.kind == "wrong"]
     assert wrong

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from harness.fsdp.ragged import distribute_rows, operations, reductions
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, HALVES, LAYOUTS, READS, REFUSED, Layout, cut, mesh_of
-from tests.fsdp.ragged.mutants import MUTANTS
 from tests.support.covering import once
-from tests.support.mutants import each
+from tests.support.mutants import each, slips
 from tests.support.spawn import run_ranks
 
 AREA = "ragged tensors"
@@ -117,6 +116,153 @@ def _same(found: Any, right: Any) -> bool:
 def test_every_call_is_right_or_refused(layout: str) -> None:
     wrong = {call: outcome for call, outcome in outcomes(layout).items() if outcome}
     assert not wrong, "\n".join(f"{call}: {outcome}" for call, outcome in wrong.items())
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+MUTANTS = {
+    name: (slip, *where.split(": ", 1))
+    for name, (slip, where) in slips(
+        r"""
+    means of means: A mean is of a rank's rows
+        fsdp.ragged.reductions._sum: / like.numel() => / max(like._local_tensor.numel(), 1)
+        uneven: p.mean()
+    other cuts: Rows meet rows of another cut
+        fsdp.ragged.operations._same_cut: mine.placements != theirs.placements or  =>
+        halves: p + q
+    no rows: A rank without rows has one: 0
+        fsdp.ragged.reductions._least: return -math.inf if => return 0.0 if
+        first: (p - 9).max()
+    own numbers: Every rank draws the first rows' random numbers
+        fsdp.ragged.operations._random: like.rows_of(_first_ranks(drawn, mesh)) => drawn[: len(like._local_tensor)]
+        uneven: p.normal_()
+    rows in rank order: Rows are put together in the order of ranks
+        fsdp.ragged.placement.RaggedShard.gather: sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])
+            => zip(self.spans, found, strict=True)
+        turned: p.cumsum(1)
+    views: A view cuts rows
+        fsdp.ragged.operations._view: or size[0] % like.shape[0] =>
+        uneven: p.reshape(4, 6)
+    rows alone: A sum over rows is of this rank's rows
+        fsdp.ragged.reductions.reduction_of: 0 not in reduced => reduced
+        uneven: p.sum(0)
+    copies of whole: All ranks take the first rows
+        fsdp.ragged.tensor.RaggedTensor.rows_of: offsets[dim] if sizes[dim] else 0 => 0
+        uneven: p.copy_(torch.arange(24.0).view(8, 3))
+    edits of views: Edits of a copy are lost
+        fsdp.ragged.operations._view_of_whole: GatheredView.of(found, name) => found
+        uneven: p[0].zero_()
+    plain tensors: A rank's plain tensor is taken for all ranks'
+        fsdp.ragged.operations._whole: value.numel() > 1 => False
+        uneven: torch.ones(8, 3) + p
+    tensor-parallel rows: A row is summed over a rank's columns
+        fsdp.ragged.reductions.reduction_of: and like.cuts_rows_alone =>
+        tp_columns: p.sum(1)
+    short rows: Fewer rows than the longest cut's are lost in a gather
+        fsdp.ragged.placement.RaggedShard.gather: padded[: len(local)] = local => pass
+        uneven: p.cumsum(1)
+    long rows: What fills up a gather is taken for rows
+        fsdp.ragged.placement.RaggedShard.gather: rows[: end - begin] => rows
+        uneven: p.cumsum(1)
+    cuts of views: A view has the cut of what it views
+        fsdp.ragged.placement.RaggedShard.scaled: (begin * factor, end * factor) => (begin, end)
+        uneven: p.view(-1)
+    all cuts are equal: Cuts of other rows are equal
+        fsdp.ragged.placement.RaggedShard.__eq__: and self.spans == other.spans =>
+        uneven: p + q
+    spans of rank 0: Every rank takes the first one's rows of a whole tensor
+        fsdp.ragged.tensor.RaggedTensor.place: each.spans[here[axis]] => each.spans[0]
+        uneven: p.copy_(torch.arange(24.0).view(8, 3))
+    whole meets rows: A whole tensor meets the rows of a rank
+        fsdp.ragged.operations._local: return like.rows_of(value if => return (value if
+        uneven: p.copy_(torch.arange(24.0).view(8, 3))
+    lists row by row: Lists of tensors that are cut otherwise meet row by row
+        fsdp.ragged.operations._foreach: _local(each, first) if isinstance(each, DTensor) else
+            => local_tensor(each) if isinstance(each, DTensor) else
+        uneven: torch._foreach_add([p, q], [q, p], alpha=2.0)
+    lists stay plain: What is made of a list of tensors is this rank's rows
+        fsdp.ragged.operations._foreach: wrap_rows(each, first) if isinstance(first, RaggedTensor) else each => each
+        uneven: torch._foreach_mul([p, q], 2.0)
+    minus one: -1 in a view is of a rank's elements
+        fsdp.ragged.operations._view: like.numel() // max(-math.prod(size), 1) => like._local_tensor.numel()
+        uneven: p.view(-1)
+    expanded rows: What expands to other rows keeps its own
+        fsdp.ragged.operations._expand: if same and => if True or
+        uneven: p.expand(2, 8, 3)
+    own answer: Whether tensors are equal is asked of a rank's rows
+        fsdp.ragged.operations._equal: not extremes([differs], torch.amax)[0].item() => same
+        first: torch.equal(p, q)
+    equal turned round: Equal tensors differ
+        fsdp.ragged.operations._equal: not same, dtype => same, dtype
+        uneven: torch.equal(p, p.clone())
+    norms added: Norms of rows are added
+        fsdp.ragged.reductions._norms_of: else partial(norm, ord=order) => else partial(torch.sum)
+        uneven: p.norm()
+    a norm of nothing: A rank without rows has a norm
+        fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => math.inf if order < 0 else 1
+        first: p.norm()
+    least norm of nothing: A rank without rows has the least norm
+        fsdp.ragged.reductions._norms_of: math.inf if order < 0 else 0 => 0
+        first: p.norm(-float("inf"))
+    dtype of a sum: A sum has the dtype of its tensor, whatever was asked
+        fsdp.ragged.reductions._sum: total.to(dtype or like.dtype) => total.to(like.dtype)
+        uneven: p.sum(dtype=torch.float64)
+    kept dimensions: keepdim is forgotten
+        fsdp.ragged.reductions._shaped: if any(keepdim) => if False
+        uneven: p.sum((0, 1), keepdim=True)
+    first rank's sum: The first rank's sum is taken for all
+        fsdp.ragged.reductions._over_ranks: combine(parts.view(mesh.size(axis), -1), dim=0)
+            => parts.view(mesh.size(axis), -1)[0]
+        uneven: p.sum()
+    last rank's order: Norms of a list are one tensor's
+        fsdp.ragged.reductions._over_ranks: found[place] = value\n    return => found[where[0]] = value\n    return
+        uneven: torch._foreach_norm([p, q])
+    copies edited: Edits of a view of a copy are lost
+        fsdp.ragged.tensor.GatheredView.__torch_dispatch__: schema_of(func).is_mutable and => False and
+        uneven: p.t().mul_(2)
+    out elsewhere: out= is left as it was
+        fsdp.ragged.operations._into: func(*local, **{**kwargs, "out": local_tensor(out)}) => pass
+        uneven: torch.add(p, q, out=p)
+    masks of others: A mask picks the other elements
+        fsdp.ragged.operations._index_put: masked_fill_(_local(mask, like), _whole(value).reshape(()))
+            => masked_fill_(~_local(mask, like), _whole(value).reshape(()))
+        uneven: p.__setitem__(p > 0, 0.5)
+    drawn rows alone: Each rank draws as many numbers as it has rows, and generators part
+        fsdp.ragged.operations._random: drawn = func(local_tensor(like).new_empty(like.shape),
+            => drawn = func(local_tensor(like).new_empty(local_tensor(like).shape),
+        uneven: p.normal_()
+    all means: A mean over all dimensions by name is a sum
+        fsdp.ragged.reductions._sum: if func in (aten.mean.default, aten.mean.dim): => if func is aten.mean.default:
+        uneven: p.mean((0, 1))
+    smallest of nothing: A rank without rows has the smallest one
+        fsdp.ragged.reductions._least: else math.inf => else -math.inf
+        first: p.min()
+    replicas added: Replicas are summed
+        fsdp.ragged.reductions._over_ranks: in enumerate(cuts) if is_cut) => in enumerate(cuts))
+        hsdp: p.sum()
+    several results: Of several results each is this rank's rows
+        fsdp.ragged.tensor.wrap_rows: type(result)(wrap_rows(each, like, cut) for each in result) => result
+        uneven: tuple(p.max(1))
+    numbers of lists: A number that all ranks have stays a DTensor in a list's operation
+        fsdp.ragged.operations._foreach: return _whole(value) if isinstance(value, Tensor) else value => return value
+        uneven: torch._foreach_div_([p], q.norm())
+    plain rows: What is computed row by row is plain
+        fsdp.ragged.tensor.wrap_rows: return RaggedTensor.of(result, spec)\n    rows => return result\n    rows
+        uneven: p * 2
+    zero norms: Norms of order 0 are not added
+        fsdp.ragged.reductions._norms_of: if order == 0 else => if order == 1 else
+        uneven: p.norm(0)
+    least for largest: The largest of a list's tensors are their least
+        fsdp.ragged.reductions.largest: torch.amax => torch.amin
+        uneven: torch._foreach_max([p, q])
+    a TP shard for the whole: A TP shard of the tensor-parallel axis is taken for the whole
+        fsdp.ragged.tensor.RaggedTensor.whole: not any(isinstance(placement, Shard) for placement in
+            => True or not any(isinstance(placement, Shard) for placement in
+        tp_rows: p.cumsum(1)
+    """
+    ).items()
+}
+"""Each with a layout and a call that finds it."""
 
 
 def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,6 @@ from tests.fsdp.checked import Mutant, each_holds, each_is_found
 from tests.fsdp.tensor_parallel import training
 from tests.fsdp.tensor_parallel.test_state import differing, stepped
 from tests.fsdp.tensor_parallel.training import Case, Shape, loss_of, mesh_of, rows_of, sharded, whole_of
-from tests.support.spawn import run_ranks
 
 WORLD = 4
 NARROW = 5
@@ -166,37 +164,6 @@ def helped(rank: int, strategy: str) -> list[str]:
         found += [f"{way}: {name}" for name in differing(once_more(case, model, optimizer), wanted)]
         model.close()
     return found
-
-
-ONE_LAYER = Shape(layers=1)
-LAYOUTS = {
-    "rows that do not divide": Case(2, 2, shape=ONE_LAYER),
-    "rows that divide": Case(2, 2, shape=replace(ONE_LAYER, vocab=36)),
-    "tied": Case(2, 2, shape=replace(ONE_LAYER, tied=True)),
-    "sequence parallel": Case(2, 2, shape=replace(ONE_LAYER, sequence_parallel=True)),
-    "copies outside": Case(1, 2, outer=2, shape=ONE_LAYER),
-    "optimizer split outside": Case(1, 2, outer=2, outer_strategy="optim", shape=ONE_LAYER),
-    "tensor parallel alone": Case(1, 4, shape=ONE_LAYER),
-}
-"""Of ZeRO-3 on four ranks."""
-
-
-def full_from_rank_0(rank: int) -> list[str]:
-    found = []
-    for layout, case in LAYOUTS.items():
-        model, _ = stepped(case)
-        saved = tree_map_only(Tensor, torch.clone, get_model_state_dict(model, options=ON_RANK_0))
-        wanted = dict(model.full_weights())
-        model.close()
-        model, _ = sharded(case, mesh_of(case))
-        set_model_state_dict(model, saved, options=FROM_RANK_0)
-        found += [f"{layout}: {name}" for name in differing(dict(model.full_weights()), wanted)]
-        model.close()
-    return found
-
-
-def test_a_full_state_of_rank_0_is_loaded_in_every_layout() -> None:
-    assert run_ranks(full_from_rank_0, 4) == [[]] * 4
 
 
 def kept(rank: int, strategy: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Data-parallel by tensor-parallel ranks against one process in fp64, against FSDP2, and each other to the bit."""
+"""Data-parallel by tensor-parallel ranks against one process in fp64, and against each other to the bit."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from harness.fsdp import MixedPrecisionPolicy
-from harness.fsdp.comm.events import OUTER
-from harness.probe.collectives import FUNCTIONAL, CollectiveMeter, Row
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.training import (
-    SEQUENCES,
     Case,
     Record,
     Shape,
     alone,
-    built,
-    in_fsdp2,
-    loss_of,
-    mesh_of,
-    rows_of,
-    sharded,
     train_all,
 )
 from tests.support.covering import Cover, once
@@ -128,124 +117,3 @@ def test_exact_has_the_same_bits_on_every_mesh_with_the_same_tensor_parallelism(
     for other in others:
         assert [name for name, value in first.weights.items() if not torch.equal(value, other.weights[name])] == []
         assert other.norms == first.norms
-
-
-# -- beside FSDP2 ------------------------------------------------------------------------------------------------------
-
-
-def beside_fsdp2(rank: int) -> list[float]:
-    """How far gradients and updated weights are from those of FSDP2 over the same plan."""
-    found = []
-    for shape in (Shape(), Shape(sequence_parallel=True)):
-        asked = Case(2, 2, shape=shape, optimizer="sgd")
-        mesh = mesh_of(asked)
-        ours, optimizer = sharded(asked, mesh)
-        peer = in_fsdp2(built(shape), shape, mesh)
-        theirs = torch.optim.SGD((p for p in peer.parameters() if p.requires_grad), lr=0.05, momentum=0.9)
-        for step in range(2):
-            for model, stepped in ((ours, optimizer), (peer, theirs)):
-                loss_of(model, rows_of(asked, step, 0, mesh.get_local_rank("inner"))).backward()
-                if model is ours and step == 0:
-                    gradients = dict(ours.full_gradients())
-                if model is peer and step == 0:
-                    whole = {n: p.grad.full_tensor() for n, p in peer.named_parameters() if isinstance(p.grad, DTensor)}
-                    found.append(max(float((whole[n].reshape(g.shape) - g).abs().max()) for n, g in gradients.items()))
-                stepped.step()
-                stepped.zero_grad()
-        whole = {n: p.full_tensor() for n, p in peer.named_parameters() if isinstance(p, DTensor)}
-        found.append(max(float((whole[n].reshape(w.shape) - w).abs().max()) for n, w in ours.full_weights()))
-        ours.close()
-    return found
-
-
-def test_fsdp2_over_the_same_plan_gives_the_same() -> None:
-    for of_rank in run_ranks(beside_fsdp2, 4):
-        assert max(of_rank) < 1e-13
-
-
-# -- what is sent ------------------------------------------------------------------------------------------------------
-
-
-def traffic(rank: int, strategies: tuple[str, ...]) -> dict[str, tuple[list[Row], dict[str, int]]]:
-    """Rows of a second step, and what every bucket moves: elements on the wire, or whole where nothing is split."""
-    found = {}
-    for strategy in strategies:
-        asked = Case(2, 2, strategy=strategy, k=2, dtype=torch.float32)
-        mesh = mesh_of(asked)
-        model, optimizer = sharded(asked, mesh)
-        meter = CollectiveMeter()
-        for step in range(2):
-            meter.take()
-            for microbatch in range(asked.k):
-                model.set_model_auto_sync(microbatch == asked.k - 1)
-                loss_of(model, rows_of(asked, step, microbatch, mesh.get_local_rank("inner"))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        rows = meter.take()
-        meter.close()
-        layouts = {bucket.name: bucket.layout for bucket in model.buckets if bucket.trainable}
-        moved = {n: each.bucket_numel if strategy == "no_shard" else each.comm_numel for n, each in layouts.items()}
-        found[strategy] = rows, moved
-        model.close()
-    return found
-
-
-def test_the_data_parallel_axis_sends_what_the_formulas_say_of_the_tp_shards() -> None:
-    """Two data-parallel ranks, k = 2, fp32: a bucket of P elements of TP shards sends 4 P bytes over both ranks in each
-    reduction and in each gather; an all-reduce is one of both."""
-    ranks = run_ranks(traffic, 4, STRATEGIES)
-    wanted = {  # reductions, gathers of a unit, an all-reduce
-        "no_shard": ("all_reduce", 1, 8, 0),
-        "optim": ("reduce_scatter", 1, 4, 1),
-        "optim_grads": ("reduce_scatter", 2, 4, 1),
-        "optim_grads_params": ("reduce_scatter", 2, 4, 4),
-    }
-    for strategy, (kind, times, width, gathers) in wanted.items():
-        for tp in range(2):
-            rows = [{(row.bucket, row.kind): row for row in of_rank[strategy][0]} for of_rank in ranks[tp::2]]
-            moved = ranks[tp][strategy][1]
-            for name, numel in moved.items():
-                assert [row[name, kind].count for row in rows] == [times, times]
-                assert sum(row[name, kind].bytes for row in rows) == times * numel * width
-                if gathers and "(root)" not in name and "blocks.1" not in name:
-                    assert [row[name, "all_gather"].count for row in rows] == [gathers, gathers]
-                    assert sum(row[name, "all_gather"].bytes for row in rows) == gathers * numel * 4
-            assert not any(OUTER in name for row in rows for name, _ in row)
-
-
-def tensor_traffic(rank: int) -> list[dict[str, tuple[int, int]]]:
-    """Counts and bytes by kind of what a plan moves in a second step, without and with sequence parallelism."""
-    found = []
-    for shape in (Shape(), Shape(sequence_parallel=True)):
-        policy = (("mixed_precision_policy", MixedPrecisionPolicy()),)
-        asked = Case(1, 2, shape=shape, dtype=torch.float32, options=policy)
-        model, optimizer = sharded(asked, mesh_of(asked))
-        meter = CollectiveMeter()
-        for step in range(2):
-            meter.take()
-            loss_of(model, rows_of(asked, step, 0, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        rows = [row for row in meter.take() if row.bucket == FUNCTIONAL]
-        meter.close()
-        model.close()
-        found.append({row.kind: (row.count, row.bytes) for row in rows})
-    return found
-
-
-def test_the_tensor_parallel_axis_sends_what_the_plan_says() -> None:
-    """Of L layers each matrix pair sums activations [B, S, D] once in the forward and once in the backward, embedding
-    and head once; the head gathers its logits. With sequence parallelism each such sum is a reduce-scatter or an
-    all-gather of half the bytes, and every trained vector of a norm is summed by itself."""
-    shape, size = Shape(), 2
-    activations = SEQUENCES * 8 * shape.dim * 4
-    logits = SEQUENCES * 8 * -(-shape.vocab // size) * 4
-    sums = 2 * (2 * shape.layers + 1)
-    vectors = 2 * (2 * shape.layers + 1) - 1  # one is frozen
-    for plain, sequence in run_ranks(tensor_traffic, size):
-        assert plain == {"all_reduce": (sums, sums * activations), "all_gather": (1, logits)}
-        assert sequence == {
-            "reduce_scatter": (sums, sums * activations // 2),
-            "all_gather": (sums + 1, sums * activations // 2 + logits),
-            "all_reduce": (vectors, vectors * shape.dim * 4),
-        }
