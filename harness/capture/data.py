@@ -38,7 +38,7 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(data, Mapping):
         for name in sorted(data, key=str):
             yield from _leaves(data[name], f"{key}/{name}")
-    elif isinstance(data, list | tuple):
+    elif isinstance(data, list | tuple) and not (data and all(isinstance(item, str | int | float) for item in data)):
         for place, item in enumerate(data):
             yield from _leaves(item, f"{key}/{place}")
     else:
@@ -46,7 +46,10 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tensor(leaf: Any) -> Tensor:
-    if isinstance(leaf, str):
+    """A list of numbers or texts has an item a row."""
+    if isinstance(leaf, list | tuple) and any(isinstance(each, str) for each in leaf):
+        leaf = [list(hashlib.blake2b(str(each).encode(), digest_size=DIGEST_BYTES).digest()) for each in leaf]
+    elif isinstance(leaf, str):
         leaf = list(leaf.encode())
     found = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
     found = getattr(found, "_local_tensor", found)

@@ -124,6 +124,8 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
     """Configuration of a run. Args: parts: facts of every rank. steps: of every step what all ranks were fed."""
     facts, first = parts[0], steps[0] if steps else {}
     depth, optimizer = facts["depth"], {key: each for key, each in facts["optimizer"].items() if key != "decayed"}
+    if any(each["repeats"] for each in steps):
+        optimizer["name"] = "ext"  # the rule holds for one update from a step's first weights, with its one gradient
     shapes = {each["name"]: each["shape"] for part in parts for each in part["tensors"]}
     parameters = sum(math.prod(shape) for shape in shapes.values())
     main, compute = _of_weights(facts), facts["compute"]

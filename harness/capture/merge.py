@@ -27,7 +27,7 @@ from harness.store import check_stream, status
 from harness.store.check_stream import BYTES, CheckedTensor, StreamWriter
 from harness.store.errors import StoreError
 from harness.store.files import held, write_json
-from harness.store.metrics import MetricsWriter, encode
+from harness.store.metrics import MetricsWriter, decode, encode
 from harness.store.reading import folder_names, read_json, read_text
 from harness.store.status import State, Status
 
@@ -73,7 +73,8 @@ def _incomplete(parts: Sequence[Rank], steps: int) -> str:
     """Why the record is not whole; empty if it is."""
     told = [f"{each.folder.name}: {each.end['reason']}" for each in parts if each.end.get("reason")]
     told += [f"{each.folder.name} has not ended" for each in parts if not each.end]
-    told += [f"{each.folder.name} saw no step" for each in parts if not each.facts]
+    nothing = "saw no step: none was told after an update of the optimizer that watch was given"
+    told += [f"{each.folder.name} {nothing}" for each in parts if not each.facts]
     if told or not parts:
         return told[0] if told else "no step was seen"
     missing = parts[0].facts["world_size"] - len(parts)
@@ -86,6 +87,11 @@ def _incomplete(parts: Sequence[Rank], steps: int) -> str:
 def _numel(place: Sequence[int]) -> int:
     top, bottom, left, right = place
     return bottom - top if left < 0 else (bottom - top) * (right - left)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)  # `fsum` raises for inf - inf
+    return total / len(values) if values else None
 
 
 class Rank:
@@ -105,7 +111,7 @@ class Rank:
         found = []
         for line in (read_text(self.folder / "steps.jsonl") or "").splitlines():
             try:
-                found.append(json.loads(line))
+                found.append(decode(line))
             except ValueError:  # torn, as the last one of a process that was killed
                 break
         return found[: len(self.rows)]
@@ -175,6 +181,7 @@ class Merged:
             "rows": sum(len(each) for each in readers),
             "tokens": sum(line["tokens"] for line in readers.values()),
             "microbatches": max(1, *(line["forwards"] for line in lines)),
+            "repeats": any(line.get("repeats") for line in lines),
         }
 
     def _divisor(self) -> int:
@@ -277,7 +284,7 @@ class Merged:
         seen = reduced[~np.isnan(reduced)]
         return {
             "step": step + 1,
-            "loss": math.fsum(losses) / len(losses) if losses else None,
+            "loss": _mean(losses),
             "grad_norm": math.sqrt(float(seen.sum())) if len(seen) else None,
             "lr": lines[0]["lr"],
             "tokens": self.fed[step]["tokens"],

@@ -100,6 +100,7 @@ class Run:
         self._part: Part | None = None
         self._lock: Lock | None = None
         self._is_closed = False
+        self._earlier = _last_error()
         self._kept_bytes = 0
         self._losses: list[float] = []
         self._rows: list[str] = []
@@ -144,7 +145,7 @@ class Run:
             found = fed(data)
             self._rows += found.rows
             self._tokens += found.tokens
-        if watching.optimizers and not watching.updates:
+        if watching.optimizers and not watching.updated:
             return
         watching.end()
         self.steps += 1
@@ -158,6 +159,7 @@ class Run:
             "tokens": self._tokens,
             "lr": watching.lr,
             "forwards": watching.forwards,
+            "repeats": len({*map(id, watching.updated)}) < len(watching.updated),
             "seconds": now - self._last,
         }
         if watching.kept:
@@ -190,7 +192,8 @@ class Run:
         atexit.unregister(self.close)
         if self._watching is not None:
             self._watching.close()
-        reason = self.problem or reason or _unhandled()
+        unhandled = None if (last := _last_error()) is self._earlier else last
+        reason = self.problem or reason or (f"{type(unhandled).__name__}: {unhandled}" if unhandled else "")
         if not reason:
             self.guard(self._end)()
             reason = self.problem
@@ -229,7 +232,6 @@ class Run:
         self.close("" if kind is None else f"{kind.__name__}: {error}")
 
 
-def _unhandled() -> str:
-    """The error that ends this process, if one does."""
-    error = getattr(sys, "last_value", None)
-    return "" if error is None else f"{type(error).__name__}: {error}"
+def _last_error() -> BaseException | None:
+    """The error that ends this process, or that ended an earlier cell of a notebook."""
+    return getattr(sys, "last_value", None)

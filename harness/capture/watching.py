@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -125,10 +125,12 @@ class Watching:
         return tuple(watched if each is closure else each for each in args), given
 
     def _update(self, optimizer: Optimizer) -> None:
-        if not self.updates:
+        if bool(getattr(optimizer, "found_inf", False)):  # a GradScaler lets a fused optimizer leave the update out
+            return
+        if not self.updated:
             self.lr = float(optimizer.param_groups[0]["lr"])  # now: a schedule may move it before the step ends
             self._first_update()
-        self.updates += 1
+        self.updated.append(optimizer)
         held: dict[int, list[Shard]] = {}
         for shard in self.shards.values():
             held.setdefault(id(shard.holder), []).append(shard)
@@ -137,7 +139,7 @@ class Watching:
                 for shard in held.get(id(param), ()):
                     if group.get("weight_decay", 0.0):
                         self.decayed.add(shard.name)
-                    self._reduced_gradient(shard, param, optimizer.state.get(param, {}))
+                    self._reduced_gradient(shard, param, optimizer)
 
     def _first_update(self) -> None:
         for handle in self._first:
@@ -148,7 +150,7 @@ class Watching:
         if self.is_captured:
             self.keep("before")
 
-    def _reduced_gradient(self, shard: Shard, param: Tensor, state: Mapping[str, Any]) -> None:
+    def _reduced_gradient(self, shard: Shard, param: Tensor, optimizer: Optimizer) -> None:
         row = self._row(shard.name)
         if not shard.blocks:
             return
@@ -159,11 +161,13 @@ class Watching:
         self.grads.add(local.dtype)
         if local.shape != local_part(param).shape:
             return
-        sketch = self._sketched(shard, param.grad)
+        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler: a fused optimizer divides by it itself
+        gradient = local if scale is None else local / scale.to(local.device)
+        sketch = self._sketched(shard, gradient)
         self._put(row, "reduced", torch.cat([sketch.values, sketch.squares.reshape(1)]))
         if self.is_captured:
-            self.kept[f"gradient/{shard.name}"] = shard.local(param.grad).clone()
-            for entry, moment in state.items():
+            self.kept[f"gradient/{shard.name}"] = shard.local(gradient).clone()
+            for entry, moment in optimizer.state.get(param, {}).items():
                 if isinstance(moment, Tensor) and local_part(moment).shape == local.shape and local.ndim:
                     self.kept[f"moment/{shard.name}/{entry}"] = shard.local(moment).clone()
 
@@ -182,7 +186,8 @@ class Watching:
 
     def begin(self, *, captured: bool) -> None:
         self.rows = empty_rows(len(self.shards))
-        self.updates = 0
+        self.updated: list[Optimizer] = []
+        """One for each update, in their order."""
         self.is_captured = captured
         self.kept: dict[str, Tensor] = {}
         """Pieces of a captured step, by the names that `harness.probe.capture` gives them."""

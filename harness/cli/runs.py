@@ -11,14 +11,15 @@ from harness.cli.verb import Implementation
 from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
-from harness.store import commands, status
+from harness.store import commands, provenance, status
 from harness.store.gc import gc
-from harness.store.rundir import CONFIG, Store
+from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.show import ALIKE, diff, show
 from harness.store.status import State
 from harness.store.study import comparable, judging_verb
 
 RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
+ENDED_BADLY = (State.failed, State.lost, State.cancelled, State.preempted)
 
 
 def say_next(arguments: Namespace, *verbs: str) -> None:
@@ -49,7 +50,8 @@ def _watch(arguments: Namespace) -> int:
     runs = [run for run in store.runs(named) if not bad or run.path.parent.name in bad]
     study = max(runs, key=lambda run: run.path.stat().st_mtime).path.parent.name
     if bad:
-        say_next(arguments, f"retry {shlex.quote(study)}")
+        if not all(_is_watched(run) for run in runs if run.path.parent.name == study):
+            say_next(arguments, f"retry {shlex.quote(study)}")
         return 1
     if any(one.study == study and one.state in (State.queued.value, State.running.value) for one in seen):
         say_next(arguments, f"watch {shlex.quote(study)}")
@@ -73,13 +75,20 @@ def _show(arguments: Namespace) -> int:
     print(show(run, jobs))
     found = status.effective(run.path, jobs)
     name, study = shlex.quote(store.short(run)), run.path.parent.name
-    if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
+    if found is not None and found.state is State.lost and _is_watched(run):
+        print(f"next: {commands.python()} -m harness.capture {commands.shown(run.path)}")
+    elif found is not None and found.state in ENDED_BADLY and not _is_watched(run):
         say_next(arguments, f"retry {name}")
     else:
         alike = next((group for group in comparable(store.runs(study)) if run in group), [])
         others = [shlex.quote(store.short(each)) for each in alike if each != run]
         say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {shlex.quote(study)}")
     return 0
+
+
+def _is_watched(run: RunDir) -> bool:
+    """True if another program made the run, which no request of ours starts again."""
+    return provenance.WATCHED in provenance.read(run.path)
 
 
 def _diff_arguments(parser: ArgumentParser) -> None:

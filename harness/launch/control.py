@@ -15,7 +15,7 @@ from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.scheduler import Scheduler, cancel as scancel, probe
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
-from harness.store import commands, status
+from harness.store import commands, provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
@@ -45,8 +45,12 @@ def retry(store: Store, ref: str) -> int:
 def frozen(run: RunDir) -> Cell:
     """Cell of a run in its present store; done runs are never repeated.
 
-    Raises `BadRequest`: it is a copy under another study or name. `StoreError`: its configuration is incomplete.
+    Raises `BadRequest`: another program made it, or it is a copy under another study or name. `StoreError`: its
+    configuration is incomplete.
     """
+    if provenance.WATCHED in provenance.read(run.path):
+        problem = "is of another program, which harness.capture or an import recorded"
+        raise refuse(f"retry {run.path}", problem, fix="start that program again, with a folder of its own")
     config = run.config()
     store = Store(run.path.parent.parent)
     try:

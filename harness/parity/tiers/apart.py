@@ -126,7 +126,7 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
             tuple(arm.tensors[place].name for place in here),
             tuple(int(np.prod(arm.tensors[place].shape, dtype=np.int64)) for place in here),
             weights=np.sqrt(found["weights apart"] / found["weights"]),
-            local=np.sqrt(found["local apart"] / gradient),
+            local=np.sqrt(found["local apart"] / (gradient * found["scale"])),
             reduced=np.sqrt(found["reduced apart"] / gradient),
             moved=np.sqrt(found["moved"] / found["weights"]),
             whole=np.sqrt(np.nansum(found["weights apart"], 1) / np.nansum(found["weights"], 1)),
@@ -156,18 +156,19 @@ class _Squares:
                 found: Float64 = ((left - right) ** 2).mean(-1)
             return np.where(np.isfinite(found), found, np.nan)  # of gradients that overflowed nothing is known
 
-        after = control[..., self._of["after"]]
+        after, local, sums = (control[..., self._of[key]] for key in ("after", "local", "reduced"))
         before = np.full_like(after[:1], np.nan) if self._last is None else self._last
         reduced = control[..., self._norms["reduced"]]
         reduced = np.where(np.isposinf(reduced), np.nan, reduced)
         self._last = after[-1:]
         self._parts.append(
             {
+                "scale": _scale(squared(local), squared(sums)),
                 "weights apart": squared(arm[..., self._of["after"]], after),
                 "weights": control[..., self._norms["after"]],
-                "local apart": squared(arm[..., self._of["local"]], control[..., self._of["local"]]),
-                "reduced apart": squared(arm[..., self._of["reduced"]], control[..., self._of["reduced"]]),
-                "gradient": np.where(np.isnan(reduced), squared(control[..., self._of["local"]]), reduced),
+                "local apart": squared(arm[..., self._of["local"]], local),
+                "reduced apart": squared(arm[..., self._of["reduced"]], sums),
+                "gradient": np.where(np.isnan(reduced), squared(local), reduced),
                 "moved": squared(np.diff(after, axis=0, prepend=before)),
             }
         )
@@ -176,6 +177,17 @@ class _Squares:
         import numpy as np
 
         return {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
+
+
+def _scale(local: Float64, reduced: Float64) -> Float64:
+    """[steps, 1]: square of a loss scale, and of what clipping divides by, which a watched program's local gradients
+    have and its reduced ones have not; 1 where not both are known."""
+    import numpy as np
+
+    known = np.isfinite(local + reduced)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.sum(local, 1, where=known, keepdims=True) / np.sum(reduced, 1, where=known, keepdims=True)
+    return np.where(np.isfinite(found) & (found > 0), found, 1.0)
 
 
 def _largest(values: Float64, window: int) -> Float64:

@@ -1,0 +1,149 @@
+"""Loops that do what the plain one does not: a loss scale, several updates a step, a NaN, lists, a notebook."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.capture import data, describe, merge, run as runs, watch, watching
+from harness.launch import control
+from harness.parity.compare import compare
+from harness.parity.outcome import Outcome, Verdict
+from harness.parity.record import load
+from harness.parity.tiers import apart
+from harness.store.rundir import RunDir
+from harness.store.status import State, read
+from tests.capture import loops
+from tests.support.mutants import Slip, each
+
+STEPS = 4
+CLEAN = (Outcome.EQUAL, Outcome.EQUIVALENT)
+
+
+def train(path: Path, *, updates: int = 1, chunks: int = 1, overflows: int = 0, **options: Any) -> Path:
+    """Train under torch's loss scale. Args: updates: of each step. chunks: parts of a batch. overflows: step whose
+    loss is infinite. options: of AdamW."""
+    torch.manual_seed(0)
+    net = loops.Net()
+    optimizer, scaler = torch.optim.AdamW(net.parameters(), lr=1e-3, **options), torch.amp.GradScaler("cpu", 2.0**16)
+    run = watch(net, optimizer, path)
+    for step, rows in enumerate(loops.batches(STEPS), start=1):
+        for _ in range(updates):
+            for part in rows.chunk(chunks):
+                loss = nn.functional.cross_entropy(net(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / chunks
+                scaler.scale(loss * (torch.inf if step == overflows else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        run.step(data=rows)
+    run.close()
+    return path
+
+
+def both(to: Path, left: dict[str, Any], right: dict[str, Any]) -> Verdict:
+    return compare(train(to / "study" / "left", **left), train(to / "study" / "right", **right))
+
+
+def a_loss_scale_is_no_distance(to: Path) -> bool:
+    """A fused optimizer divides by it itself; sums in two parts are rounded otherwise."""
+    found = both(to, {"fused": True, "chunks": 2}, {"fused": False})
+    return found.outcome is Outcome.EQUIVALENT
+
+
+def an_update_that_overflowed_is_none(to: Path) -> bool:
+    found = both(to, {"fused": True, "overflows": 2}, {"fused": False, "overflows": 2})
+    return found.outcome in CLEAN and load(to / "study" / "left").length == STEPS - 1
+
+
+def several_updates_are_no_fault(to: Path) -> bool:
+    return both(to, {"updates": 2}, {"updates": 2}).outcome in CLEAN
+
+
+def numbers_that_are_none_are_recorded(to: Path) -> bool:
+    path = to / "study" / "spoilt"
+    with watch(nn.Linear(1, 1), None, path) as run:
+        for loss in (1.0, torch.nan, torch.inf):
+            run.step(loss=loss)
+    found = read(path)
+    return found is not None and found.state is State.done and str(load(path).series("loss")[1]) == "nan"
+
+
+def lists_have_rows(to: Path) -> bool:
+    batch = {"words": ["one", "three", "two"], "label": [1, 2, 3], "ids": torch.arange(6).view(3, 2)}
+    parts = [data.fed({key: each[rows] for key, each in batch.items()}).rows for rows in (slice(0, 1), slice(1, 3))]
+    return [*parts[0], *parts[1]] == data.fed(batch).rows and len(set(data.fed(batch).rows)) == 3
+
+
+def an_earlier_error_is_not_of_the_run(to: Path) -> bool:
+    """As in a notebook, one of whose cells failed before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "last_value", NameError("of another cell"), raising=False)
+        found = read(train(to / "study" / "later"))
+    return found is not None and found.state is State.done
+
+
+def it_is_not_tried_again(to: Path) -> bool:
+    try:
+        control.frozen(RunDir(train(to / "study" / "run")))
+    except Exception as error:
+        return "another program" in str(error)
+    return False
+
+
+MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
+    "loss scale": (
+        Slip(apart, "_scale", "found > 0", "found < 0", "Scaled local gradients are held against unscaled ones"),
+        a_loss_scale_is_no_distance,
+    ),
+    "fused scale": (
+        Slip(
+            watching.Watching,
+            "_reduced_gradient",
+            "local if scale is None else local / scale.to(local.device)",
+            "local",
+            "Gradients that a fused optimizer is to unscale are recorded with the scale",
+        ),
+        a_loss_scale_is_no_distance,
+    ),
+    "fused overflow": (
+        Slip(watching.Watching, "_update", '"found_inf"', '"nothing"', "An update that is left out counts as one"),
+        an_update_that_overflowed_is_none,
+    ),
+    "several updates": (
+        Slip(
+            describe, "config", 'if any(each["repeats"]', 'if not any(each["repeats"]', "Two updates are held to be one"
+        ),
+        several_updates_are_no_fault,
+    ),
+    "NaN": (
+        Slip(merge, "decode", "", lambda _: json.loads, "A run whose loss is no number is lost"),
+        numbers_that_are_none_are_recorded,
+    ),
+    "lists": (
+        Slip(data, "_leaves", "str | int | float", "complex", "Lists of a batch have another digest in each layout"),
+        lists_have_rows,
+    ),
+    "notebook": (
+        Slip(runs.Run, "close", "is self._earlier", "is None", "An error of an earlier cell ends a run"),
+        an_earlier_error_is_not_of_the_run,
+    ),
+    "retry": (
+        Slip(control, "frozen", "provenance.WATCHED in", '"" in', "A new attempt of another program is promised"),
+        it_is_not_tried_again,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Odd loops under a watch", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip, holds = MUTANTS[name]
+    assert holds(tmp_path / "right")
+    slip.put(monkeypatch)
+    assert not holds(tmp_path / "wrong")
