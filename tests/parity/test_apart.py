@@ -291,7 +291,7 @@ MUTANTS: dict[str, Slip] = slips(
     sketches are added: Squares of sketches are added where their mean is the distance
         parity.tiers.apart._Squares.add: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
     reduced against local: The arm's reduced gradient is held against the control's local ones
-        parity.tiers.apart._Squares.add: control[..., self._of["reduced"]]) => control[..., self._of["local"]])
+        parity.tiers.apart._Squares.add: self._of["reduced"]], sums) => self._of["reduced"]], local)
     """
 ) | {
     "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),
