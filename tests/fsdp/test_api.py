@@ -137,13 +137,6 @@ def test_a_sum_over_any_length_leaves_no_block_out() -> None:
         assert torch.equal(target, torch.arange(length, dtype=torch.float32) * 6)
 
 
-@pytest.mark.parametrize("name", ["fsdp_double_buffer", "double_buffer"])
-def test_the_double_buffer_goes_by_both_names(name: str) -> None:
-    model = fully_shard_model(make(), fsdp_unit_modules=[Block], **{name: True})
-    assert model.options.double_buffer
-    model.close()
-
-
 def test_hooks_of_the_engine_are_not_compiled() -> None:
     class Engine:
         def seen(self, x: Tensor) -> Tensor:

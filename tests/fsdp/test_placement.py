@@ -39,32 +39,6 @@ def told(steps: tuple[Step, ...]) -> str:
     return ", ".join(f"{step.operation.value} {step.axis.name}" for step in steps)
 
 
-REDUCE, REDUCE_BOTH = "reduce_scatter inner", "reduce_scatter inner, reduce_scatter outer"
-GATHER, GATHER_OUTER, GATHER_BOTH = "all_gather inner", "all_gather outer", "all_gather outer, all_gather inner"
-# (inner, outer) -> every backward; a step's last backward; each use of a unit; after the update
-EXPECTED = {
-    ("no_shard", None): ("", f"{REDUCE}, {GATHER}", "", ""),
-    ("no_shard", "no_shard"): ("", f"{REDUCE_BOTH}, {GATHER_BOTH}", "", ""),
-    ("no_shard", "optim"): ("", f"{REDUCE_BOTH}, {GATHER}", "", GATHER_BOTH),
-    ("optim", None): ("", REDUCE, "", GATHER),
-    ("optim", "no_shard"): ("", f"{REDUCE_BOTH}, {GATHER_OUTER}", "", GATHER),
-    ("optim", "optim"): ("", REDUCE_BOTH, "", GATHER_BOTH),
-    ("optim_grads", None): (REDUCE, REDUCE, "", GATHER),
-    ("optim_grads", "no_shard"): (REDUCE, f"{REDUCE_BOTH}, {GATHER_OUTER}", "", GATHER),
-    ("optim_grads", "optim"): (REDUCE, REDUCE_BOTH, "", GATHER_BOTH),
-    ("optim_grads_params", None): (REDUCE, REDUCE, GATHER, ""),
-    ("optim_grads_params", "no_shard"): (REDUCE, f"{REDUCE_BOTH}, {GATHER_OUTER}", GATHER, ""),
-    ("optim_grads_params", "optim"): (REDUCE, REDUCE_BOTH, GATHER, GATHER_OUTER),
-}
-
-
-@pytest.mark.parametrize(("inner", "outer"), EXPECTED)
-def test_the_collectives_of_a_step_follow_from_the_tables(inner: str, outer: str | None) -> None:
-    placed = Placements.of(Strategy[inner], None if outer is None else OuterStrategy[outer])
-    found = (placed.reductions[False], placed.reductions[True], placed.unshard, placed.install)
-    assert tuple(map(told, found)) == EXPECTED[inner, outer]
-
-
 def test_every_strategy_and_buffer_has_a_placement() -> None:
     assert list(ON_INNER) == list(Strategy)
     assert list(ON_OUTER) == [None, *OuterStrategy]
