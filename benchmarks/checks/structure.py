@@ -1,10 +1,9 @@
-"""The structure in numbers, of this checkout beside earlier revisions as they were counted: files, lines, arrows.
+"""The structure in numbers: circles of packages, and sizes beside an earlier revision's.
 
     python benchmarks/checks/structure.py
 
-A *package* is a folder or a file directly in a package; an *arrow* is a pair of packages of which one imports the
-other; arrows both ways are a *circle*. Counted from the sources as text, for `harness` and for the engine,
-`harness/fsdp`; and the size of product, tests and benchmarks, package by package. Writes
+A *package* is a folder or a file directly in a package; two that import each other are a *circle*. Counted from the
+sources as text. Writes the size of product, tests and benchmarks, package by package, into
 benchmarks/data/structure.json and docs/records/structure.md.
 """
 
@@ -20,11 +19,6 @@ from benchmarks.pages.tables import ROOT, markdown_table
 
 DATA = "structure.json"
 PAGE = tables.DOCS / "records" / "structure.md"
-REVISIONS = {
-    "9fd760c": "before the files were moved into packages",
-    "d2bca67": "with the packages, before tensor parallelism, FP8 and what ordinary programs need",
-    "5135ba6": "before the ground was cleared for another engine",
-}
 SIZED = "5135ba6"
 """The revision whose sizes stand beside those of this checkout."""
 WHOLES = {"product": ("harness", "hydra_plugins", "run.py"), "tests": ("tests",), "benchmarks": ("benchmarks",)}
@@ -55,39 +49,15 @@ def package_of(module: str, package: str) -> str:
     return module.removeprefix(f"{package}.").partition(".")[0]
 
 
-def arrows(found: dict[str, Path], package: str) -> set[tuple[str, str]]:
-    """Pairs of packages: the importing one and the imported one."""
+def circles(root: Path, package: str) -> list[tuple[str, str]]:
+    """Pairs of packages that import each other."""
     pairs = {
         (package_of(module, package), package_of(name, package))
-        for module, path in found.items()
+        for module, path in modules(root, package).items()
         for name in imported(path)
         if module != package and name.startswith(f"{package}.")
     }
-    return {(one, other) for one, other in pairs if one != other}
-
-
-def structure(root: Path, package: str) -> dict[str, Any]:
-    found = modules(root, package)
-    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in found.items()}
-    packages = {package_of(name, package) for name in found if name != package}
-    pairs = {pair for pair in arrows(found, package) if set(pair) <= packages}
-    longest = max(lines, key=lambda name: lines[name])
-    return {
-        "files": len([count for count in lines.values() if count]),
-        "lines": sum(lines.values()),
-        "packages": len(packages),
-        "arrows": len(pairs),
-        "circles": sorted([list(pair) for pair in pairs if pair[::-1] in pairs and pair[0] < pair[1]]),
-        "longest_file": [longest, lines[longest]],
-    }
-
-
-def lines_of_init(root: Path) -> int:
-    """Lines of `shard`, which constructs a sharded model, signature included."""
-    nodes = ast.walk(ast.parse((root / "harness" / "fsdp" / "sharding.py").read_text(encoding="utf-8")))
-    found = next(node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "shard")
-    assert found.end_lineno is not None
-    return found.end_lineno - found.lineno + 1
+    return sorted(pair for pair in pairs if pair[::-1] in pairs and pair[0] < pair[1])
 
 
 def sizes(root: Path) -> dict[str, dict[str, dict[str, int]]]:
@@ -115,30 +85,8 @@ def folder_of(path: Path) -> str:
     return "/".join(path.parts[: min(depth, len(path.parts) - 1)]) or path.name
 
 
-def look(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {package: structure(root, package) for package in PACKAGES}
-    return found | {"lines_of_ShardedModel_init": lines_of_init(root)}
-
-
 def render(found: dict[str, Any]) -> str:
-    columns = {f"{revision}, {what}": found["revisions"][revision] for revision, what in REVISIONS.items()}
-    columns["as it is"] = found["now"]
-    counts = ("files", "lines", "packages", "arrows", "circles", "longest_file")
-    rows = [
-        (f"{package}: {each.replace('_', ' ')}", *(_cell(column[package][each], each) for column in columns.values()))
-        for package in PACKAGES
-        for each in counts
-    ]
-    init = "lines_of_ShardedModel_init"
-    rows.append(("`ShardedModel.__init__`: lines", *(str(each[init]) for each in columns.values())))
-    parts = {"packages": markdown_table(["", *columns], rows), "sizes": _size_table(found["sizes"])}
-    return tables.made(PAGE, parts)
-
-
-def _cell(value: Any, count: str) -> str:
-    if count == "circles":
-        return ", ".join(f"{one} and {other}" for one, other in value) or "none"
-    return f"{value[1]:,}: `{value[0]}`" if count == "longest_file" else f"{value:,}"
+    return tables.made(PAGE, {"sizes": _size_table(found["sizes"])})
 
 
 def _size_table(found: dict[str, Any]) -> str:
@@ -160,7 +108,7 @@ def _size_cells(pair: Sequence[dict[str, int] | None]) -> list[str]:
 def main() -> None:
     tables.parser(__doc__).parse_args()
     found = tables.read(DATA)
-    found["now"], found["sizes"]["now"] = look(ROOT), sizes(ROOT)
+    found["sizes"]["now"] = sizes(ROOT)
     tables.write(DATA, found)
     PAGE.write_text(render(found), encoding="utf-8")
     print(render(found))

@@ -1,4 +1,4 @@
-"""Fills in the made parts of docs/engine.md and draws docs/gradient_life.svg.
+"""Fills in the made parts of docs/engine.md.
 
     python benchmarks/fsdp/engine_page.py
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
@@ -22,7 +23,6 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.fsdp.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
-from benchmarks.fsdp.gradient_life import PAIRS, STAGES, Event, Life, lives
 from benchmarks.pages import tables
 from benchmarks.pages.tables import DOCS, ROOT, markdown_table
 from harness.config.schema import Config
@@ -35,133 +35,10 @@ from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
 
-PAGE, PICTURE = DOCS / "engine.md", DOCS / "gradient_life.svg"
+PAGE = DOCS / "engine.md"
+PAIRS = tuple(itertools.product([s.name for s in Strategy], [s.name for s in OuterStrategy]))
 GIB = 2.0**30
 INNER, OUTER, MICROBATCHES = 8, 8, 4
-
-# -- the gradient's life -----------------------------------------------------------------------------------------------
-
-SHORT = {
-    "write": lambda e: f"{'write' if e.how == 'copy' else 'add'} {e.dtype}",
-    "reduce_scatter": lambda e: f"send {e.dtype}, {e.axis}",
-    "all_reduce": lambda e: f"send {e.dtype}, {e.axis}",
-    "fold": lambda e: f"{e.how} {e.dtype} sum",
-    "share": lambda e: f"share {e.dtype}, {e.axis}",
-    "scale": lambda e: "scale, once",
-    "free": lambda e: f"free {'sums' if e.where == 'the sums' else 'bucket'}",
-    "all_gather": lambda e: f"gather {e.dtype}, {e.axis}",
-}
-COLOURS = {
-    "write": "#cfe3f7", "reduce_scatter": "#f8dcb8", "all_reduce": "#f8dcb8", "fold": "#d6ecd2", "share": "#f8dcb8",
-    "scale": "#f3c6c6", "free": "#e4e4e4", "all_gather": "#e2d5f0",
-}  # fmt: skip
-BOX, HIGH, LEFT, TOP = 112, 22, 150, 44
-
-
-def picture(found: dict[tuple[str, str], Life]) -> str:
-    """All lives as one drawing: a lane a pair, a column a stage."""
-    widths = [max(sum(e.stage == stage for e in life) for life in found.values()) for stage in STAGES]
-    begins = [LEFT + sum(widths[:i]) * BOX + i * 10 for i in range(len(widths))]
-    width, height = begins[-1] + widths[-1] * BOX + 8, TOP + len(found) * (HIGH + 12) + 6
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
-        ' font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for stage, begin, number in zip(STAGES, begins, widths, strict=True):
-        lines.append(f'<text x="{begin}" y="18" font-weight="bold">{stage}</text>')
-        lines.append(f'<path d="M{begin} 26h{number * BOX - 8}" stroke="black"/>')
-    for row, ((inner, outer), life) in enumerate(found.items()):
-        y = TOP + row * (HIGH + 12)
-        lines.append(f'<text x="4" y="{y + 9}">{inner}</text>')
-        lines.append(f'<text x="4" y="{y + 21}" fill="#666">outer {outer}</text>')
-        for stage, begin in zip(STAGES, begins, strict=True):
-            for place, event in enumerate(e for e in life if e.stage == stage):
-                x = begin + place * BOX
-                lines.append(
-                    f'<rect x="{x}" y="{y}" width="{BOX - 8}" height="{HIGH}" rx="3" fill="{COLOURS[event.kind]}"/>'
-                    f'<text x="{x + 4}" y="{y + 15}">{SHORT[event.kind](event)}</text>'
-                )
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def life_table(found: dict[tuple[str, str], Life]) -> str:
-    heads = [
-        "inner",
-        "outer",
-        "born",
-        "each microbatch",
-        "last microbatch, then",
-        "scaled",
-        "after the update",
-        "freed",
-    ]
-    questions = (_born, _each, _last, _scaled, _after, _freed)
-    rows = [(f"`{inner}`", f"`{outer}`", *(ask(life) for ask in questions)) for (inner, outer), life in found.items()]
-    return markdown_table(heads, rows)
-
-
-def _of(life: Life, stage: str, *kinds: str) -> list[Event]:
-    return [event for event in life if event.stage == stage and event.kind in kinds]
-
-
-def _born(life: Life) -> str:
-    event = _of(life, STAGES[0], "write")[0]
-    return f"{event.dtype}, in {event.where}"
-
-
-def _sum(event: Event) -> str:
-    return "*copied* over what was sent" if event.how == "copy" else "*added* to the shard's sums"
-
-
-def _each(life: Life) -> str:
-    folds = [_of(life, stage, "fold") for stage in STAGES[:2]]
-    if not folds[0]:
-        return f"autograd {_of(life, STAGES[1], 'write')[0].how}s the next one in place"
-    sent = _of(life, STAGES[0], "reduce_scatter")[0]
-    return (
-        f"{sent.kind} {sent.axis}, {sent.dtype}; the sum is {folds[0][0].dtype}, *{_past(folds[0][0].how)}* to an"
-        f" empty shard, later *{_past(folds[1][0].how)}* to it"
-    )
-
-
-def _past(how: str) -> str:
-    return {"copy": "copied", "add": "added"}[how]
-
-
-def _last(life: Life) -> str:
-    words = []
-    ran = {event.axis for event in _of(life, STAGES[0], "fold")}
-    for event in _of(life, STAGES[1], "reduce_scatter", "all_reduce", "fold", "share"):
-        if event.axis in ran:
-            continue
-        if event.kind == "fold":
-            words.append(f"sum {event.dtype} *{_past(event.how)}* in place")
-        elif event.kind == "share":
-            words.append(f"second leg {event.axis}, {event.dtype}")
-        else:
-            words.append(f"{event.kind} {event.axis}, {event.dtype}")
-    return "; ".join(words)
-
-
-def _scaled(life: Life) -> str:
-    scales = [event for event in life if event.kind == "scale"]
-    return " and ".join(f"{event.where}, {event.axis or 'no'} axis" for event in scales) + f" ({len(scales)}x)"
-
-
-def _after(life: Life) -> str:
-    gathers = [f"all_gather {event.axis}, {event.dtype}" for event in _of(life, STAGES[2], "all_gather")]
-    return "; ".join(gathers) or "-"
-
-
-def _freed(life: Life) -> str:
-    freed = {}
-    for event in life:
-        if event.kind == "free":
-            when = "zero_grad()" if event.stage == STAGES[3] else "each reduction"
-            freed[event.where] = f"{event.where} after {when}" if when == "each reduction" else f"{event.where}: {when}"
-    return "; ".join(freed.values()) or "nothing: flat storage stays"
-
 
 # -- placements --------------------------------------------------------------------------------------------------------
 
@@ -288,15 +165,6 @@ def fixed_point() -> str:
     return markdown_table(heads, rows)
 
 
-def guards() -> str:
-    rows = [
-        (f"`{name}`", f"{row['nan_share']:.2%}", f"{row['watchdog_share']:.3%}", f"{row['checked_times']:.1f}")
-        for name, row in tables.read("guards.json")["rows"].items()
-    ]
-    heads = ["strategy", "NaN check", "watchdog", "step with the collective check, times that without"]
-    return markdown_table(heads, rows)
-
-
 def peaks() -> str:
     """Measured peaks beside FSDP2's."""
     rows = []
@@ -333,17 +201,12 @@ def run_code(rank: int, blocks: list[str]) -> list[str]:
     return printed
 
 
-def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, str]:
+def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> str:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    per_rank = run(lives, 4)
-    found: dict[tuple[str, str], Life] = per_rank[0]
-    if any(each != found for each in per_rank):
-        raise RuntimeError("the ranks saw different lives of a gradient")
     made = {
-        "life": life_table(found), "padding": padding(), "example": example(), "fixed_point": fixed_point(),
-        "guards": guards(), "peaks": peaks(), "unbuilt": unbuilt(), "placements": placements(),
-        "operations": operations(),
-        "routes": routes(), "sent": sent_table(), "kept": kept_table(),
+        "padding": padding(), "example": example(), "fixed_point": fixed_point(), "unbuilt": unbuilt(),
+        "placements": placements(), "operations": operations(), "routes": routes(), "sent": sent_table(),
+        "kept": kept_table(), "peaks": peaks(),
     }  # fmt: skip
     for name, text in made.items():
         page = tables.put(page, name, text)
@@ -353,12 +216,10 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, s
         output = next(printed)
         return f"```python\n{match[1]}```\n" + (f"\n```text\n{output}```\n" if output else "")
 
-    return CODE.sub(with_output, page), picture(found)
+    return CODE.sub(with_output, page)
 
 
 if __name__ == "__main__":
     from benchmarks.fsdp import engine_page  # ranks import what they run by name
 
-    made_page, made_picture = engine_page.render(PAGE.read_text())
-    PAGE.write_text(made_page)
-    PICTURE.write_text(made_picture)
+    PAGE.write_text(engine_page.render(PAGE.read_text()))
