@@ -26,7 +26,7 @@ import os
 
 import matplotlib.pyplot as plt
 
-from analysis import judge, load, plot, stats
+from analysis import drawing, judge, load, plot, stats
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "strategies")
@@ -51,7 +51,7 @@ steps = load.steps(study.runs["path"])
 warm = steps[steps["step"] > stats.WARM_UP]
 styles = {run: own for run, own in study.styles.items() if run in set(warm["run"])}
 if len(warm):
-    figure, ax = plot.bars(len(styles))
+    figure, ax = drawing.bars(len(styles))
     plot.step_times(warm, ax, styles)
     times = stats.costs(steps).set_index("run").loc[list(styles), "step_time_s"]
     for run, seconds in times.items():
@@ -68,11 +68,11 @@ else:
 # %%
 parts = stats.parts(steps)
 if len(parts):
-    figure, ax = plot.bars(len(styles))
+    figure, ax = drawing.bars(len(styles))
     plot.stacks(parts, ax, styles, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")
     exposed = (1e3 * warm.groupby("run")["exposed_comm_s"].median()).to_dict()
     plot.marks(exposed, ax, styles, "of which waiting for collectives")
-    plot.legend(ax)
+    drawing.legend(ax)
 else:
     print("There is nothing to take apart yet.")
 

@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 import analysis
-from analysis import judge, plot, stats
+from analysis import drawing, judge, plot, stats
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
@@ -52,7 +52,7 @@ for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sent
 evidence = judge.evidence(study)
 arms = {run: own for run, own in study.styles.items() if run in set(evidence["run"])}
 if len(evidence):
-    figure, ax = plot.bars(len(arms))
+    figure, ax = drawing.bars(len(arms))
     plot.shares_of_bounds(evidence, ax, arms)
     nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(1)
     nearest = nearest.assign(label=nearest["run"].map(study.label_of))
@@ -70,7 +70,7 @@ else:
 # %%
 resolution = table.set_index("run")["resolution"].dropna().astype(float).to_dict()
 if resolution:
-    figure, ax = plot.bars(len(arms))
+    figure, ax = drawing.bars(len(arms))
     plot.resolutions(resolution, ax, arms)
 else:
     print("No gradients were compared, so nothing says how small an error would have been detected.")
@@ -90,7 +90,7 @@ if CAMPAIGN.exists():
     pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
     pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
     found = stats.rates(pairs, "group", "stopped")
-    figure, ax = plot.bars(len(found))
+    figure, ax = drawing.bars(len(found))
     plot.rates(found, ax)
     print(found[["name", "hits", "of", "share"]].to_string(index=False))
 else:

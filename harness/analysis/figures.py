@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from harness.analysis import judge, load, plot, stats
-from harness.analysis.drawing import COLOURS, CONTROL, MARKERS, Style
+from harness.analysis import drawing, judge, load, plot, stats
+from harness.analysis.drawing import COLOURS, CONTROL, MARKERS, MIB, Style
 from harness.analysis.judge import Study
 from harness.store.rundir import RunDir
 
@@ -37,13 +37,13 @@ def _curves(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
         every, styles = _every_and_some(study, steps, LINES)
         figure, ax = plt.subplots(figsize=(8, 4 + 0.1 * len(styles)), layout="constrained")
         plot.losses(steps[steps["run"].isin(styles)], ax, styles)
-        plot.legend(ax, columns=2)
+        drawing.legend(ax, columns=2)
         yield Drawn("Loss", f"The loss of each run.{_cut(every, styles)}", figure)
     apart, bounds = judge.differences(study), judge.bounds(study)
     if len(apart):
         every, shown = _every_and_some(study, apart, PANELS)
         apart, bounds = (frame[frame["run"].isin(shown)] for frame in (apart, bounds))
-        figure, panels = plot.panels(len(shown))
+        figure, panels = drawing.panels(len(shown))
         plot.each_difference(apart, bounds, panels, study.styles)
         caption = f"Each arm's loss against its control's, and how far rounding may drive them.{_cut(every, shown)}"
         yield Drawn("Distance to the control", caption, figure)
@@ -53,7 +53,7 @@ def _gradients(study: Study) -> Iterator[Drawn]:
     gradients, allowed = judge.gradients(study)
     if len(gradients):
         every, shown = _every_and_some(study, gradients, ROWS)
-        figure, ax = plot.bars(len(shown))
+        figure, ax = drawing.bars(len(shown))
         plot.gradient_distances(gradients, allowed, ax, shown)
         caption = f"Every parameter's gradient at step 1, before any update.{_cut(every, shown)}"
         yield Drawn("Gradients", caption, figure)
@@ -64,30 +64,30 @@ def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
     if len(parts):
         warm = steps[steps["step"] > stats.WARM_UP]
         every, shown = _every_and_some(study, parts, ROWS)
-        figure, ax = plot.bars(len(shown))
+        figure, ax = drawing.bars(len(shown))
         plot.stacks(parts, ax, shown, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")
         exposed = (1e3 * warm.groupby("run")["exposed_comm_s"].median()).to_dict()
         plot.marks(exposed, ax, shown, "of which waiting for collectives")
-        plot.legend(ax)
+        drawing.legend(ax)
         caption = "Medians over steps after the warm-up. Runs that were not interleaved rank no arms."
         yield Drawn("Step time", f"{caption}{_cut(every, shown)}", figure)
     kept = load.memory(study.runs["path"])
     if len(kept):
         every, shown = _every_and_some(study, kept, ROWS)
-        figure, ax = plot.bars(len(shown))
-        plot.stacks(kept, ax, shown, part="role", value="bytes", scale=plot.MIB, unit="kept by rank 0 (MiB)")
-        peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / plot.MIB).to_dict()
+        figure, ax = drawing.bars(len(shown))
+        plot.stacks(kept, ax, shown, part="role", value="bytes", scale=MIB, unit="kept by rank 0 (MiB)")
+        peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / MIB).to_dict()
         plot.marks(peaks, ax, shown, "most within a step")
-        plot.legend(ax)
+        drawing.legend(ax)
         yield Drawn(
             "Memory", f"What rank 0's engine keeps between steps, by its own account.{_cut(every, shown)}", figure
         )
     sent = load.traffic(study.runs["path"])
     if len(sent):
         every, shown = _every_and_some(study, steps, ROWS)
-        figure, ax = plot.bars(len(shown))
-        plot.stacks(sent, ax, shown, part="kind", value="bytes", scale=plot.MIB, unit="sent by rank 0 in a step (MiB)")
-        plot.legend(ax)
+        figure, ax = drawing.bars(len(shown))
+        plot.stacks(sent, ax, shown, part="kind", value="bytes", scale=MIB, unit="sent by rank 0 in a step (MiB)")
+        drawing.legend(ax)
         yield Drawn("Traffic", f"What rank 0 sends in a step, by kind of collective.{_cut(every, shown)}", figure)
 
 

@@ -19,6 +19,7 @@ from harness.store.judged import outcomes
 from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
+from harness.store.step_time import rates
 
 SETTINGS = {
     "model": "model.name",
@@ -175,7 +176,8 @@ def mesh_of(config: Mapping[str, Any]) -> str:
 def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
     last = last_record(run.metrics) or {}
     newest = last_numbers(run.metrics, SEEN, NEWEST)
-    step_s, tokens = (summary.get("step_time_s") or {}).get("median"), last.get("tokens")
+    step_s = (summary.get("step_time_s") or {}).get("median")
+    speeds = rates(last, step_s)
     exposed = newest["time/exposed_comm_s"]
     return {
         "steps_done": last.get("step", 0),
@@ -184,9 +186,9 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
         "final_grad_norm": last.get("grad_norm"),
         "step_time_s": step_s,
         "exposed_comm_s": statistics.median(exposed) if exposed else None,
-        "tokens_per_s": tokens / step_s if tokens and step_s else None,
-        "tflops_per_rank": _at_median(last, "tflops_per_rank", step_s),
-        "mfu": _at_median(last, "mfu", step_s),
+        "tokens_per_s": speeds.get("tokens"),
+        "tflops_per_rank": speeds.get("tflops"),
+        "mfu": speeds["mfu"] / 100 if "mfu" in speeds else None,
         "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
         "peak_bytes": _peak(summary, newest),
         "rss_bytes": max(newest["memory/rss"], default=None),
@@ -202,12 +204,6 @@ def _peak(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> 
     if followed:
         return float(max(followed["peak"]))
     return max(newest["memory/peak_tensor_bytes"] or newest["memory/allocated"], default=None)
-
-
-def _at_median(last: Mapping[str, Any], name: str, step_s: float | None) -> float | None:
-    """A rate at the median step time: rates of single steps have the noise of their time."""
-    rate = last.get(name)
-    return rate * last["step_time_s"] / step_s if rate and step_s else None
 
 
 def _sent(line: Mapping[str, Any]) -> int | None:
@@ -275,18 +271,3 @@ def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFra
     )
     rows = [(left.name, p.name, p.numel, p.norm, p.distance, p.b, p.standard_error) for p in pairs]
     return pd.DataFrame(rows, columns=["run", "tensor", "numel", "norm", "distance", "scale_error", "standard_error"])
-
-
-__all__ = [
-    "NEWEST",
-    "RESULTS",
-    "RUN_COLUMNS",
-    "SETTINGS",
-    "STEP_COLUMNS",
-    "gradients",
-    "memory",
-    "mesh_of",
-    "runs",
-    "steps",
-    "traffic",
-]

@@ -15,9 +15,7 @@ from harness.analysis.drawing import (
     COLOURS,
     CONTROL,
     GREY,
-    MIB,
     Style,
-    bars,
     beside,
     fold,
     legend,
@@ -25,7 +23,6 @@ from harness.analysis.drawing import (
     name_rows,
     no_scale,
     over_steps,
-    panels,
     plain,
     style,
     zero_place,
@@ -248,30 +245,3 @@ def _crossed(values: pd.Series) -> str:
 def _mind_numbers(ax: Axes, values: pd.Series) -> None:
     if len(values) and not np.isfinite(values.astype(float)).any():
         no_scale(ax)
-
-
-__all__ = [
-    "COLOURS",
-    "CONTROL",
-    "MIB",
-    "Style",
-    "bars",
-    "difference_key",
-    "differences",
-    "each_difference",
-    "fold",
-    "gradient_distances",
-    "legend",
-    "log_axis",
-    "losses",
-    "marks",
-    "panels",
-    "plain",
-    "rates",
-    "resolutions",
-    "shares_of_bounds",
-    "stacks",
-    "step_times",
-    "style",
-    "zero_place",
-]

@@ -81,6 +81,3 @@ def interval(hits: int, of: int, outside: float = 0.05) -> Sequence[float]:
     low = float(betaincinv(hits, of - hits + 1, outside / 2)) if hits else 0.0
     high = float(betaincinv(hits + 1, of - hits, 1 - outside / 2)) if hits < of else 1.0
     return low, high
-
-
-__all__ = ["PARTS", "WARM_UP", "against", "costs", "interval", "parts", "rates"]

@@ -6,15 +6,15 @@ The study may be unfinished: gaps are named, and the rest is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from harness.analysis.judge import Study, verdicts
 from harness.config.words import ask_again
-from harness.parity.outcome import Finding, percent
+from harness.parity.outcome import percent
 from harness.parity.telling.explain import OUTCOMES
 from harness.report.origin import Origin, origins
 from harness.store import provenance
@@ -40,6 +40,10 @@ class Cell:
     @property
     def sorted_by(self) -> str:
         return str(self.key).replace("inf", "Infinity") if self.numeric else str(self.key)
+
+
+Column = Callable[[Any], Cell]
+"""Cell of a row."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,6 @@ class Contents:
     origin: Origin
     commands: Sequence[str]
     made: str
-    notes: Sequence[str] = field(default=())
 
 
 def contents(study: Study, root: Path | str, command: str) -> Contents:
@@ -122,20 +125,7 @@ def _commands(name: str, root: Path | str, command: str) -> list[str]:
 
 
 def _verdicts(study: Study) -> Table:
-    head = ("arm", "control", "verdict", "tier", "of the bound", "farthest out", "smallest error seen")
     found = verdicts(study)
-    rows = [
-        [
-            text(row.label),
-            text(row.control),
-            text(row.verdict),
-            text(row.tier),
-            number(row.used, percent),
-            text(row.check),
-            number(row.resolution, percent),
-        ]
-        for row in found.itertuples()
-    ]
     caption = (
         "Farthest out: the check that is farthest beside the most that clean pairs show of it, and how much of what "
         "rounding explains it used up (of the bound). Smallest "
@@ -143,10 +133,9 @@ def _verdicts(study: Study) -> Table:
         "DIFFERENT."
     )
     if found["control"].nunique() == 1:
-        only = found["control"].iloc[0]
-        rows = [[*row[:1], *row[2:]] for row in rows]
-        return Table("Verdicts", f"Control: {only}. {caption}", [*head[:1], *head[2:]], rows)
-    return Table("Verdicts", f"Each arm against its control. {caption}", head, rows)
+        columns = {name: column for name, column in VERDICTS.items() if name != "control"}
+        return _table("Verdicts", f"Control: {found['control'].iloc[0]}. {caption}", columns, found.itertuples())
+    return _table("Verdicts", f"Each arm against its control. {caption}", VERDICTS, found.itertuples())
 
 
 def named(study: Study, sentence: str) -> str:
@@ -156,53 +145,13 @@ def named(study: Study, sentence: str) -> str:
 
 
 def _runs(study: Study) -> Table:
-    results = (
-        "loss",
-        "held out",
-        "gradient norm",
-        "ms/step",
-        "exposed ms",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU %",
-        "kept MiB",
-        "planned",
-        "peak MiB",
-        "planned peak",
-        "sent MiB",
-        "planned sent",
-    )
-    head = ("run", "state", "steps", *results, "reason")
-    rows = [
-        [
-            text(row.label),
-            text(row.state),
-            Cell(_steps(row), _finite(row.steps_done)),
-            number(row.final_loss, lambda value: f"{value:.6g}"),
-            number(row.held_out_loss, lambda value: f"{value:.6g}"),
-            number(row.final_grad_norm, lambda value: f"{value:.4g}"),
-            number(row.step_time_s, lambda value: f"{1e3 * value:.1f}"),
-            number(row.exposed_comm_s, lambda value: f"{1e3 * value:.1f}"),
-            number(row.tokens_per_s, lambda value: f"{value:.0f}"),
-            number(row.tflops_per_rank, lambda value: f"{value:.3g}"),
-            number(row.mfu, lambda value: f"{100 * value:.1f}"),
-            number(row.accounted_bytes, _mib),
-            number(row.planned_kept_bytes, _mib),
-            number(row.peak_bytes, _mib),
-            number(row.planned_peak_bytes, _mib),
-            number(row.sent_bytes, _mib),
-            number(row.planned_sent_bytes, _mib),
-            text(row.leaves_plan if row.state == "done" else row.reason),
-        ]
-        for row in study.runs.itertuples()
-    ]
     caption = (
         "ms/step: median without warm-up. Exposed: the part of it for which rank 0 stood still for collectives, where "
         "the engine tells. Kept: between steps, by the account of rank 0's engine. Peak: tensor storage within a step, "
         "where it was measured. Sent: by rank 0 in a step. Times of runs that were not interleaved (measure=bench) do "
         "not rank arms."
     )
-    return _filled(Table("Runs", caption, head, rows))
+    return _filled(_table("Runs", caption, RUNS, study.runs.itertuples()))
 
 
 def _filled(table: Table) -> Table:
@@ -211,13 +160,8 @@ def _filled(table: Table) -> Table:
     return replace(table, head=[table.head[place] for place in kept], rows=rows)
 
 
-def _steps(row: Any) -> str:
-    done, of = (_finite(value) for value in (row.steps_done, row.steps))
-    return "" if done is None else f"{done:.0f}/{of:.0f}" if of is not None else f"{done:.0f}"
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.2f}"
+def _table(title: str, caption: str, columns: Mapping[str, Column], rows: Iterable[Any]) -> Table:
+    return Table(title, caption, tuple(columns), [[column(row) for column in columns.values()] for row in rows])
 
 
 def text(value: Any) -> Cell:
@@ -225,48 +169,81 @@ def text(value: Any) -> Cell:
     return Cell(shown, shown or None)
 
 
-def number(value: Any, shown: Any) -> Cell:
-    found = _number(value)
-    if found is None:
-        return Cell("" if value is None or isinstance(value, float) else str(value), None)
-    return Cell(shown(found), found) if math.isfinite(found) else Cell(str(found), found)
-
-
-def _number(value: Any) -> float | None:
+def number(value: Any, shown: Callable[[float], str]) -> Cell:
     if value is None or isinstance(value, str | bool):
-        return None
+        return Cell("" if value is None else str(value), None)
     found = float(value)
-    return None if math.isnan(found) else found
+    if math.isnan(found):
+        return Cell("", None)
+    return Cell(shown(found) if math.isfinite(found) else str(found), found)
 
 
-def _finite(value: Any) -> float | None:
-    found = _number(value)
-    return found if found is not None and math.isfinite(found) else None
+def _of(name: str, shown: Callable[[float], str] | None = None) -> Column:
+    return lambda row: text(getattr(row, name)) if shown is None else number(getattr(row, name), shown)
+
+
+def _steps(row: Any) -> Cell:
+    done, of = (number(each, "{:.0f}".format) for each in (row.steps_done, row.steps))
+    return replace(done, text=f"{done.text}/{of.text}" if done.text and of.text else done.text)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.2f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+VERDICTS: Mapping[str, Column] = {
+    "arm": _of("label"),
+    "control": _of("control"),
+    "verdict": _of("verdict"),
+    "tier": _of("tier"),
+    "of the bound": _of("used", percent),
+    "farthest out": _of("check"),
+    "smallest error seen": _of("resolution", percent),
+}
+RUNS: Mapping[str, Column] = {
+    "run": _of("label"),
+    "state": _of("state"),
+    "steps": _steps,
+    "loss": _of("final_loss", "{:.6g}".format),
+    "held out": _of("held_out_loss", "{:.6g}".format),
+    "gradient norm": _of("final_grad_norm", "{:.4g}".format),
+    "ms/step": _of("step_time_s", _ms),
+    "exposed ms": _of("exposed_comm_s", _ms),
+    "tokens/s": _of("tokens_per_s", "{:.0f}".format),
+    "TFLOP/s": _of("tflops_per_rank", "{:.3g}".format),
+    "MFU %": _of("mfu", lambda value: f"{100 * value:.1f}"),
+    "kept MiB": _of("accounted_bytes", _mib),
+    "planned": _of("planned_kept_bytes", _mib),
+    "peak MiB": _of("peak_bytes", _mib),
+    "planned peak": _of("planned_peak_bytes", _mib),
+    "sent MiB": _of("sent_bytes", _mib),
+    "planned sent": _of("planned_sent_bytes", _mib),
+    "reason": lambda row: text(row.leaves_plan if row.state == "done" else row.reason),
+}
+EVIDENCE: Mapping[str, Column] = {
+    "tier": _of("tier"),
+    "check": _of("check"),
+    "step": _of("step", "{:.0f}".format),
+    "tensor": _of("tensor"),
+    "observed": lambda finding: _value(finding.observed),
+    "allowed": lambda finding: _value(finding.allowed),
+    "of": _of("count", "{:.0f}".format),
+    "grade": lambda finding: text(finding.grade.value),
+}
 
 
 def _arms(study: Study) -> list[Arm]:
     found = []
     for arm in study.verdict.arms if study.verdict else ():
-        rows = [_finding(finding) for finding in arm.evidence]
-        head = ("tier", "check", "step", "tensor", "observed", "allowed", "of", "grade")
         caption = "The worst of each kind of check, and of how many it is the worst."
-        table = Table(f"{study.label(arm.arm)} against {study.label(arm.control)}", caption, head, rows)
+        table = _table(f"{study.label(arm.arm)} against {study.label(arm.control)}", caption, EVIDENCE, arm.evidence)
         commands = [*arm.commands[:1], *([arm.script] if arm.script else [])]
         found.append(Arm(table.title, named(study, arm.sentence), arm.exit_code == 0, table, commands))
     return found
-
-
-def _finding(finding: Finding) -> list[Cell]:
-    return [
-        text(finding.tier),
-        text(finding.check),
-        number(finding.step, lambda value: f"{value:.0f}"),
-        text(finding.tensor),
-        _value(finding.observed),
-        _value(finding.allowed),
-        number(finding.count, lambda value: f"{value:.0f}"),
-        text(finding.grade.value),
-    ]
 
 
 def _value(value: float | str) -> Cell:
