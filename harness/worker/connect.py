@@ -21,8 +21,8 @@ from harness.fsdp import SharpOwnership
 from harness.probe.memory import note_before_rendezvous
 from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
-from harness.worker.binding import bind, device_index, near
-from harness.worker.rendezvous import LOOPBACK, Meeting, interface_towards, meet
+from harness.worker.binding import device_index
+from harness.worker.rendezvous import LOOPBACK, interface_towards, meet
 from harness.worker.signing import sign_pickles
 
 MEETING_TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def set_up_torch(config: Config, place: RankPlace) -> torch.device:
-    """Set threads and determinism, and return the device; on CUDA also bind processors, and disable TF32.
+    """Set threads and determinism, and return the device; on CUDA also disable TF32.
 
     Raises `ValueError`: this process sees no CUDA device for this rank.
     """
@@ -50,8 +50,6 @@ def set_up_torch(config: Config, place: RankPlace) -> torch.device:
     # TF32 has 10 bits where fp32 has 23. torch leaves it off in matrix products, but on in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    if config.cluster.bind_to_device:
-        bind(near(index))
     note_before_rendezvous(device)
     return device
 
@@ -107,17 +105,12 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
     dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
 
 
-_MET: list[Meeting] = []
-"""Kept for the process's life: torch holds only a store's C++ half, whose methods call the Python one."""
-
-
 def _store(config: Config, place: RankPlace, attempt: Path) -> Store:
     met = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S) if place.world_size > 1 else None
     if config.cluster.interface is None:
         _choose_interfaces(LOOPBACK if met is None else met.host)
     if met is None:
         return HashStore()
-    _MET.append(met)
     sign_pickles(met.signer)
     return met.store
 

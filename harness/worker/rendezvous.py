@@ -2,8 +2,8 @@
 
 [Note: Who is believed] The ports of gloo, NCCL and torch's TCPStore ask for no password. Ranks on one host need no port
 to meet: their store is a file of that folder, and later ports are on loopback. Ranks on several hosts share the folder
-and meet in a TCPStore, of which they accept values signed with the key (`harness.worker.signed_store`). Key and folder
-belong to one start.
+and meet in a TCPStore, whose values are believed. Pickles are signed with the key (`harness.worker.signing`). Key and
+folder belong to one start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from harness.store.errors import StoreError
 from harness.store.files import PRIVATE
 from harness.store.rank_place import RankPlace, rendezvous_folder
 from harness.store.reading import read_own_json
-from harness.worker.signed_store import SignedStore
 from harness.worker.signing import KEY_BYTES, Signer
 
 ADDRESS, STORE = "address.json", "store"
@@ -66,8 +65,8 @@ def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapp
         found = _await_address(folder / ADDRESS, place, timeout_s)
         host, port, key = found["host"], found["port"], bytes.fromhex(found["key"])
         served = port and TCPStore(host, port, place.world_size, is_master=False, timeout=limit)
-    signer = Signer(key, place.rank)
-    store = SignedStore(served, signer) if served else FileStore(str(folder / STORE), place.world_size)
+    signer = Signer(key)
+    store = served or FileStore(str(folder / STORE), place.world_size)
     store.set_timeout(limit)
     return Meeting(store, signer, host)
 

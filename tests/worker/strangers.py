@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import encodings.idna  # noqa: F401 # what a stranger may not import any more
 import os
-import pickle
 import runpy
 import socket
 import struct
@@ -20,16 +19,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
-from harness.worker import rendezvous, signing
+from harness.worker import rendezvous
 from tests.support import programs
 from tests.support.forking import fork_ranks
 from tests.support.mutants import Slip
@@ -40,45 +35,9 @@ SMALL = ("train.warmup_steps=0", "data.seq_len=32", "model.num_layers=1", "model
 PATIENCE_S = 120.0
 SECONDS = 200.0
 """For a whole trial."""
-SIGNATURE_BYTES = 44
 SLIPS = {
-    "nothing is verified": Slip(signing.Signer, "verified", "hmac.compare_digest(", "max("),
     "a port on one host": Slip(rendezvous, "is_one_host", 'environment.get("LOCAL_WORLD_SIZE") == ', '"" == '),
 }
-
-
-class Code:
-    """Unpickled, it runs a command."""
-
-    def __init__(self, command: str) -> None:
-        self._command = command
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (self._command,)
-
-
-class Impostor(dist.Store):
-    """A store through which a stranger reads what ranks have signed, and writes what could pass for it."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self._inner = inner
-
-    def set(self, key: str, value: bytes) -> None:
-        self._inner.set(key, bytes(SIGNATURE_BYTES) + value)
-
-    def get(self, key: str) -> bytes:
-        found: bytes = self._inner.get(key)
-        return found[SIGNATURE_BYTES:]
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        self._inner.wait(keys, timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def has_extended_api(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -96,10 +55,10 @@ class Outcome:
     """Folders of meetings that are still there."""
 
 
-def attacked(attack: str, launcher: dict[str, str], slip: str = "") -> Outcome:
-    """A run of two ranks under attack, the ranks started with these variables; none: `run.py` starts them itself."""
+def attacked(launcher: dict[str, str], slip: str = "") -> Outcome:
+    """A run of two ranks and a stranger, the ranks started with these variables; none: `run.py` starts them itself."""
     with _shared_folder() as folder:
-        codes = fork_ranks(_be, 3, folder, attack, launcher, slip, seconds=SECONDS, first_failure_ends_all=True)
+        codes = fork_ranks(_be, 3, folder, launcher, slip, seconds=SECONDS, first_failure_ends_all=True)
         said = "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
         loot = {path.name: path.read_text() for path in (folder / "loot").iterdir()}
         left = [path.name for path in folder.glob("runs/*/*/attempts/*/rendezvous-*")]
@@ -120,15 +79,15 @@ def _shared_folder() -> Iterator[Path]:
 # -- in the forks ------------------------------------------------------------------------------------------------------
 
 
-def _be(number: int, folder: Path, attack: str, launcher: dict[str, str], slip: str) -> None:
-    """Rank 0; the stranger; rank 1, which comes late, or not where a stranger wants its place."""
+def _be(number: int, folder: Path, launcher: dict[str, str], slip: str) -> None:
+    """Rank 0; the stranger; rank 1, which comes late."""
     if number == 1:
-        _stranger(folder, attack)
+        _stranger(folder)
     elif not launcher:
         if number == 0:
             words, out = [str(ROOT / "run.py"), *SMALL, "train.steps=20"], str(folder / "0.txt")
             programs._be(0, words, str(folder), dict(os.environ), out, out, folder / "pid")
-    elif number == 0 or attack != "join":
+    else:
         rank = number // 2
         if rank:
             _await(lambda: (folder / "loot" / "done").exists())
@@ -150,7 +109,7 @@ def _run(folder: Path, variables: dict[str, str], slip: str, output: str) -> Non
     runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
 
 
-def _stranger(folder: Path, attack: str) -> None:
+def _stranger(folder: Path) -> None:
     loot = folder / "loot"
     try:
         _await(lambda: bool(_listening(folder)))
@@ -160,7 +119,6 @@ def _stranger(folder: Path, attack: str) -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         (loot / "heard").write_text(" ".join(sorted({host for host, _ in ports})))
         for path in (attempt, next(iter(attempt.parent.glob("0/rendezvous-*")), attempt)):
             with contextlib.suppress(PermissionError):
@@ -169,7 +127,6 @@ def _stranger(folder: Path, attack: str) -> None:
         found = next((port for _, port in ports if _is_store(port)), None)
         if found is not None:
             (loot / "store").write_text("answers")
-            ATTACKS[attack](dist.TCPStore("127.0.0.1", found, is_master=False), loot)
     except BaseException:
         (loot / "error").write_text(traceback.format_exc())
     (loot / "done").write_text("")
@@ -194,32 +151,6 @@ def _is_store(port: int) -> bool:
         probe.sendall(magic + ping + nonce)
         return probe.recv(4) == nonce
     return False
-
-
-def _join(store: Any, loot: Path) -> None:
-    """Be rank 1, and answer with a pickle where ranks first tell of themselves."""
-    impostor = Impostor(store)
-    dist.init_process_group("gloo", store=impostor, rank=1, world_size=2, timeout=timedelta(seconds=20))
-    group = dist.new_group(backend="gloo")
-    answer = pickle.dumps(Code(f"id -u > {loot}/ran"))
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(sizes, torch.tensor([len(answer)]), group=group)
-    longest = int(max(sizes))
-    rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(2)]
-    mine = torch.frombuffer(bytearray(answer.ljust(longest, b"\0")), dtype=torch.uint8)
-    dist.all_gather(rows, mine, group=group)
-    (loot / "told").write_bytes(bytes(rows[0].tolist()))
-
-
-def _replace(store: Any, loot: Path) -> None:
-    """Have rank 1 find another address in the place of rank 0's."""
-    store.wait(["0//cpu//0/0"], timedelta(seconds=PATIENCE_S))
-    held = store.get("0//cpu//0/0")
-    store.set("0//cpu//0/0", held[:-1] + bytes([held[-1] ^ 1]))
-    (loot / "replaced").write_text("")
-
-
-ATTACKS = {"join": _join, "replace": _replace}
 
 
 def _await(condition: Callable[[], bool]) -> None:

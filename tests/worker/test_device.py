@@ -1,8 +1,7 @@
-"""Which device a rank takes, with which processors, and what it refuses before it meets others."""
+"""Which device a rank takes, and what it refuses before it meets others."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from harness.config.schema import Config, Device, MeasureMode, Numerics
 from harness.probe.nccl_library import NcclVersion
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
-from harness.worker.binding import bind, device_index, processors_of
+from harness.worker.binding import device_index
 
 
 @pytest.mark.parametrize(
@@ -68,23 +67,6 @@ def test_a_timed_step_fills_no_memory_that_it_only_takes(
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-def test_a_kernels_list_of_processors(tmp_path: Path) -> None:
-    (tmp_path / "list").write_text("0-2,8,10-11\n")
-    assert processors_of(tmp_path / "list") == {0, 1, 2, 8, 10, 11}
-    assert processors_of(tmp_path / "none") == set()
-
-
-def test_a_rank_keeps_to_near_processors_it_was_given_and_to_all_of_them_where_none_is_near() -> None:
-    before = os.sched_getaffinity(0)
-    try:
-        bind({max(before) + 1000})
-        assert os.sched_getaffinity(0) == before
-        bind({min(before), max(before) + 1000})
-        assert os.sched_getaffinity(0) == {min(before)}
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 @pytest.mark.parametrize("loaded", [None, NcclVersion(2, 28, 9), NcclVersion(2, 9, 1), NcclVersion(2, 30, 0)])

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from harness.store import reading
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, is_slurm_step, rank_place, slurm_job
 from harness.worker import rendezvous
 from harness.worker.rendezvous import ADDRESS, interface_towards, is_one_host, meet, reachable_host
-from harness.worker.signed_store import SignedStore
 from tests.support.mutants import Slip, each
 
 SLURM = {
@@ -53,7 +53,7 @@ def met(attempt, world_size=2, launcher="local", environment=HOSTS, start="now")
         return [*pool.map(lambda place: meet(attempt, place, timeout_s=20, environment=environment), places)]
 
 
-@pytest.mark.parametrize(("launcher", "kind"), [("local", "FileStore"), ("torchrun", "SignedStore")])
+@pytest.mark.parametrize(("launcher", "kind"), [("local", "FileStore"), ("torchrun", "TCPStore")])
 def test_all_ranks_share_a_store_of_their_own_kind(launcher, kind, attempt):
     meetings = met(attempt, 3, launcher)
     stores = [each.store for each in meetings]
@@ -76,7 +76,7 @@ def test_the_way_is_open_to_nobody_else_whatever_the_umask(attempt):
 
 def test_the_port_listens_on_the_address_that_leads_to_rank_0_only(attempt):
     meetings = met(attempt, launcher="torchrun")
-    assert isinstance(meetings[0].store, SignedStore)
+    assert isinstance(meetings[0].store, TCPStore)
     port = rendezvous.read_own_json(attempt / "rendezvous-now" / ADDRESS)["port"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", port))  # refused if the store listened on every address
