@@ -18,6 +18,7 @@ ALL = "sharding=no_shard,optim,optim_grads,optim_grads_params"
 SHARDED = "sharding=optim_grads,optim_grads_params"
 AGREES = ("EQUAL", "EQUIVALENT")
 SAME = ("EQUAL",)
+PREEMPTED = 75
 
 
 class Piece(NamedTuple):
@@ -79,15 +80,14 @@ def odd(lab: Lab) -> Facts:
 def interrupted(lab: Lab) -> Facts:
     """A checkpoint that is written while training goes on, and a run that is stopped and goes on with every bit."""
     common = [word for word in small(lab.setting) if not word.startswith("ckpt")]
-    lab.train("mesh=one", "numerics=deterministic", "ckpt.every=2", "ckpt.background=true", *common)
-    (run,) = lab.runs() or [None]
-    if run is None:
-        return {}  # the command that made none is in the findings
-    words = ("rehearse", "--root", str(lab.setting.store), "--preempt-at", "2", str(run), "--json")
-    done = lab.call("-m", "harness", *words)
-    if done.returncode:
-        lab.failed.append({"command": lab.commands[-1], "words": (done.stdout + done.stderr)[-800:]})
-    return {"exit_code": done.returncode, "told": json.loads(done.stdout) if done.stdout.startswith("{") else {}}
+    cell = ["mesh=one", "numerics=deterministic", "ckpt.every=2", "ckpt.background=true", *common]
+    lab.train(*cell)
+    again = [*cell, "train.replicate=1", "launch.preempt_at=2"]
+    codes = [lab.train(*again, must=False) for _ in range(2)]
+    if codes != [PREEMPTED, 0]:
+        lab.failed.append({"command": lab.commands[-1], "words": f"exit codes {codes}, not {PREEMPTED} and 0"})
+    whole, resumed = (lab.runs(train__replicate=number) for number in (0, 1))
+    return {"exit_codes": codes, "verdicts": lab.verdicts(whole[0], resumed, wanted=SAME) if whole else []}
 
 
 def sanitizer(lab: Lab) -> Facts:

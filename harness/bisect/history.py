@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
 from pathlib import Path
 
 from harness.bisect.revisions import WORKTREE, Repository, Version
 from harness.bisect.snapshot import Snapshot
-from harness.bisect.trials import Answer, Request, answer_of, brief, check_ends, first_differing, unfit
+from harness.bisect.trials import Answer, Request, answer_of, brief, check_ends, unfit
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
-from harness.launch.room import NoRoom
 from harness.parity import Outcome, Verdict
 from harness.parity.versions import Side, changed_defaults, compare_versions
 from harness.store.redaction import redacted
-from harness.store.screen import counted
 
 Tell = Callable[[str], None]
 
@@ -32,8 +28,7 @@ class Compared:
 def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
     """Verdict on the run of `new` against that of `old`; runs are made once and reused.
 
-    Raises `BadRequest` (no such revision, the request does not compose, or no room on disk; nothing was run) and
-    `KeyboardInterrupt`.
+    Raises `BadRequest` (no such revision, or the request does not compose; nothing was run) and `KeyboardInterrupt`.
     """
     request.check()
     repository = Repository.own(request.root)
@@ -44,7 +39,6 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
         snapshot.check(request.words)
-    request.check_room(sum(each.done(request.words) is None for each in snapshots), repository.cache)
     runs = [_run(snapshot, request, tell) for snapshot in snapshots]
     verdict = _judge(request, arm, runs[1], control, runs[0])
     return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), runs[1], runs[0])
@@ -132,63 +126,47 @@ class Bisection:
         self.good, self.bad = (self._repository.version(revision) for revision in (good, bad))
         _check_history(self._repository, self.good, self.bad)
         _warn_of_dirt(self._repository, (self.good, self.bad), tell)
-        self._verdicts: dict[int, Verdict] = {}
-        self._reasons: dict[int, str] = {}
-        self._number = itertools.count(1)
+        self._verdicts: dict[str, Verdict] = {}
+        self._reasons: dict[str, str] = {}
 
     def find(self) -> Culprit:
         """Bisect; a repeated call reuses finished runs.
 
-        Raises `BadRequest`: an end cannot be run, or they do not differ. `NoRoom`: the disk is too full.
-        `KeyboardInterrupt`.
+        Raises `BadRequest`: an end cannot be run, or they do not differ. `KeyboardInterrupt`.
         """
-        self._line = self._repository.between(self.good, self.bad)
         ends = [Snapshot(self._repository, version) for version in (self.good, self.bad)]
         for end in ends:
             end.check(self._request.words)
-        missing = sum(end.done(self._request.words) is None for end in ends)
-        fresh = missing == len(ends)  # asked again, most trials are done
-        self._request.check_room(missing + fresh * ceil(log2(len(self._line) - 1)), self._repository.cache)
-        self._tell(f"{counted(len(self._line) - 1, 'version')} after {self.good.title}, each held against it")
+        self._tell(f"versions after {self.good.title}, each held against it")
         self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
         self._control = ends[0].run(self._request.words)
         verdict = self._verdict(self.bad)
         check_ends(verdict, self.good.label, self.bad.label, undecided=self._request.undecided)
-        last = len(self._line) - 1
-        self._verdicts[last] = verdict
         self._tell(f"  the end  {self.bad.title}: {brief(verdict)}")
-        span = first_differing(len(self._line), self._try)
-        skipped = [Skipped(self._line[at], self._reasons[at]) for at in range(span.same + 1, span.differs)]
-        same, first = self._line[span.same], self._line[span.differs]
-        found = Culprit(self.good, same, first, self._verdicts[span.differs], tuple(skipped), ())
+        same, *between, first = self._repository.bisect(self.good, self.bad, lambda version: self._try(version).value)
+        skipped = tuple(Skipped(version, self._reasons[version.tree]) for version in between)
+        found = Culprit(self.good, same, first, self._verdicts[first.tree], skipped, ())
         return replace(found, next=tuple(self._next(found)))
 
     def _verdict(self, version: Version) -> Verdict:
-        snapshot = Snapshot(self._repository, version)
-        self._request.check_room(int(snapshot.done(self._request.words) is None), self._repository.cache)
-        run = snapshot.run(self._request.words)
-        return _judge(self._request, version, run, self.good, self._control)
+        run = Snapshot(self._repository, version).run(self._request.words)
+        self._verdicts[version.tree] = _judge(self._request, version, run, self.good, self._control)
+        return self._verdicts[version.tree]
 
-    def _try(self, at: int, left: int) -> Answer:
-        version = self._line[at]
-        number = next(self._number)
-        head = f"  {number} of about {number + left - 1}  {version.title}"
+    def _try(self, version: Version) -> Answer:
+        head = f"  {version.title}"
         if version.tree == self.good.tree:
             self._tell(f"{head}: EQUAL, the same files")
             return Answer.same
         try:
             verdict = self._verdict(version)
-        except NoRoom:
-            raise
         except BadRequest as error:
-            self._reasons[at] = redacted(" ".join(error.violations[0].problem.split()))
-            self._tell(f"{head}: skipped, {self._reasons[at]}")
+            self._reasons[version.tree] = redacted(" ".join(error.violations[0].problem.split()))
+            self._tell(f"{head}: skipped, {self._reasons[version.tree]}")
             return Answer.unresolved
-        self._verdicts[at] = verdict
-        sought = self._verdicts[len(self._line) - 1].outcome
-        answer = answer_of(verdict, sought, undecided=self._request.undecided)
+        answer = answer_of(verdict, self._verdicts[self.bad.tree].outcome, undecided=self._request.undecided)
         if answer is Answer.unresolved:
-            self._reasons[at] = verdict.sentence
+            self._reasons[version.tree] = verdict.sentence
         self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
         return answer
 

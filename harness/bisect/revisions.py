@@ -1,11 +1,11 @@
 """Versions of the code as an axis: a revision of this repository becomes a folder of its own to run from.
 
-[Note: Nothing of the user's is touched] Files are written through a separate index, and contents only in the working
-tree go into a separate object store. The user's index, branches, stashes and files do not change.
+[Note: Nothing of the user's is touched] Files are written through a separate index, and `git bisect` runs in a clone
+without objects of its own. The user's index, branches, stashes, files and bisections do not change; contents only in
+the working tree become loose objects, as by `git stash create`.
 
-`<root>/.code/objects` holds contents without a commit (WORKTREE). `<root>/.code/<tree>/files` is the version,
-read-only, named by its git tree, so that equal versions are one. `<root>/.code/<tree>/runs/<words>` is a store for each
-request: runs of two versions may have one name.
+`<root>/.code/<tree>/files` is the version, read-only, named by its git tree, so that equal versions are one.
+`<root>/.code/<tree>/runs/<words>` is a store for each request: runs of two versions may have one name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,11 @@ FOLDER = ".code"
 SHORT = 7
 LISTED = 8
 FIELDS = "%H%x09%T%x09%s"
+AUTHOR = ("-c", "user.name=harness", "-c", "user.email=harness@localhost")
+GOES_ON = "Bisecting:"
+"""Begins a line of `git bisect` while a version is still to be tried."""
+ONLY_SKIPPED = 2
+"""Exit code of `git bisect` where only skipped commits are left."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Repository:
     def _described(self, asked: str, commit: str) -> Version:
         line = self._git("rev-list", "--max-count=1", f"--format={FIELDS}", commit).splitlines()[-1]
         found, tree, subject = line.split("\t", 2)
-        return Version(asked, found, tree, subject)
+        return Version(asked or found[:SHORT], found, tree, subject)
 
     def _worktree(self) -> Version:
         head = self._described(WORKTREE, self._git("rev-parse", "HEAD").strip())
@@ -146,17 +151,27 @@ class Repository:
     def parents(self, version: Version) -> list[str]:
         return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
 
-    def between(self, good: Version, bad: Version) -> list[Version]:
-        """`good` to `bad`, both included, oldest first: first parents of `bad` that were built on `good`.
+    def bisect(self, good: Version, bad: Version, answer: Callable[[Version], str]) -> list[Version]:
+        """`git bisect` over first parents: the last good version, those skipped after it, and the first bad one.
 
-        A merged branch is one step, its merge: commits inside it never were states of this branch.
+        A merged branch is one step, its merge: commits inside it never were states of this branch. Args: answer: takes
+        a version between the two; returns good, bad or skip.
         """
-        span = f"{good.commit}..{bad.commit}"
-        built_on_good = set(self._git("rev-list", "--ancestry-path", span).split())
-        lines = self._git("rev-list", "--first-parent", "--reverse", f"--format={FIELDS}", span).splitlines()
-        found = [line.split("\t", 2) for line in lines if "\t" in line]
-        chain = [Version(c[:SHORT], c, tree, subject) for c, tree, subject in found if c in built_on_good]
-        return [good, *chain, bad] if bad.asked == WORKTREE else [good, *chain[:-1], bad]
+        tip = bad.commit
+        if bad.asked == WORKTREE:
+            tip = self._git(*AUTHOR, "commit-tree", bad.tree, "-p", bad.commit, "-m", WORKTREE).strip()
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.cache, prefix=".bisect.") as folder:
+            self._git("clone", "--quiet", "--bare", "--shared", str(self.top), folder)
+            clone = Repository(Path(folder), self.cache)
+            said = clone._git("bisect", "start", "--first-parent", tip, good.commit)
+            while any(line.startswith(GOES_ON) for line in said.splitlines()):
+                tried = clone._described("", clone._git("rev-parse", "BISECT_HEAD").strip())
+                said = clone._git("bisect", answer(tried), codes=(0, ONLY_SKIPPED))
+            span = ("refs/bisect/bad", "--not", "--glob=refs/bisect/good-*")
+            chain = clone._git("rev-list", "--first-parent", "--reverse", *span).split()
+            found = [clone._described("", commit) for commit in (f"{chain[0]}^", *chain)]
+        return [*found[:-1], bad] if chain[-1] == tip else found
 
     def files(self, version: Version) -> Path:
         """Folder of a version's files, created atomically and reused.
@@ -173,8 +188,10 @@ class Repository:
                 self._git("read-tree", version.tree, variables=index)
                 self._git("checkout-index", "--all", f"--prefix={draft}/", variables=index)
             _protect(draft)
-            with contextlib.suppress(FileExistsError):
-                _rename(draft, target)
+            os.rename(draft, target)
+        except OSError:
+            if not target.is_dir():  # else another request was faster
+                raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return target
@@ -184,30 +201,26 @@ class Repository:
 
     @contextlib.contextmanager
     def _own_index(self) -> Iterator[dict[str, str]]:
-        objects = self.cache / "objects"
-        objects.mkdir(parents=True, exist_ok=True)
-        theirs = self._git("rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
+        self.cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.cache, prefix=".index.") as folder:
-            yield {
-                "GIT_INDEX_FILE": str(Path(folder) / "index"),
-                "GIT_OBJECT_DIRECTORY": str(objects),
-                "GIT_ALTERNATE_OBJECT_DIRECTORIES": theirs,
-            }
+            yield {"GIT_INDEX_FILE": str(Path(folder) / "index")}
 
-    def _git(self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "") -> str:
+    def _git(
+        self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "", codes: Sequence[int] = (0,)
+    ) -> str:
         outer = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER}
         command = ["git", "--no-optional-locks", "-C", str(self.top), *arguments]
         try:
             done = subprocess.run(
                 command,
-                env=outer | dict(variables or {}),
+                env=outer | {"LC_ALL": "C"} | dict(variables or {}),
                 input=given.encode(errors="surrogateescape"),
                 capture_output=True,
                 check=False,
             )
         except OSError as error:
             raise GitError(f"git cannot be started: {error.strerror}") from error
-        if done.returncode:
+        if done.returncode not in codes:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             raise GitError(lines[-1] if lines else f"git {arguments[0]} ended with {done.returncode}")
         return done.stdout.decode(errors="surrogateescape")
@@ -217,13 +230,3 @@ def _protect(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(path.stat().st_mode & ~0o222)
-
-
-def _rename(draft: Path, target: Path) -> None:
-    """Raises `FileExistsError`: another request was faster."""
-    try:
-        os.rename(draft, target)
-    except OSError as error:
-        if target.is_dir():
-            raise FileExistsError(target) from error
-        raise

@@ -1,8 +1,7 @@
 """Completion of shells: verbs, their options, studies, runs; groups, options and settings after run.py.
 
-`completion bash` and `completion zsh` print a shell function, which calls `completion SHELL --line LINE`. A word with
-`=` is one word here and three for bash; its function compensates. Without candidates both offer files, and zsh its
-usual completion of `python`.
+`completion bash` prints a shell function, which calls `completion bash --line LINE`. A word with `=` is one word here
+and three for bash; its function compensates. Without candidates it offers files.
 """
 
 from __future__ import annotations
@@ -33,34 +32,10 @@ BASH = r"""_harness_completion() {
     fi
 }
 complete -o default -F _harness_completion harness python python3"""
-ZSH = r"""(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i -D }
-[[ "${_comps[python]}" == _harness_completion ]] || typeset -g _harness_before="${_comps[python]:-_default}"
-_harness_completion() {
-    local -a ask found
-    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
-    case "${words[1]:t}" in
-        harness) ask=("${words[1]}") ;;
-        *) if [[ "${words[2]:t}" != run.py && "${words[2]} ${words[3]}" != "-m harness" ]]; then
-               $_harness_before "$@"
-               return
-           fi
-           ask=("${words[1]}" -m harness) ;;
-    esac
-    found=(${(f)"$("${(@)ask}" completion zsh --line "$line" 2>/dev/null)"})
-    if (( ! $#found )); then
-        compset -P '*='
-        _files
-        return
-    fi
-    compadd -S '' -- ${(M)found:#*[=/]}
-    compadd -- ${found:#*[=/]}
-}
-compdef _harness_completion harness python python3"""
-SHELLS = {"bash": BASH, "zsh": ZSH}
 
 
-def install(shell: str) -> str:
-    return f'eval "$({commands.verb(f"completion {shell}")})"'
+def install() -> str:
+    return f'eval "$({commands.verb("completion bash")})"'
 
 
 def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
@@ -138,14 +113,14 @@ def _runs(store: Store) -> list[str]:
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help=f"install it: {install('bash')}, or zsh")
+    parser.add_argument("shell", choices=("bash",), help=f"install it: {install()}")
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
 def _completion(arguments: Namespace) -> int:
     from harness.cli.verbs import VERBS
 
-    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
+    print(BASH if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
     return 0
 
 

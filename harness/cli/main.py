@@ -15,7 +15,10 @@ from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands
 
-MOVED = {"power": "python benchmarks/power/whole_runs.py"}
+MOVED = {
+    "power": "in a checkout: python benchmarks/power/whole_runs.py",
+    "rehearse": "run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see docs/checkpoints.md",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +56,7 @@ def _check_verb(words: Sequence[str]) -> None:
     if not words:
         raise refuse(commands.verb(), "needs a verb", choices=", ".join(names), fix=f"{commands.verb()} --help")
     if words[0] in MOVED:
-        raise refuse(words[0], "is no verb any more", fix=f"in a checkout: {MOVED[words[0]]}")
+        raise refuse(words[0], "is no verb any more", fix=MOVED[words[0]])
     if words[0] not in names and not words[0].startswith("-"):
         meant = nearest(words[0], names)
         fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"

@@ -11,10 +11,9 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("gate", "a run against a baseline, for a pull request", "gate.GATE"),
         Verb("baseline", "a golden file of a run, for gate and compare", "gate.BASELINE"),
         Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report.REPORT"),
-        Verb("bisect", "the first commit, or fewest settings, that make a run differ", "bisect.BISECT"),
+        Verb("bisect", "the first commit that makes a run differ", "bisect.BISECT"),
         Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
         Verb("plan", "memory and traffic of a request before anything runs", "plan.PLAN"),
-        Verb("rehearse", "stop a run after a step, resume it, and compare every number", "rehearse.REHEARSE"),
     ),
     "How runs fare": (
         Verb("watch", "how every run is doing: state, step, loss; failures by cause", "runs.WATCH"),
@@ -30,7 +29,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "series.SERIES"),
         Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync.SYNC"),
         Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),
-        Verb("completion", "for bash or zsh, so that TAB offers what can be typed", "completion.COMPLETION"),
+        Verb("completion", "for bash, so that TAB offers what can be typed", "completion.COMPLETION"),
     ),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

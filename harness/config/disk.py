@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 from harness.config.captured import captured
 from harness.config.derived import state_bytes
@@ -12,23 +11,6 @@ from harness.config.schema import CkptPolicy, Config
 
 LOGS_BYTES = 1 << 20
 """About the logs of a short run."""
-
-
-class Kept(NamedTuple):
-    """Bytes that runs leave on disk at least, without logs, record and step checks."""
-
-    checkpoints: int
-    captures: int
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints + self.captures
-
-
-def kept(cfg: Config) -> Kept:
-    every, steps = cfg.ckpt.every, cfg.train.steps
-    saves = 0 if cfg.ckpt.policy is CkptPolicy.none else -(-steps // every) if every else 1
-    return Kept(min(cfg.ckpt.keep, saves) * state_bytes(cfg), captured(cfg).num_bytes)
 
 
 def written(cfg: Config) -> int:

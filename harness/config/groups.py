@@ -63,7 +63,6 @@ class Only:
 
 
 SLURM = Only("cluster.backend", "slurm")
-CONTAINER = Only("cluster.container_image", but=None, choose="cluster.container_image")
 CUDA = Only("cluster.device", "cuda", choose="cluster.device=cuda")
 UB = Only("nccl_ub.mode", but="none", choose="nccl_ub=auto")
 SHARP = Only("sharp.group", "dp", "dp_outer", choose="sharp=dp")
@@ -225,8 +224,6 @@ class ClusterConfig(Group):
     Their times do not apply to ranks with a device each."""
     device_memory: Annotated[float, Range(0, 10**6, "GiB", above=True)] | None = None
     """Memory of a rank's device for tensors, against which `plan` holds the peak of a step. null: against nothing."""
-    bind_to_device: Annotated[Flag, CUDA] = True
-    """Bind each CUDA rank to those of its processors that are on the NUMA node of its device."""
     interface: str | None = None
     """Network interface of gloo and NCCL (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr shows it.
     null: loopback where all ranks are on one host; else gloo uses the one that leads to rank 0, and NCCL chooses."""
@@ -265,7 +262,3 @@ class ClusterConfig(Group):
     """Further arguments of the srun that starts the ranks, such as --mpi=none."""
     python: Annotated[str | None, SLURM] = None
     """Shell words that start Python in a job. null: the path of the interpreter that made the request."""
-    container_image: Annotated[str | None, SLURM] = None
-    """Container image of the ranks, as srun's --container-image takes it (pyxis). null: no container."""
-    container_mounts: Annotated[list[str], CONTAINER] = field(default_factory=list)
-    """Further --container-mounts, each FROM:TO. launch.root is always mounted, at its own path."""

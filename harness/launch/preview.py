@@ -11,7 +11,6 @@ from harness.launch.environment import rank_environment
 from harness.launch.local.ranks import worker_command
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Decision
-from harness.launch.room import say_room
 from harness.launch.slurm.batch import Batch
 from harness.launch.slurm.scheduler import probe
 from harness.launch.slurm.submission import is_remote, planned
@@ -22,8 +21,7 @@ from harness.store.rundir import Store
 def preview(cells: Sequence[Cell]) -> str:
     """Cells with directories and decisions, then the environment, then the batch scripts.
 
-    Scripts are also written to `Batch.dry_file`. Raises `BadRequest`: beyond SLURM's cluster. `OSError`: a script
-    cannot be written.
+    Scripts are also written to `Batch.dry_file`. Raises `OSError`: a script cannot be written.
     """
     store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()
@@ -42,9 +40,6 @@ def preview(cells: Sequence[Cell]) -> str:
         decision = decisions[cell.signature]
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
-    starting = [cell for cell in cells if decisions[cell.signature].starts]
-    if len(starting) > 1:
-        parts.append(f"\n{say_room(store, starting)}")
     if local:
         parts.append(_local(store, local[0]))
     parts.extend(_script(store, batch) for batch in batches)

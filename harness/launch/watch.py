@@ -20,7 +20,6 @@ from harness.store.step_time import median_step_time, rates
 
 POLL_S = 2.0
 HEADER = ("run", "state", "step", "loss", "held out", "ms/step", "tokens/s", "TFLOP/s", "MFU", "left", "reason")
-REASON = HEADER.index("reason")
 LEGIBLE = 24
 OPTIONAL = frozenset(map(HEADER.index, ("held out", "tokens/s", "TFLOP/s", "MFU")))
 """Columns that are left out where no run has them."""

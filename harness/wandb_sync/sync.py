@@ -14,8 +14,8 @@ from harness.parity.telling.usual import farthest
 from harness.store import checksums, status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
-from harness.store.rundir import RunDir, read_summary
-from harness.store.status import RESTARTS, JobProbe, State, Status
+from harness.store.rundir import RunDir
+from harness.store.status import RESTARTS, JobProbe
 from harness.wandb_sync.run import WandbFailed, WandbRun, check_place, outcome, settle
 
 LAST_STEP = 2**31 - 1
@@ -78,10 +78,10 @@ def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tupl
 
 
 def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:
-    """Send one run from its first step to its last, after checking that it is complete.
+    """Send one run from its first step to its last.
 
-    A partial run would replace the complete one of an earlier mirror. Raises `StoreError`: a file is unreadable, or a
-    step is missing or duplicate. `WandbFailed`: wandb did not open the run.
+    A partial run would replace the complete one of an earlier time. Raises `StoreError`: a file is unreadable.
+    `WandbFailed`: wandb did not open the run.
     """
     outcome(run)
     wandb_run = WandbRun(run, mode, live=False)
@@ -99,39 +99,21 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     if found is not None and found.state in RESTARTS:
         return f"left alone, it is {found.state.value}"
     checksums.demand(run.path, *checksums.TOLD)
-    last = _last_step(run)
-    if last:
-        _check_end(run, last, found)
-    return "" if last else "nothing to send, it has no step"
+    return "" if _last_step(run) else "nothing to send, it has no step"
 
 
 def _last_step(run: RunDir) -> int:
-    """Last step of a record; 0 for an empty one.
-
-    Raises `StoreError`: a step is missing or duplicate, which wandb would drop with a warning.
-    """
+    """Last step of a record; 0 for an empty one. Raises `StoreError`: steps that wandb would drop with a warning."""
     last = 0
     for number, record in enumerate(iter_metrics(run.metrics), start=1):
-        step, where = record["step"], f"{run.metrics}, line {number}"
-        if not 0 < step <= LAST_STEP:
-            raise StoreError(f"{where} is step {step}, as no run has; repair the line or remove the run directory")
-        if last and step != last + 1:
+        step = record["step"]
+        if not last < step <= LAST_STEP:
             raise StoreError(
-                f"{where} is step {step} after step {last}; wandb cannot keep that as it is: put the lines in order, "
-                "each step once, or remove the run directory and run it again"
+                f"{run.metrics}, line {number} is step {step} after step {last}; wandb cannot keep that as it is: put"
+                " the lines in order, each step once, or remove the run directory and run it again"
             )
         last = step
     return last
-
-
-def _check_end(run: RunDir, last: int, found: Status | None) -> None:
-    """Raises `StoreError`: the record of a done run was truncated."""
-    ended = (read_summary(run) or {}).get("step")
-    if found is not None and found.state is State.done and isinstance(ended, int) and last < ended:
-        raise StoreError(
-            f"{run.metrics} ends with step {last}, and the run with step {ended}: the file was cut off; restore it, or "
-            "remove the run directory and run it again"
-        )
 
 
 class _Verdicts:

@@ -19,7 +19,7 @@ from harness.store import provenance, show, status
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir
-from harness.study import rehearse, replay
+from harness.study import replay
 from harness.wandb_sync import sync
 from harness.worker.report import Reporter
 from tests.cli.damages import flip_letter
@@ -114,11 +114,6 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
         TOLD,
         Slip(sync, "_held_back", "checksums.demand(run.path, *checksums.TOLD)", "pass"),
-    ),
-    "rehearse": (
-        lambda run: refusal(lambda: rehearse._check(RunDir(run), 2, ())),
-        TOLD,
-        Slip(rehearse, "_check", "checksums.demand(run.path)", "pass"),
     ),
     "show": (
         lambda run: " ".join(show.show(RunDir(run)).split()),

@@ -169,7 +169,7 @@ def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
 def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     values = {
         "cluster.additional": "{a: 1}",
-        **{f"cluster.{name}": "[x]" for name in ("flags", "srun_args", "setup", "teardown", "container_mounts")},
+        **{f"cluster.{name}": "[x]" for name in ("flags", "srun_args", "setup", "teardown")},
         "sharding.outer": "optim",
         "data.token_dtype": "uint32",
         "nccl_ub.symmetric": "false",
@@ -258,11 +258,6 @@ def test_token_ids_must_fit(tmp_path: Path) -> None:
         (["notes='a\nb'"], "notes", "control character"),
         (["notes='HF_TOKEN=abcdefgh1'"], "notes", "holds a secret"),
         (["launch.root='/a:b'", "cluster=slurm", DRY], "launch.root", "ends an entry of PYTHONPATH"),
-        (
-            ["launch.root='/a,b'", "cluster=slurm", "cluster.container_image=x", "cluster.python=python3", DRY],
-            "launch.root",
-            "ends an entry of --container-mounts",
-        ),
         (["mesh.dp_outer=0"], "mesh.dp_outer", "out of range"),
         (["mesh.dp_outer=8"], "mesh.dp_outer", "does not divide"),
         (["measure.capture_steps=${train.steps}"], "measure.capture_steps", "a list of whole numbers"),

@@ -17,7 +17,7 @@ from harness.launch.plan import Action, Decision
 from harness.launch.preview import preview
 from harness.launch.slurm import submission
 from harness.launch.slurm.batch import Batch, batches
-from harness.launch.slurm.shape import Shape, shapes
+from harness.launch.slurm.shape import alike
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 
@@ -31,7 +31,7 @@ START = Decision(Action.start, "new")
 
 def batch_of(root, *overrides, count=2):
     pairs = ((make(root, *overrides), START),) * count
-    return Batch("s", Shape.of(pairs[0][0]), pairs, "ab", root, root / ".snapshots" / "c0de")
+    return Batch("s", pairs, "ab", root, root / ".snapshots" / "c0de")
 
 
 def text_of(root, *overrides, count=2):
@@ -41,15 +41,14 @@ def text_of(root, *overrides, count=2):
 def test_submitit_makes_scripts_by_what_is_called_here():
     """Its maker of scripts is private: a release in which it takes other words fails here, before any user."""
     taken = inspect.signature(_make_sbatch_string).parameters
-    made = Batch("s", Shape.of(make("/runs")), ((make("/runs"), START),) * 2, "ab", Path("/runs"), Path("/code"))
+    made = Batch("s", ((make("/runs"), START),) * 2, "ab", Path("/runs"), Path("/code"))
     assert {"command", "folder", *made.parameters} <= taken.keys()
 
 
 def test_one_array_for_each_shape(tmp_path):
     cells = [make(tmp_path, f"train.replicate={i}") for i in range(3)]
     cells += [make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
-    groups = shapes(cells)
-    assert [len(group) for group in groups.values()] == [4, 1]
+    assert [len(group) for group in alike(cells)] == [4, 1]
 
 
 def test_what_the_cell_says_reaches_sbatch(tmp_path):
@@ -166,21 +165,6 @@ def test_the_job_ends_as_its_ranks_did_whatever_is_done_after(tmp_path):
     done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 75
     assert (tmp_path / "after it").exists()
-
-
-def test_a_container_sees_runs_and_code_and_is_put_back_from_outside(tmp_path):
-    text = text_of(
-        tmp_path,
-        "cluster.container_image=/images/torch.sqsh",
-        "cluster.container_mounts=[/data:/data]",
-        "cluster.python=python3",
-    )
-    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
-    words = shlex.split(srun)
-    assert "--container-image=/images/torch.sqsh" in words
-    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data" in words
-    assert words[words.index("python3") :][:5] == ["python3", "-P", "-u", "-m", "harness.launch.slurm.task"]
-    assert "[ $ranks -ne 75 ] || scontrol requeue" in text
 
 
 def test_a_preview_shows_everything_and_writes_scripts_alone(tmp_path, monkeypatch):

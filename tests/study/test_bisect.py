@@ -1,9 +1,8 @@
-"""Bisection over versions and over settings: with runs of the simulated engine, and twice with real ones."""
+"""Bisection over versions: with runs of the simulated engine, and once with real ones."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,21 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect import history, revisions, settings
+from harness.bisect import history, revisions
 from harness.bisect.history import Bisection, Culprit, compare_code
 from harness.bisect.revisions import WORKTREE, Version
-from harness.bisect.settings import KeySearch
 from harness.bisect.trials import Answer, Request, answer_of
 from harness.config.errors import BadRequest, refuse
-from harness.launch.room import NoRoom
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
-from harness.store.rundir import Store
 from tests.parity.arms import Arm, broken
 from tests.parity.edits import edit_json
 from tests.parity.lab import write
 from tests.study.test_code import commit, git
-from tests.support.composing import compose
-from tests.support.disk import small_disk
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Arm(steps=3, updates=())
@@ -105,8 +99,10 @@ def test_the_commit_that_doubles_gradients_is_named_with_what_shows_it(toy: Path
     assert culprit.sentence.startswith(f"{culprit.first.commit[:7]} '3 doubled' is the first that differs: DIFFERENT: ")
     previous, own = git(toy, "rev-parse", "main~5", "main~4").splitlines()
     assert culprit.next == (f"python -m harness compare --code {previous[:7]} {own[:7]} train.steps=3",)
-    assert len(ToySnapshot.ran) == 2 + 3, "both ends, and log2(7) trials"
-    assert sum(" of about " in line for line in told) == 3
+    assert 2 + 2 <= len(ToySnapshot.ran) <= 2 + 3, "both ends, and log2(7) trials"
+    assert sum(line.startswith("  ") and "the end" not in line for line in told) == len(ToySnapshot.ran) - 2, (
+        "a line a trial"
+    )
     assert all("\n" not in line for line in told)
     ToySnapshot.ran.clear()
     assert found("main~7", "main") == culprit
@@ -201,18 +197,6 @@ def test_versions_are_compared_and_the_next_command_asks_the_same(toy: Path) -> 
     assert ToySnapshot.ran == ["0 clean", "1 doubled"], "the old one first: it is the control"
 
 
-def test_nothing_is_run_where_runs_do_not_fit_on_the_disk(toy: Path) -> None:
-    """Two runs and three trials; asked with done ends, what is left of the search."""
-    grow(toy, "clean", "harmless", "harmless", "doubled", "doubled", "doubled", "doubled", "doubled")
-    (toy / "runs").mkdir()
-    with small_disk(toy / "runs", 20):
-        with pytest.raises(NoRoom, match=r"--root runs: has .* what would be trained \(2 runs\) keeps at least 2"):
-            compare_code(Request(("train.steps=3",)), "main~7", "main", [].append)
-        with pytest.raises(NoRoom, match=r"what would be trained \(5 runs\)"):
-            found("main~7", "main")
-        assert ToySnapshot.ran == []
-
-
 def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
     grow(toy, "clean", "broken")
     with pytest.raises(BadRequest, match=r"main \(\w{7}\): cannot do what is asked. It is broken"):
@@ -258,81 +242,6 @@ def verdict(outcome: Outcome, check: str = "", stage: Stage = Stage.record) -> V
 )
 def test_what_a_verdict_says_to_a_search(judged: Verdict, sought: Outcome, answer: Answer) -> None:
     assert answer_of(judged, sought) is answer
-
-
-HARMLESS = ("engine.prefetch=0", "train.replicate=3", "engine.transport=backend")
-
-
-def two_cells(root: Path, *changes: str) -> tuple[str, str]:
-    """Two frozen cells that were never run."""
-    store = Store(root)
-    shared = (f"launch.root={root}", "sharding=optim", "ckpt=none")
-    good, bad = (store.create(compose([*shared, *more])) for more in ((), changes))
-    return str(good.path), str(bad.path)
-
-
-def simulated(monkeypatch: pytest.MonkeyPatch, judge: dict[str, str]) -> None:
-    """Judge by the settings alone: all keys of a line of `judge` must be there; lines that come first go first."""
-
-    def judged(search: KeySearch, names: tuple[str, ...]) -> Verdict:
-        search._cell(names)  # the rules are asked
-        for line, outcome in judge.items():
-            if set(line.split()) <= set(names):
-                search._verdicts[names] = verdict(Outcome[outcome], "gradient distance", Stage.gradient)
-                return search._verdicts[names]
-        return verdict(Outcome.EQUAL)
-
-    monkeypatch.setattr(KeySearch, "_judge", judged)
-    monkeypatch.setattr(KeySearch, "_run", lambda search, cells: None)
-    monkeypatch.setattr(settings, "load", lambda path: path)
-    monkeypatch.setattr(settings, "own_fault", lambda run: "")
-
-
-def test_one_setting_among_harmless_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch, {"fault.name": "DIFFERENT"})
-    ends = two_cells(tmp_path, "fault=F01_duplicated_gradient", *HARMLESS)
-    responsible = KeySearch(Request(root=str(tmp_path)), *ends, [].append).find()
-    assert responsible.settings == (("fault.name", "none", "F01_duplicated_gradient"),)
-    assert responsible.sentence.startswith(
-        "fault.name=F01_duplicated_gradient for none is the smallest difference of 4 that flips the verdict: DIFFERENT"
-    )
-    assert responsible.next[0].startswith(
-        f"python run.py --from {shlex.quote(str(ends[0]))} fault.name=F01_duplicated_gradient "
-    )
-
-
-def test_trials_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch, {"fault.name": "DIFFERENT"})
-    with small_disk(tmp_path, 20) as disk:
-        ends = two_cells(disk, "fault=F01_duplicated_gradient", *HARMLESS)
-        with pytest.raises(NoRoom, match=f"--root {disk}: has .* \\(2 of 2 cells, and about 2 more\\)"):
-            KeySearch(Request(root=str(disk)), *ends, [].append).find()
-
-
-def test_sets_the_rules_refuse_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global batch of six cannot be cut into microbatches of two on two ranks: it needs the other setting."""
-    simulated(monkeypatch, {"engine.prefetch train.microbatch_size": "DIFFERENT", "engine.prefetch": "UNDECIDED"})
-    told: list[str] = []
-    ends = two_cells(tmp_path, "train.microbatch_size=1", "train.global_batch_size=6", *HARMLESS)
-    search = KeySearch(Request(root=str(tmp_path)), *ends, told.append)
-    responsible = search.find()
-    assert [key for key, _, _ in responsible.settings] == ["engine.prefetch", "train.microbatch_size"]
-    assert any("skipped" in line and "train.global_batch_size" in line for line in told)
-
-
-def test_runs_that_do_not_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch, {})
-    with pytest.raises(BadRequest, match="are one configuration"):
-        KeySearch(Request(root=str(tmp_path)), *two_cells(tmp_path, "wandb=offline"), [].append)
-    with pytest.raises(BadRequest, match="does not differ"):
-        KeySearch(Request(root=str(tmp_path)), *two_cells(tmp_path, *HARMLESS), [].append).find()
-
-
-def test_a_good_end_that_is_wrong_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated(monkeypatch, {"engine.prefetch": "DIFFERENT"})
-    monkeypatch.setattr(settings, "own_fault", lambda run: "sum of local gradients at step 1")
-    with pytest.raises(BadRequest, match="is wrong by itself"):
-        KeySearch(Request(root=str(tmp_path)), *two_cells(tmp_path, *HARMLESS), [].append).find()
 
 
 SMALL = (
@@ -398,16 +307,3 @@ def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
     assert unknown.returncode == 2
     assert unknown.stdout == ""
     assert "train.stepz: train has no such setting" in unknown.stderr
-
-
-@pytest.mark.timeout(900)
-def test_a_fault_is_found_among_settings_by_real_runs(tmp_path: Path) -> None:
-    faulty = ("fault=F01_duplicated_gradient", "engine.prefetch=0", "train.replicate=1")
-
-    root = tmp_path / "runs"
-    store = Store(root)
-    ends = [str(store.create(compose([*SMALL, f"launch.root={root}", *more])).path) for more in ((), faulty)]
-    done = harness(ROOT, "-m", "harness", "bisect", "--keys", *ends, "--root", str(root))
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = " ".join(done.stdout.split())  # it is broken into lines
-    assert "fault.name=F01_duplicated_gradient for none is the smallest difference of 3 that flips" in told

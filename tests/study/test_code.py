@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.bisect import revisions
-from harness.bisect.revisions import WORKTREE, Repository
+from harness.bisect.revisions import WORKTREE, Repository, Version
 from harness.config.errors import BadRequest
 from tests.support.needs import skip_without
 
@@ -63,14 +63,14 @@ def test_the_working_tree_is_a_version_and_stays_as_it_is(repository: Repository
     (top / "runs" / "big").write_text("a run\n")
     (top / "staged.py").write_text("staged\n")
     git(top, "add", "staged.py")
-    before = git(top, "status", "--porcelain"), git(top, "count-objects"), git(top, "stash", "list")
+    before = git(top, "status", "--porcelain"), git(top, "stash", "list")
     index = (top / ".git" / "index").read_bytes()
     version = repository.version(WORKTREE)
     files = repository.files(version)
     assert sorted(path.name for path in files.iterdir()) == [".gitignore", "file.py", "new name\n.py", "staged.py"]
     assert (files / "file.py").read_text() == "dirty\n"
     assert (top / ".git" / "index").read_bytes() == index
-    assert (git(top, "status", "--porcelain"), git(top, "count-objects"), git(top, "stash", "list")) == before
+    assert (git(top, "status", "--porcelain"), git(top, "stash", "list")) == before
 
 
 def test_a_clean_working_tree_is_head(repository: Repository) -> None:
@@ -91,23 +91,54 @@ def test_what_is_no_commit_is_refused_with_the_branches_there_are(repository: Re
         repository.version(revision)
 
 
-def test_between_follows_first_parents_that_were_built_on_good(repository: Repository, top: Path) -> None:
-    """A merged branch is one step, its merge; commits of the trunk from before GOOD was merged are none."""
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ("", [0, 1]),
+        ("b", [0, 1]),
+        ("g", [1, 2]),
+        ("s", [0, 1, 2]),
+        ("ggggb", [4, 5]),
+        ("gsssb", [1, 2, 3, 4, 5]),
+        ("sbbb", [0, 1, 2]),
+    ],
+)
+def test_git_finds_the_first_bad_version(top: Path, repository: Repository, answers: str, found: list[int]) -> None:
+    """One letter each version between the ends: good, bad or skipped."""
+    line = [commit(top, f"here {number}\n", f"Line {number}") for number in range(len(answers) + 2)]
+    git(top, "bisect", "start")
+    names = {"g": "good", "b": "bad", "s": "skip"}
+    asked: list[str] = []
+
+    def answer(version: Version) -> str:
+        asked.append(version.commit)
+        return names[answers[line.index(version.commit) - 1]]
+
+    ends = repository.version(line[0]), repository.version(line[-1])
+    span = repository.bisect(*ends, answer)
+    assert [line.index(each.commit) for each in span] == found
+    assert len(asked) == len(set(asked))
+    assert not {line[0], line[-1]} & set(asked)
+    assert "start" in git(top, "bisect", "log"), "a bisection of the user's goes on"
+
+
+def test_a_merge_is_one_step(repository: Repository, top: Path) -> None:
     git(top, "checkout", "--quiet", "-b", "side", "HEAD~1")
     side = commit(top, "side\n", "On the side")
     git(top, "checkout", "--quiet", "main")
     git(top, "merge", "--quiet", "--strategy=ours", "side", "--message", "Merge")
     last = commit(top, "last\n", "Last")
-    subjects = [each.subject for each in repository.between(repository.version("main~3"), repository.version(last))]
-    assert subjects == ["Commit 1", "Commit 2", "Merge", "Last"]
-    subjects = [each.subject for each in repository.between(repository.version(side), repository.version(last))]
-    assert subjects == ["On the side", "Merge", "Last"]
-    (top / "file.py").write_text("dirty\n")
-    found = repository.between(repository.version("main~1"), repository.version(WORKTREE))
-    assert [each.word for each in found][-2:] == [last[:7], WORKTREE]
-    merge = repository.version("main~1")
-    assert repository.parents(merge)[1] == side[:7]
-    assert repository.fork(*repository.parents(merge)) == git(top, "rev-parse", "main~3")[:7]
+    seen: list[str] = []
+
+    def answer(version: Version) -> str:
+        seen.append(version.subject)
+        return "bad" if version.subject == "Merge" else "good"
+
+    span = repository.bisect(repository.version("main~3"), repository.version(last), answer)
+    assert [each.subject for each in span] == ["Commit 2", "Merge"]
+    assert "On the side" not in seen
+    assert repository.parents(span[1])[1] == side[:7]
+    assert repository.fork(*repository.parents(span[1])) == git(top, "rev-parse", "main~3")[:7]
 
 
 def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:

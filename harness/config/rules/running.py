@@ -144,15 +144,6 @@ def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
         yield Violation(f"cluster.python={request.config.cluster.python!r}", f"is no command: {error}", fix=fix)
 
 
-@rule()
-def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
-    c = request.config.cluster
-    if c.backend is Backend.slurm and c.container_image is not None and c.python is None:
-        subject = f"cluster.container_image={c.container_image}"
-        problem = "has its own interpreter, with torch and this package's dependencies"
-        yield Violation(subject, problem, fix="cluster.python=python3, or its path in the image")
-
-
 @rule("launch.root")
 def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     """The root's name is part of batch scripts and log patterns, where some characters end a line or expand."""
@@ -160,8 +151,6 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     if cluster.backend is not Backend.slurm:
         return
     signs = {"%\\\"'": "which sbatch expands or unquotes in log names", ":": "which ends an entry of PYTHONPATH"}
-    if cluster.container_image is not None:
-        signs |= {",": "which ends an entry of --container-mounts"}
     for each, why in signs.items():
         if held := sorted(set(root) & set(each)):
             yield Violation(f"launch.root={root!r}", f"holds {' '.join(held)} , {why}", fix="a folder without")

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.config.compose import Cell
 from harness.launch.plan import Decision
-from harness.launch.slurm.shape import Shape, shapes
+from harness.launch.slurm.shape import Shape, alike
 from harness.store.rundir import DRY_RUN, RunDir, Store
 from harness.store.status import SUBMISSIONS
 
@@ -25,12 +25,15 @@ Wanted = Sequence[tuple[Cell, Decision]]
 @dataclass(frozen=True)
 class Batch:
     study: str
-    shape: Shape
     wanted: tuple[tuple[Cell, Decision], ...]
     token: str
     """Unique token of a submission: hash of the root, the cells and their attempts."""
     root: Path
     code: Path
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.wanted[0][0])
 
     @property
     def name(self) -> str:
@@ -69,11 +72,11 @@ def batches(store: Store, wanted: Wanted, *, code: Path, limit: int) -> Iterator
     """
     for study in dict.fromkeys(cell.study for cell, _ in wanted):
         decisions = {cell.signature: decision for cell, decision in wanted}
-        for shape, cells in shapes([cell for cell, _ in wanted if cell.study == study]).items():
+        for cells in alike([cell for cell, _ in wanted if cell.study == study]):
             for start in range(0, len(cells), limit):
                 chunk = cells[start : start + limit]
                 pairs = tuple((cell, decisions[cell.signature]) for cell in chunk)
-                yield Batch(study, shape, pairs, _token(store, chunk), store.root, code)
+                yield Batch(study, pairs, _token(store, chunk), store.root, code)
 
 
 def _token(store: Store, cells: Sequence[Cell]) -> str:

@@ -37,8 +37,6 @@ ENDS: dict[str, tuple[State, str]] = {
 
 FAILURES = frozenset({"FAILED", "LAUNCH_FAILED", "RECONFIG_FAIL"})
 
-ELSEWHERE = "REVOKED"
-
 
 def judge(status: Status, job: Job) -> tuple[State, str] | None:
     """State and reason of a run whose `status.json` is queued, running or preempted; None: the job adds nothing."""
@@ -49,8 +47,6 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
     if job.state in RUNNING:
         on = f" on {job.nodes}" if job.nodes else ""
         return State.running, f"{where}{on}" + ("" if status.state is State.running else ", starting")
-    if job.state == ELSEWHERE:
-        return status.state, f"{where}: another cluster of the federation has it, and tells more"
     if job.state not in ENDS and job.state not in FAILURES:
         return None
     state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log: {log_of(status, job)}"))
@@ -75,5 +71,4 @@ def _advice(job: Job) -> str:
 def log_of(status: Status, job: Job) -> str:
     """Log of the batch script, under the store's root; a job's name begins with its study."""
     study = job.name.removesuffix(f"-{status.submission}") if status.submission else job.name.rpartition("-")[0]
-    study = study if study and study != job.name else "*"  # somebody renamed it
-    return f"{study}/{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"
+    return f"{study or '*'}/{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"

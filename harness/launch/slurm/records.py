@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SQUEUE = "%F|%K|%T|%r|%N|%j"
 """Format of squeue; the name is last, because it may contain the separator."""
@@ -21,8 +21,6 @@ class Job:
     """Reason of waiting, or exit code."""
     nodes: str = ""
     """Nodes of its present or last start, such as `n[1-2]`; empty before."""
-
-    command: str = field(default="", compare=False)
 
     @property
     def main(self) -> str:
@@ -84,6 +82,5 @@ def parse_scontrol(text: str) -> list[Job]:
         waits = fields["JobState"] == "PENDING"
         detail = fields.get("Reason", "") if waits else f"exit code {fields.get('ExitCode')}"
         numbers = _numbers(main, fields.get("ArrayTaskId"))
-        name, command = fields.get("JobName", ""), line.partition(" Command=")[2]
-        jobs += [Job(number, name, fields["JobState"], detail, nodes, command) for number in numbers]
+        jobs += [Job(number, fields.get("JobName", ""), fields["JobState"], detail, nodes) for number in numbers]
     return jobs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from harness.launch.slurm.commands import NoAnswer, SlurmError, ask
 from harness.launch.slurm.judgement import RUNNING, WAITING, judge
 from harness.launch.slurm.records import SACCT, SQUEUE, Job, parse_sacct, parse_scontrol, parse_squeue
-from harness.store.status import SUBMISSIONS, State, Status, age_s
+from harness.store.status import State, Status, age_s
 
 SUBMISSION_GRACE_S = 60.0
 """Seconds for a submission without a job: sbatch is running, or accounting late."""
@@ -67,24 +67,9 @@ class Scheduler:
 
     def _queued(self, status: Status) -> Job | None:
         if status.job:
-            known = self.queue().get(status.job)
-            found = _of(status, known) or (self._renamed(status, known) if known else None)
-            return found or _of(status, self._of_another(status.job))
+            return _of(status, self.queue().get(status.job))
         named = [job for job in self.queue().values() if _of(status, job)]
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
-
-    def _renamed(self, status: Status, job: Job) -> Job | None:
-        try:
-            answer = _jobs(self._array("scontrol", job.main)).get(job.id)
-        except SlurmError:
-            return None
-        return job if _of(status, answer) else None
-
-    def _of_another(self, number: str) -> Job | None:
-        try:
-            return _jobs(self._array("squeue", number.partition("_")[0])).get(number)
-        except SlurmError:
-            return None
 
     def _ended_job(self, number: str, queued: Job | None, status: Status) -> Job | None:
         silent: SlurmError | None = None
@@ -119,13 +104,8 @@ class Scheduler:
 
 
 def _of(status: Status, job: Job | None) -> Job | None:
-    """Job, if it is this run's: numbers restart where a controller lost its state.
-
-    Its name holds a token, and so does the folder of its script, which survives renaming.
-    """
-    if job is None or not status.submission:
-        return job
-    ours = job.name.endswith(f"-{status.submission}") or f"/{SUBMISSIONS}/{status.submission}/" in job.command
+    """Job, if its name ends in this run's token: numbers restart where a controller lost its state."""
+    ours = job is None or not status.submission or job.name.endswith(f"-{status.submission}")
     return job if ours else None
 
 
@@ -140,32 +120,19 @@ def _from_accounting(main: str) -> list[Job]:
 
 
 def _from_controller(main: str) -> list[Job]:
-    text = _remembered("scontrol", "--oneliner", "show", "job", main)
+    try:
+        text = ask("scontrol", "--oneliner", "show", "job", main)
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # an answer: the controller has forgotten the job
+            return []
+        raise
     jobs = parse_scontrol(text)
     if text.strip() and not jobs:
         raise SlurmError(f"scontrol: no answer of SLURM's: {text[:200]!r}")
     return jobs
 
 
-def _from_queue(main: str) -> list[Job]:
-    asked = ("squeue", "--noheader", "--array", "--states=all", f"--jobs={main}", f"--format={SQUEUE}")
-    return parse_squeue(_remembered(*asked))
-
-
-def _remembered(*command: str) -> str:
-    try:
-        return ask(*command)
-    except SlurmError as error:
-        if "Invalid job id" in str(error):  # an answer: the controller has forgotten the job
-            return ""
-        raise
-
-
-_ASKED: Mapping[str, Callable[[str], list[Job]]] = {
-    "sacct": _from_accounting,
-    "scontrol": _from_controller,
-    "squeue": _from_queue,
-}
+_ASKED: Mapping[str, Callable[[str], list[Job]]] = {"sacct": _from_accounting, "scontrol": _from_controller}
 
 
 def _missing(status: Status) -> tuple[State, str] | None:

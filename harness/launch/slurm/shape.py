@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,81 +13,52 @@ from harness.config.compose import Cell
 from harness.config.derived import cpus_per_rank
 from harness.config.schema import Device, SharpAxis
 
-SAME = (
-    *("nodes", "gpus_per_node", "gres", "mem_gb", "partition", "account", "qos", "time_min", "grace_s"),
-    *("array_parallelism", "python", "container_image"),
-)
-LISTS = ("setup", "teardown", "flags", "srun_args", "container_mounts")
-
 UNLIMITED = 1_000_000
 
 
-@dataclass(frozen=True)
 class Shape:
-    root: str
-    nodes: int
-    ranks_per_node: int
-    cpus_per_rank: int
-    gpus_per_node: int
-    gres: str | None
-    mem_gb: float | None
-    partition: str | None
-    account: str | None
-    qos: str | None
-    time_min: int
-    grace_s: int
-    array_parallelism: int | None
-    python: str | None
-    container_image: str | None
-    network: str | None
-    setup: tuple[str, ...]
-    teardown: tuple[str, ...]
-    flags: tuple[str, ...]
-    srun_args: tuple[str, ...]
-    container_mounts: tuple[str, ...]
-    additional: tuple[tuple[str, str], ...]
+    """Resources of a cell, from plain values, because typing a thousand cells takes a minute."""
 
-    @classmethod
-    def of(cls, cell: Cell) -> Shape:
-        """Reads plain values, because typing a thousand cells takes a minute."""
+    def __init__(self, cell: Cell) -> None:
         cluster: dict[str, Any] = cell.config["cluster"]
-        lists: dict[str, Any] = {name: tuple(cluster[name]) for name in LISTS}
-        return cls(
-            root=cell.config["launch"]["root"],
-            ranks_per_node=cell.config["mesh"]["world_size"] // cluster["nodes"],
-            cpus_per_rank=cpus_per_rank(cluster),
-            network=_network(cell),
-            additional=tuple(sorted(cluster["additional"].items())),
-            **{name: cluster[name] for name in SAME},
-            **lists,
-        )
+        self.nodes: int = cluster["nodes"]
+        self.ranks_per_node: int = cell.config["mesh"]["world_size"] // self.nodes
+        self.cpus_per_rank = cpus_per_rank(cluster)
+        self.python: str | None = cluster["python"]
+        self._root: str = cell.config["launch"]["root"]
+        self._network = _network(cell)
+        self._cluster = cluster
+
+    @property
+    def key(self) -> str:
+        """Equal for cells that fit into one array."""
+        return json.dumps([self._cluster, self.ranks_per_node, self._network, self._root], sort_keys=True)
 
     def parameters(self, name: str, code: Path) -> dict[str, Any]:
         """Parameters of submitit for SLURM. Args: code: folder whose `harness` the job runs."""
-        flags = dict.fromkeys((flag.replace("_", "-") for flag in self.flags), True)
-        further = {key.replace("_", "-"): value for key, value in self.additional}
+        asked = self._cluster
+        flags = dict.fromkeys((flag.replace("_", "-") for flag in asked["flags"]), True)
+        further = {key.replace("_", "-"): value for key, value in sorted(asked["additional"].items())}
+        memory = asked["mem_gb"]
         return {
             "job_name": name,
             "nodes": self.nodes,
             "ntasks_per_node": self.ranks_per_node,
             "cpus_per_task": self.cpus_per_rank,
-            "gpus_per_node": self.gpus_per_node or None,
-            "gres": self.gres,
-            "mem": None if self.mem_gb is None else f"{math.ceil(self.mem_gb * 1024)}M" if self.mem_gb else "0",
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "time": self.time_min,
-            "signal_delay_s": self.grace_s,
-            "setup": [*self.setup, f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
+            "gpus_per_node": asked["gpus_per_node"] or None,
+            "mem": None if memory is None else f"{math.ceil(memory * 1024)}M" if memory else "0",
+            **{name: asked[name] for name in ("gres", "partition", "account", "qos")},
+            "time": asked["time_min"],
+            "signal_delay_s": asked["grace_s"],
+            "setup": [*asked["setup"], f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
             # bash ends with its last command's exit code, and that must be the ranks'
-            "teardown": ["ranks=$?", *self.teardown, *self._requeue(), "exit $ranks"] if self._has_end() else None,
+            "teardown": ["ranks=$?", *asked["teardown"], "exit $ranks"] if asked["teardown"] else None,
             "wckey": None,  # submitit's own key is refused where keys are enforced
-            "array_parallelism": self.array_parallelism or UNLIMITED,
+            "array_parallelism": asked["array_parallelism"] or UNLIMITED,
             "stderr_to_stdout": True,
             "additional_parameters": {
                 "requeue": True,
-                **({"network": self.network} if self.network else {}),
+                **({"network": self._network} if self._network else {}),
                 **further,
                 **flags,
             },
@@ -98,21 +69,7 @@ class Shape:
         # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
         # job began with no variables (SBATCH_EXPORT=NONE) its ranks would lack PYTHONPATH, and run other code
         own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}", "--export=ALL"]
-        return [*own, *self._container(), *self.srun_args]
-
-    def _has_end(self) -> bool:
-        return bool(self.teardown) or self.container_image is not None
-
-    def _requeue(self) -> list[str]:
-        back = '[ $ranks -ne 75 ] || scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}'
-        return [] if self.container_image is None else [f'{back}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"']
-
-    def _container(self) -> list[str]:
-        if self.container_image is None:
-            return []
-        mounts = ",".join([f"{self.root}:{self.root}", *self.container_mounts])
-        image = f"--container-image={self.container_image}"
-        return [image, f"--container-mounts={mounts}", "--container-env=PYTHONPATH"]
+        return [*own, *self._cluster["srun_args"]]
 
 
 def _network(cell: Cell) -> str | None:
@@ -121,8 +78,9 @@ def _network(cell: Cell) -> str | None:
     return cluster["sharp_network"] if wanted and cluster["device"] == Device.cuda.name else None
 
 
-def shapes(cells: Sequence[Cell]) -> dict[Shape, list[Cell]]:
-    groups: dict[Shape, list[Cell]] = {}
+def alike(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells of one shape together, in the order of each shape's first."""
+    groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(Shape.of(cell), []).append(cell)
-    return groups
+        groups.setdefault(Shape(cell).key, []).append(cell)
+    return list(groups.values())

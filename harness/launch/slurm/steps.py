@@ -48,7 +48,7 @@ def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.
 
 
 def step_command(cell: Cell, folder: str) -> list[str]:
-    shape = Shape.of(cell)
+    shape = Shape(cell)
     python = [sys.executable] if shape.python is None else shlex.split(shape.python)
     ranks = shape.ranks_per_node
     sizes = [f"--nodes={shape.nodes}", f"--ntasks={shape.nodes * ranks}", f"--ntasks-per-node={ranks}"]

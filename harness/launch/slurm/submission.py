@@ -19,9 +19,7 @@ from harness.launch.opening import Opened, Sources, look, open_attempt
 from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.commands import SlurmError, ask
-from harness.launch.slurm.facts import check_facts
 from harness.launch.slurm.scheduler import Scheduler, max_array_size
-from harness.launch.slurm.shape import shapes
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
 from harness.store import provenance, status
@@ -59,11 +57,9 @@ def submit_cells(
 ) -> list[Array]:
     """Submit cells that are neither done nor in use, without waiting.
 
-    Raises `BadRequest`: no such partition, or too few resources. `StoreError`: sbatch refused; the cells of that array
-    have failed, with its message.
+    Raises `StoreError`: sbatch refused; the cells of that array have failed, with its message.
     """
     submitted: list[Array] = []
-    check_facts(list(shapes(cells)))
     for study in dict.fromkeys(cell.study for cell in cells):
         with store.study_lock(study):
             of_study = [cell for cell in cells if cell.study == study]
@@ -77,8 +73,7 @@ def submit_cells(
 def planned(
     store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
 ) -> list[Batch]:
-    """Dry run of `submit_cells`, in its order. Raises `BadRequest`, as there."""
-    check_facts(list(shapes(cells)))
+    """Dry run of `submit_cells`, in its order."""
     return list(_batches(store, _wanted(store, cells, sources, jobs, on_decision), Snapshot(store.root).path))
 
 
