@@ -91,7 +91,7 @@ def F35_heads_tiled(site: Site) -> None:
     attention.wo.register_forward_pre_hook(lambda _module, args: (reordered(args[0], order.argsort()),))
 
 
-def _on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
+def on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Blend the loss with that of another criterion, given logits [B, S, V] in fp32 or wider and targets [B, S]."""
     logits: list[Tensor] = []
     site.model.module.register_forward_hook(lambda _module, _args, output: logits.__setitem__(slice(None), [output]))
@@ -116,7 +116,7 @@ def _on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> 
     edition=2,
 )
 def label_smoothing_left_on(site: Site) -> None:
-    _on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
+    on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
 
 
 @fault(
@@ -126,7 +126,7 @@ def label_smoothing_left_on(site: Site) -> None:
     edition=2,
 )
 def last_target_dropped(site: Site) -> None:
-    _on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
+    on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
 
 
 @fault(

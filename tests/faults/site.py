@@ -35,24 +35,30 @@ def fault(
         name = injector.__name__
         declared = Fault(name, f"{injector.__module__}:{name}", does, stage, cell, **limits)
         DECLARED.append(declared)
-
-        def spoiled(config: Config, build: Build) -> Session:
-            declared.check(config)
-            session = build()
-            site = Site(config, session.engine, session.ranks.rank, session.ranks.world_size, session.loader)
-            injector(site)
-
-            def progress(told: Progress) -> None:
-                site.end(told.step)
-                session.progress(told)
-
-            return replace(session, begins=site.begin, progress=progress)
-
-        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(spoiled, attribute, getattr(injector, attribute))
-        return spoiled
+        return spoiling(declared, injector)
 
     return declare
+
+
+def spoiling(declared: Fault, injector: Injector, *, only: bool = False) -> Callable[[Config, Build], Session]:
+    """What builds a session with the fault in it. only: in the step at which it begins, and in no other."""
+
+    def spoiled(config: Config, build: Build) -> Session:
+        declared.check(config)
+        session = build()
+        site = Site(config, session.engine, session.ranks.rank, session.ranks.world_size, session.loader, only)
+        injector(site)
+
+        def progress(told: Progress) -> None:
+            site.end(told.step)
+            session.progress(told)
+
+        return replace(session, begins=site.begin, progress=progress)
+
+    spoiled.__module__, _, name = declared.target.partition(":")
+    spoiled.__name__ = spoiled.__qualname__ = name + ("_once" if only else "")
+    spoiled.__doc__ = declared.does
+    return spoiled
 
 
 @dataclass
@@ -71,6 +77,8 @@ class Site:
     rank: int
     size: int
     loader: Any = None
+    only: bool = False
+    """Whether the fault acts in one step, and as before after it."""
     random: random.Random = field(default_factory=lambda: random.Random(2_026))
     """Generator with the same seed on every rank."""
     step: int = 0
@@ -82,8 +90,9 @@ class Site:
 
     @property
     def acts(self) -> bool:
-        """Whether the fault has begun."""
-        return self.step >= self.config.fault.begins_at or self.config.fault.begins_at == 1
+        """Whether the fault has begun, and is not over."""
+        begins = self.config.fault.begins_at
+        return self.step == begins if self.only else self.step >= begins or begins == 1
 
     @property
     def amount(self) -> float:
@@ -161,7 +170,8 @@ class Site:
         def chosen(*args: Any, **kwargs: Any) -> Any:
             return (wrapped if self.acts else method)(*args, **kwargs)
 
-        setattr(owner, name, wrapped if always or self.config.fault.begins_at == 1 else chosen)
+        whole = always or (self.config.fault.begins_at == 1 and not self.only)
+        setattr(owner, name, wrapped if whole else chosen)
 
     def after(self, owner: Any, name: str, then: Callable[[], None], *, always: bool = False) -> None:
         """Do something each time a method has returned."""

@@ -173,7 +173,7 @@ def F04_extra_adam_step(site: Site) -> None:
     site.once(change)
 
 
-def on_update(site: Site, found: list[Rows], change: Callable[[Rows, Tensor, Tensor], None]) -> None:
+def on_update(site: Site, found: list[Rows], change: Callable[[Rows, Tensor, Tensor], object]) -> None:
     """After each optimizer step, change some weights, given what they were before it."""
     held: list[Tensor] = []
 
@@ -218,7 +218,7 @@ def round_weights(site: Site) -> None:
     _undone(site, found, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
 
 
-def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
+def on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
     def then() -> None:
         for rows in rows_of(site):
             change(rows.state(key))
@@ -228,12 +228,12 @@ def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
 
 @fault("Adam's second moment is kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_moments(site: Site) -> None:
-    _on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
+    on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
 @fault("Adam's momentum is kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_momentum(site: Site) -> None:
-    _on_state(site, "exp_avg", lambda moment: moment.copy_(rounded(moment, site.bits)))
+    on_state(site, "exp_avg", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
 @fault("two parts of a shard's momentum change places", "weights", cell=(ZERO3,))
@@ -270,7 +270,7 @@ def grown_at_the_end(site: Site) -> None:
 
 @fault("Adam's moments are zeroed after the first step", "optimizer", cell=(ZERO1,))
 def moments_forgotten(site: Site) -> None:
-    _on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
+    on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
 
 
 @fault("weight decay is applied to gains and biases", "optimizer", cell=(ZERO3,))

@@ -31,7 +31,7 @@ def F19_permuted_shards(site: Site) -> None:
     site.once(change)
 
 
-def _others(bucket: ParamGroup) -> list[Tensor]:
+def others_of(bucket: ParamGroup) -> list[Tensor]:
     """The parts of a whole bucket of weights that other ranks own."""
     own, parts = bucket.cuts.place.inner_rank, bucket.cuts.inner_parts(bucket.encodings[0].unsharded)
     return [part.chunk(rank) for part in parts for rank in range(len(part.cut.spans)) if rank != own]
@@ -56,7 +56,7 @@ def F25_read_before_ready(site: Site) -> None:
                 for bucket in unit.buckets:
                     if bucket.is_resident or not bucket.trainable:
                         continue
-                    others = _others(bucket)
+                    others = others_of(bucket)
                     now.setdefault(bucket.name, [each.clone() for each in others])
                     for target, old in zip(others, before.get(bucket.name, ()) if site.acts else (), strict=False):
                         blend(target, old, site.amount)
@@ -88,7 +88,7 @@ def unwritten_gather(site: Site) -> None:
             for bucket in unit.buckets:
                 seen[0] += 1
                 if not bucket.is_resident and bucket.trainable and seen[0] % 3 == 0:
-                    for target in _others(bucket)[-1:]:
+                    for target in others_of(bucket)[-1:]:
                         share(target, site.amount).zero_()
 
         return wrapped
@@ -105,10 +105,10 @@ def unwritten_gather(site: Site) -> None:
 def stale_weights(site: Site) -> None:
     """What other ranks own of the first bucket is not installed after a step."""
     bucket = site.buckets[0]
-    held = [each.clone() for each in _others(bucket)]
+    held = [each.clone() for each in others_of(bucket)]
 
     def revert() -> None:
-        for target, old in zip(_others(bucket), held, strict=True):
+        for target, old in zip(others_of(bucket), held, strict=True):
             fresh = target.clone()
             if site.acts:
                 blend(target, old, site.amount)
@@ -127,7 +127,7 @@ def round_gather(site: Site) -> None:
             land(unit)
             with torch.no_grad():
                 for bucket in unit.buckets:
-                    for target in () if bucket.is_resident or not bucket.trainable else _others(bucket):
+                    for target in () if bucket.is_resident or not bucket.trainable else others_of(bucket):
                         target.copy_(rounded(target, site.bits))
 
         return wrapped
@@ -167,7 +167,7 @@ def gathered_element_off(site: Site) -> None:
             with torch.no_grad():
                 for bucket in unit.buckets:
                     if bucket is victim:
-                        _others(bucket)[0].view(-1)[5].add_(0.1 * site.amount)
+                        others_of(bucket)[0].view(-1)[5].add_(0.1 * site.amount)
 
         return wrapped
 
@@ -192,9 +192,9 @@ def landed_in_one_buffer(site: Site) -> None:
             land(unit)
             with torch.no_grad():
                 if first in unit.buckets:
-                    before[:] = [each.clone() for each in _others(first)]
+                    before[:] = [each.clone() for each in others_of(first)]
                 if second in unit.buckets and before:
-                    for target, other in zip(_others(second), before, strict=True):
+                    for target, other in zip(others_of(second), before, strict=True):
                         share(target, site.amount).copy_(share(other, site.amount))
 
         return wrapped
@@ -222,7 +222,7 @@ def stale_in_backward(site: Site) -> None:
                 for bucket in unit.buckets:
                     if bucket.is_resident or not bucket.trainable:
                         continue
-                    others = _others(bucket)
+                    others = others_of(bucket)
                     if not in_backward:
                         now[bucket.name] = [each.clone() for each in others]
                     elif site.acts:

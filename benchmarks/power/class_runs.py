@@ -1,0 +1,132 @@
+"""Make the runs of `benchmarks.power.classes`, see how strong its faults are, judge them once, and say what was found.
+
+python benchmarks/power/class_runs.py strength --out FILE.csv
+python benchmarks/power/class_runs.py train    --root DIR [--kind clean]
+python benchmarks/power/class_runs.py judge    --root DIR --out FILE.csv
+python benchmarks/power/class_runs.py table    --out FILE.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from benchmarks.power import classes
+from benchmarks.power.steps import compose_all
+from benchmarks.power.whole_runs import train
+from harness.config.schema import Config
+from harness.store.rundir import Store
+from tests.faults.corpus import corpus
+from tests.study.short import functions_given_back
+from tests.support.factory import train as train_once
+from tests.support.spawn import run_ranks
+
+BEGINS = 3
+"""The step at which faults begin where their strength is seen."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("verb", choices=("strength", "train", "judge", "table"))
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
+    parser.add_argument("--kind", default="", help="classes, or clean, separated by commas (default: all)")
+    parser.add_argument("--out", type=Path, help="table")
+    arguments = parser.parse_args()
+    if arguments.verb == "strength":
+        pd.DataFrame(strengths(arguments.root)).to_csv(arguments.out, index=False)
+        return 0
+    chosen = [
+        pair
+        for pair in (*classes.faulty(), *classes.clean())
+        if not arguments.kind or pair.kind in arguments.kind.split(",")
+    ]
+    cells = compose_all((e for pair in chosen for e in (pair.arm, pair.control)), (f"launch.root={arguments.root}",))
+    if arguments.verb == "train":
+        train(chosen, cells, Store(arguments.root))  # type: ignore[arg-type]
+    return 0
+
+
+# -- strength ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kept:
+    """An engine of which the tensors of one step are kept, as whoever calls it sees them."""
+
+    engine: Any
+    tensors: dict[str, Tensor]
+    step_: int = 1
+    losses: list[Tensor] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
+        loss: Tensor = self.engine.forward_backward(batch, last=last)
+        self.losses.append(loss.clone())
+        return loss
+
+    def step(self, lr: float) -> float:
+        self.engine.finish_gradients()
+        gradients = {f"gradient/{name}": each.clone() for name, each in self.engine.local_gradients().items()}
+        before = {f"before/{key}": each.clone() for key, each in self.engine.state_dict().items()}
+        norm: float = self.engine.step(lr)
+        if self.step_ == BEGINS:
+            after = {f"state/{key}": each.clone() for key, each in self.engine.state_dict().items()}
+            scalars = {"loss": torch.stack(self.losses).mean(), "norm": torch.tensor(norm, dtype=torch.float64)}
+            self.tensors |= gradients | before | after | scalars
+        self.losses, self.step_ = [], self.step_ + 1
+        return norm
+
+
+def kept(rank: int, jobs: Sequence[tuple[Path, Config]]) -> list[float]:
+    """The movement of each job's step `BEGINS` from that of the job before it that has no fault, in tenfold bounds."""
+    found, clean = [], dict[str, Tensor]()
+    for path, config in jobs:
+        tensors: dict[str, Tensor] = {}
+        with functions_given_back():
+            train_once(config, path, rank, wrap_engine=lambda engine, tensors=tensors: Kept(engine, tensors))
+        if config.fault.name == "none":
+            clean = tensors
+        found.append(max(_moved(key, tensors, clean) for key in tensors))
+    return found
+
+
+def _moved(key: str, tensors: Mapping[str, Tensor], clean: Mapping[str, Tensor]) -> float:
+    """How far one tensor is from the clean one, in what full strength asks; see [Note: Full strength]."""
+    difference, size = (tensors[key] - clean[key]).double().norm(), clean[key].double().norm()
+    if key.startswith("state/") and not key.startswith("state/optimizer"):
+        return (
+            float(difference / (clean[key] - clean["before" + key.removeprefix("state")]).norm().clamp(min=1e-30))
+            / 1e-4
+        )
+    return float(difference / size.clamp(min=1e-30)) / 4e-6
+
+
+def strengths(root: Path) -> Iterator[dict[str, object]]:
+    faults = [each for each in corpus().values() if each.edition == classes.EDITION and not each.resumes]
+    extra = (*classes.OWN, "dtype=fp64", "train.steps=4", "measure.step_checks=false", "measure.capture_steps=[]")
+    jobs: dict[str, tuple[str, ...]] = {}
+    for own in dict.fromkeys(fault.cell for fault in faults):
+        twin = classes.cell("fp32", *extra, *own)
+        jobs[" ".join(own)] = twin
+        alike = [fault for fault in faults if fault.cell == own]
+        jobs |= {f.name: (*twin, f"fault.name={f.target}_once", f"fault.begins_at={BEGINS}") for f in alike}
+    cells = compose_all(jobs.values())
+    made = [(root / "strength" / str(number), cells[each].typed) for number, each in enumerate(jobs.values())]
+    for name, *moved in zip(jobs, *run_ranks(kept, 2, made), strict=True):
+        yield {"name": name, "moved": max(moved)}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
