@@ -41,6 +41,9 @@ def main() -> int:
     parser.add_argument("--kind", default="", help="classes, or clean, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, help="table")
     arguments = parser.parse_args()
+    if arguments.verb == "table":
+        print("\n\n".join(tables(pd.read_csv(arguments.out, keep_default_na=False))))
+        return 0
     if arguments.verb == "strength":
         pd.DataFrame(strengths(arguments.root)).to_csv(arguments.out, index=False)
         return 0
@@ -51,7 +54,9 @@ def main() -> int:
     ]
     cells = compose_all((e for pair in chosen for e in (pair.arm, pair.control)), (f"launch.root={arguments.root}",))
     if arguments.verb == "train":
-        train(chosen, cells, Store(arguments.root))  # type: ignore[arg-type]
+        train(chosen, cells, Store(arguments.root))
+    else:
+        pd.DataFrame(judged(chosen, cells, arguments.root)).to_csv(arguments.out, index=False)
     return 0
 
 

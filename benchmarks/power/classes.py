@@ -98,6 +98,7 @@ SEEDS = {
     "bf16": (46,),
     "bf16_pure": (48,),
     "moe": (50,),
+    "fp8": (49,),
 }
 """Of clean groups."""
 ARMS = {
@@ -114,13 +115,14 @@ NOT_IN = {
     "bf16": ("fsdp1 no_shard",),
     "bf16_pure": ("deepspeed",),
     "moe": ("deepspeed", "megatron"),
+    "fp8": ("fsdp", "deepspeed", "megatron"),
 }
 """Arms that a kind of training does not have, by the beginning of their names."""
 
 
 @dataclass(frozen=True)
 class ClassPair:
-    """An arm and its control, as overrides; `name` is the fault's, or of two clean arms; `kind` a class or `clean`."""
+    """An arm and its control, as overrides; `name` is the fault's, or of two clean arms; `kind` a class, `clean` or `peer`."""
 
     kind: str
     name: str
@@ -132,7 +134,7 @@ class ClassPair:
 
     @property
     def resumes(self) -> bool:
-        return self.kind != "clean" and corpus()[self.name].resumes
+        return self.kind not in ("clean", "peer") and corpus()[self.name].resumes
 
 
 def cell(world: str, *more: str) -> tuple[str, ...]:
@@ -172,9 +174,15 @@ def clean() -> Iterator[ClassPair]:
         for seed in seeds:
             made = {name: cell(world, f"train.seed={seed}", *own) for name, own in arms.items()}
             for left, right in combinations(made, 2):
-                yield ClassPair("clean", f"{left}, {right}, seed {seed}", world, "arm", 0, made[left], made[right])
+                yield _alike(f"{left}, {right}, seed {seed}", world, made[left], made[right])
     for world in WORLDS:
         clips = {pair.control: "clip_norm=0.1" in " ".join(pair.control) for pair in faulty() if pair.world == world}
         for left, right in combinations(clips, 2):
             if clips[left] is clips[right] and not {"ckpt=last"} & {*left, *right}:
-                yield ClassPair("clean", "controls", world, "arm", 0, left, right)
+                yield _alike("controls", world, left, right)
+
+
+def _alike(name: str, world: str, arm: tuple[str, ...], control: tuple[str, ...]) -> ClassPair:
+    """A clean pair; of kind `peer` where one is of megatron-fsdp, whose Adam is known to be one step ahead."""
+    is_peer = len({"engine=megatron_fsdp" in each for each in (arm, control)}) == 2 and world != "sgd"
+    return ClassPair("peer" if is_peer else "clean", name, world, "arm", 0, arm, control)
