@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.pages.tables import markdown_table
 from benchmarks.power import classes
+from benchmarks.power.classes import ClassPair
 from benchmarks.power.steps import compose_all
-from benchmarks.power.whole_runs import train
+from benchmarks.power.whole_runs import OUTCOMES, least, share, train
+from harness.config.compose import Cell
 from harness.config.schema import Config
+from harness.parity.compare import judge
+from harness.parity.record import load
+from harness.store.identity import directory_name
 from harness.store.rundir import Store
 from tests.faults.corpus import corpus
 from tests.study.short import functions_given_back
@@ -58,6 +66,90 @@ def main() -> int:
     else:
         pd.DataFrame(judged(chosen, cells, arguments.root)).to_csv(arguments.out, index=False)
     return 0
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+STAGES = [*("data", "weights", "gather", "forward", "gradient", "reduction", "clipping", "optimizer"), "checkpoint"]
+"""In the order of a step."""
+CLAIM = re.compile(r"at steps? (?P<step>[0-9]+)|\((?:between (?P<first>[a-z]+) and )?(?P<last>[a-z]+)[,)]")
+_record = lru_cache(maxsize=96)(load)
+
+
+def judged(
+    chosen: Sequence[ClassPair], cells: Mapping[tuple[str, ...], Cell], root: Path
+) -> Iterator[dict[str, object]]:
+    """A row for each pair, as `COLUMNS`."""
+    for pair in chosen:
+        arm, control = (root / classes.STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
+        row = {"kind": pair.kind, "name": pair.name, "world": pair.world, "against": pair.against, "step": pair.step}
+        if any(not (run / "summary.json").exists() for run in (arm, control)):
+            yield {**row, "outcome": "not made"}
+            continue
+        left, right = _record(arm), _record(control)
+        verdict = judge(left, right)
+        if pair.kind not in ("clean", "peer"):
+            row |= {"stage": corpus()[pair.name].stage}
+        if pair.against == "twin":
+            key = "final_weights"
+            row |= {"acts": left.columns != right.columns or left.summary.get(key) != right.summary.get(key)}
+        yield {
+            **row,
+            "outcome": verdict.outcome.value,
+            "sentence": verdict.sentence,
+            **claimed(verdict.sentence, control),
+        }
+
+
+def claimed(sentence: str, control: Path) -> dict[str, object]:
+    """What a sentence says of the arm: its first step, all that it names in one clause, stages; whether of every step.
+
+    A clause about the control is passed over where another one follows: megatron-fsdp's Adam explains itself.
+    """
+    first, *besides = sentence.split("; and besides, ")
+    own = [first, *besides] if f"; in {classes.STUDY}/{control.name}" not in first else besides
+    found = list(CLAIM.finditer(own[0])) if own else []
+    steps = [int(each["step"]) for each in found if each["step"]]
+    stages = set[str]()
+    for each in found:
+        first_stage, last = each["first"] or each["last"], each["last"]
+        if last in STAGES and first_stage in STAGES:
+            stages |= {*STAGES[STAGES.index(first_stage) : STAGES.index(last) + 1]}
+    told = {
+        "claimed": bool(own) and bool(steps),
+        "steps": " ".join(map(str, steps)),
+        "stages": " ".join(sorted(stages)),
+    }
+    return told | {"every": "at every step" in sentence}
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def tables(rows: pd.DataFrame) -> Iterator[str]:
+    """By class and kind of training, by control, and of clean pairs. Rates have one-sided 95 % bounds."""
+    rows = rows[rows["outcome"] != "not made"]
+    idle = set(rows[rows["acts"].astype(str) == "False"][KEY].apply(tuple, axis=1))
+    faulty = rows[~rows["kind"].isin(("clean", "peer")) & ~rows[KEY].apply(tuple, axis=1).isin(idle)]
+    faulty = faulty.assign(
+        found=(faulty["claimed"].astype(str) == "True") & faulty["outcome"].isin(("DIFFERENT", "UNDECIDED")),
+        placed=[stage in str(stages).split() for stage, stages in zip(faulty["stage"], faulty["stages"], strict=True)],
+        begun=[str(step) in str(steps).split() for step, steps in zip(faulty["step"], faulty["steps"], strict=True)],
+    )
+    for by in (["kind", "world"], ["kind", "against"]):
+        told = [
+            (*name, share(own["found"]), least(own["found"]), (own["outcome"] == "DIFFERENT").sum(),
+             share(own[own["found"]]["placed"]), share(own[own["found"]]["begun"]))
+            for name, own in faulty.groupby(by, sort=False)
+        ]  # fmt: skip
+        head = ["class", "training" if by[1] == "world" else "control", "found", "at least", "DIFFERENT"]
+        yield markdown_table([*head, "stage right or stated", "step right or stated"], told)
+    clean = rows[rows["kind"].isin(("clean", "peer"))].groupby(["kind", "world"], sort=False)
+    counts = [(*name, len(own), *(own["outcome"].eq(each).sum() for each in OUTCOMES)) for name, own in clean]
+    yield markdown_table(["pairs", "training", "all", *OUTCOMES], counts)
+
+
+KEY = ["kind", "name", "world"]
 
 
 # -- strength ----------------------------------------------------------------------------------------------------------

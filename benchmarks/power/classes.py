@@ -122,7 +122,10 @@ NOT_IN = {
 
 @dataclass(frozen=True)
 class ClassPair:
-    """An arm and its control, as overrides; `name` is the fault's, or of two clean arms; `kind` a class, `clean` or `peer`."""
+    """An arm and its control, as overrides.
+
+    kind: a class, `clean` or `peer`. name: the fault's, or of two clean arms.
+    """
 
     kind: str
     name: str
@@ -176,9 +179,10 @@ def clean() -> Iterator[ClassPair]:
             for left, right in combinations(made, 2):
                 yield _alike(f"{left}, {right}, seed {seed}", world, made[left], made[right])
     for world in WORLDS:
-        clips = {pair.control: "clip_norm=0.1" in " ".join(pair.control) for pair in faulty() if pair.world == world}
+        controls = [pair.control for pair in faulty() if pair.world == world]
+        clips = {control: "optimizer.clip_norm=0.1" in control for control in controls}
         for left, right in combinations(clips, 2):
-            if clips[left] is clips[right] and not {"ckpt=last"} & {*left, *right}:
+            if clips[left] is clips[right] and "ckpt=last" not in (*left, *right):
                 yield _alike("controls", world, left, right)
 
 

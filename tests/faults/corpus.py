@@ -10,7 +10,8 @@ of a number times 0.1 or 0.01, or that share of the elements; a fault of precisi
 the judges, and no judge has seen them: nothing but the campaign over whole runs may hold one against a verdict, once,
 after judges were frozen. Then `SEALED` becomes 0, and what is asked of other faults is asked of them. So it was with
 edition 2, judged at commit b20c64d (docs/records/power.md). Edition 3 was written with the judges in mind, and no
-campaign has it. The next that nobody has seen is 4.
+campaign has it. Edition 4 (`fresh.py`) was judged once, in the classes of `benchmarks/power/classes.py`; studies of the
+first steps do not have it. The next that nobody has seen is 5.
 
 [Note: Late] `fault.begins_at` names the step from which on a fault acts. Whatever it needs to know of earlier steps (a
 stale gradient) it has seen by then. What acts once, at a moment of its own (a resume, the end), takes no step.

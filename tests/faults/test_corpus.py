@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.store.provenance import files_digest
 from harness.train import faults
 from tests.architecture.places import SMALLEST
-from tests.faults import corpus
+from tests.faults import corpus, fresh
 from tests.faults.corpus import Fault
+from tests.faults.site import Site
 from tests.support.factory import small_config
 from tests.support.programs import run_program
 
@@ -77,6 +79,23 @@ def test_a_run_in_which_a_fault_would_do_nothing_is_refused(
     config.engine.name = type(config.engine.name).native
     with pytest.raises(ValueError, match=said):
         fault.check(config)
+
+
+@pytest.mark.parametrize(("begins", "only", "acting"), [(1, False, [1, 2, 3]), (2, False, [2, 3]), (2, True, [2])])
+def test_a_fault_of_one_step_is_as_before_in_the_next(begins: int, only: bool, acting: list[int]) -> None:
+    calls, owner = list[int](), SimpleNamespace(method=lambda: None)
+    site = Site(small_config(fault__begins_at=begins), None, 0, 1, only=only)
+    site.around(owner, "method", lambda method: lambda: calls.append(site.step))
+    for step in (1, 2, 3):
+        site.begin(step)
+        owner.method()
+    assert calls == acting
+
+
+def test_the_fourth_edition_has_a_twin_of_one_step_for_each() -> None:
+    found = [fault for fault in corpus.corpus().values() if fault.edition == 4]
+    assert len(found) >= 40
+    assert all(callable(getattr(fresh, f"{fault.name}_once")) for fault in found)
 
 
 def test_two_faults_of_one_name_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
