@@ -31,8 +31,10 @@ from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.parity.compare import judge
 from harness.parity.record import load
+from harness.store import status
 from harness.store.identity import directory_name
 from harness.store.rundir import Store
+from harness.store.status import State
 from tests.faults.corpus import corpus
 from tests.study.short import functions_given_back
 from tests.support.factory import train as train_once
@@ -64,7 +66,8 @@ def main() -> int:
     if arguments.verb == "train":
         train(chosen, cells, Store(arguments.root))
     else:
-        pd.DataFrame(judged(chosen, cells, arguments.root)).to_csv(arguments.out, index=False)
+        rows = pd.DataFrame(judged(chosen, cells, arguments.root))
+        rows[rows["outcome"] != NOT_MADE].drop(columns="sentence").to_csv(arguments.out, index=False)
     return 0
 
 
@@ -83,8 +86,9 @@ def judged(
     for pair in chosen:
         arm, control = (root / classes.STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
         row = {"kind": pair.kind, "name": pair.name, "world": pair.world, "against": pair.against, "step": pair.step}
-        if any(not (run / "summary.json").exists() for run in (arm, control)):
-            yield {**row, "outcome": "not made"}
+        states = [status.effective(run) for run in (arm, control)]
+        if any(state is None or state.state is not State.done for state in states):
+            yield {**row, "outcome": NOT_MADE}
             continue
         left, right = _record(arm), _record(control)
         verdict = judge(left, right)
@@ -128,13 +132,15 @@ def claimed(sentence: str, control: Path) -> dict[str, object]:
 
 def tables(rows: pd.DataFrame) -> Iterator[str]:
     """By class and kind of training, by control, and of clean pairs. Rates have one-sided 95 % bounds."""
-    rows = rows[rows["outcome"] != "not made"]
     idle = set(rows[rows["acts"].astype(str) == "False"][KEY].apply(tuple, axis=1))
     faulty = rows[~rows["kind"].isin(("clean", "peer")) & ~rows[KEY].apply(tuple, axis=1).isin(idle)]
     faulty = faulty.assign(
         found=(faulty["claimed"].astype(str) == "True") & faulty["outcome"].isin(("DIFFERENT", "UNDECIDED")),
         placed=[stage in str(stages).split() for stage, stages in zip(faulty["stage"], faulty["stages"], strict=True)],
-        begun=[str(step) in str(steps).split() for step, steps in zip(faulty["step"], faulty["steps"], strict=True)],
+        begun=[
+            str(step + (name in NEXT)) in str(steps).split()
+            for name, step, steps in zip(faulty["name"], faulty["step"], faulty["steps"], strict=True)
+        ],
     )
     for by in (["kind", "world"], ["kind", "against"]):
         told = [
@@ -144,12 +150,18 @@ def tables(rows: pd.DataFrame) -> Iterator[str]:
         ]  # fmt: skip
         head = ["class", "training" if by[1] == "world" else "control", "found", "at least", "DIFFERENT"]
         yield markdown_table([*head, "stage right or stated", "step right or stated"], told)
+    missed = faulty[~faulty["found"]][[*KEY, "against", "outcome", "every"]]
+    yield markdown_table([*missed.columns], missed.itertuples(index=False))
     clean = rows[rows["kind"].isin(("clean", "peer"))].groupby(["kind", "world"], sort=False)
     counts = [(*name, len(own), *(own["outcome"].eq(each).sum() for each in OUTCOMES)) for name, own in clean]
     yield markdown_table(["pairs", "training", "all", *OUTCOMES], counts)
 
 
 KEY = ["kind", "name", "world"]
+NOT_MADE = "not made"
+"""For a pair of which there was no time to make a run."""
+NEXT = ("not_counted",)
+"""Faults of what a step leaves behind, which the next one is the first to use."""
 
 
 # -- strength ----------------------------------------------------------------------------------------------------------

@@ -188,5 +188,5 @@ def clean() -> Iterator[ClassPair]:
 
 def _alike(name: str, world: str, arm: tuple[str, ...], control: tuple[str, ...]) -> ClassPair:
     """A clean pair; of kind `peer` where one is of megatron-fsdp, whose Adam is known to be one step ahead."""
-    is_peer = len({"engine=megatron_fsdp" in each for each in (arm, control)}) == 2 and world != "sgd"
+    is_peer = "engine=megatron_fsdp" in (*arm, *control) and world != "sgd"
     return ClassPair("peer" if is_peer else "clean", name, world, "arm", 0, arm, control)
