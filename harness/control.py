@@ -15,7 +15,7 @@ from harness.engines.protocol import Ranks
 from harness.fsdp import Observer
 from harness.probe.collectives import CollectiveMeter
 
-EXCHANGE = "the loop's own numbers"
+EXCHANGE = "exchange of the loop's own numbers"
 
 
 class StepReport(NamedTuple):
@@ -55,7 +55,7 @@ class Control:
 
         def end() -> list[list[int]]:
             assert work is not None
-            with Observer.watched(EXCHANGE, group):
+            with Observer.waiting(EXCHANGE, group=group):
                 work.wait()
             return [row.tolist() for row in theirs]
 
@@ -81,7 +81,7 @@ class Control:
             ]
 
         def end() -> None:
-            with Observer.watched(EXCHANGE, group):
+            with Observer.waiting(EXCHANGE, group=group):
                 for work in works:
                     if work is not None:
                         work.wait()

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
@@ -100,7 +99,6 @@ foreach_add_: Any = _of("torch", "_foreach_add_")
 foreach_mul_: Any = _of("torch", "_foreach_mul_")
 foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
-is_view: Callable[[Tensor], bool] = _of(Tensor, "_is_view")
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
 accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
 swap_memory: Any = _of(torch.UntypedStorage, "_swap_data_ptr_", False)
@@ -129,7 +127,6 @@ running_node: Callable[[], Node | None] = _of("torch._C", "_current_autograd_nod
 will_run: Callable[[Node], bool] = _of("torch._C", "_will_engine_execute_node")
 next_number: Callable[[], int] = _of("torch._C._autograd", "_get_sequence_nr")
 """Sequence number of the node that this thread makes next."""
-keeping_version: Any = _of("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
 _sequence_nr = _of(Node, "_sequence_nr")
 number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr") if hasattr(Node, "_sequence_nr") else _sequence_nr
 
@@ -143,20 +140,12 @@ is_profiled: Callable[[], bool] = _of("torch._C._autograd", "_profiler_enabled",
 _interpreters: Callable[[], Any] = _of("torch._C._functorch", "peek_interpreter_stack", lambda: None)
 
 
-is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined] # not in its `__all__`
-
-
 def in_transform() -> bool:
     """True inside `torch.func.grad`, `vmap` and their like."""
     return _interpreters() is not None
 
 
-_UNPACKED = torch.zeros(())
-
-
-def in_forward_mode() -> bool:
-    """True inside `dual_level`, where unpacking makes a tensor of any."""
-    return forward_ad.unpack_dual(_UNPACKED).primal is not _UNPACKED
+is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined] # not in its `__all__`
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------

@@ -36,9 +36,8 @@ class Fp8Linear(nn.Linear):
     """A linear layer of an FP8 recipe; made of an ordinary one by `convert`.
 
     Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already. Then whoever quantized it has
-    set `weight_scale_inv` to the reciprocals of its scales (fp32 or e8m0, one a tile); or, where forward and backward
-    have an encoding each, `encoded_weight`, which gives by `transposed` the one for a product with the weight or with
-    its transpose, as the weight [out, in] lies. ends_with_engine: an engine ends the steps of delayed scaling.
+    set `encoded_weight`, which gives by `transposed` what a product with the weight or with its transpose takes, as the
+    weight [out, in] lies. ends_with_engine: an engine ends the steps of delayed scaling.
     """
 
     recipe: Recipe
@@ -46,7 +45,6 @@ class Fp8Linear(nn.Linear):
     ends_with_engine: bool
     fp8_amax_history: Tensor
     fp8_scale: Tensor
-    weight_scale_inv: Tensor | None
     encoded_weight: Callable[..., Quantized] | None
 
     @staticmethod
@@ -195,15 +193,13 @@ class Fp8Linear(nn.Linear):
         """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
 
         Of a weight that is cut, this rank's tp_shard: *collective* over the axis that cuts it, where it does not hold 8
-        bits and its one scale is made now. RuntimeError if it holds 8 bits without scales, or of one direction alone.
+        bits and its one scale is made now. RuntimeError if it holds 8 bits without scales.
         """
-        operand, weight = self.recipe.weights, tp_shard_here(self.weight)
+        weight = tp_shard_here(self.weight)
         if not is_8_bit(weight.dtype):
             held = self._quantize(Column.weights, weight, self.weight, transposed=transposed, trains=True)
         elif self.encoded_weight is not None:
             held = self.encoded_weight(transposed=transposed)
-        elif self.weight_scale_inv is not None and operand.is_symmetric:
-            held = Quantized(weight, self.weight_scale_inv.float(), operand.tile)
         else:
             raise RuntimeError(
                 f"the weight holds {weight.dtype} and nothing says its scales under fp8={self.recipe.name}:"
@@ -302,7 +298,7 @@ def _become(layer: Any, recipe: Recipe, history: int, margin: int, device: torch
         _MADE[ordinary] = type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
     layer.__class__ = _MADE[ordinary]
     layer.recipe, layer.margin = recipe, margin
-    layer.weight_scale_inv = layer.encoded_weight = None
+    layer.encoded_weight = None
     layer.ends_with_engine = False
     if recipe.delayed:
         layer.register_buffer(HISTORY, torch.zeros(history, len(Column), dtype=torch.float32, device=device))

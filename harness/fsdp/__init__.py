@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.events import Observer as Observer
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
-    from harness.fsdp.comm.sharp_groups import (
-        SharpOwnership as SharpOwnership,
-        ThreadBlocks as ThreadBlocks,
-        communicator_options as communicator_options,
-    )
+    from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
     from harness.fsdp.guards.replicas import (
         CopiesPart as CopiesPart,
         RanksDisagree as RanksDisagree,
@@ -61,7 +57,7 @@ _EXPORTS = {
     "comm.events": "Observer",
     "comm.fixed_point": "FixedPoint",
     "comm.mesh": "Groups",
-    "comm.sharp_groups": "SharpOwnership ThreadBlocks communicator_options",
+    "comm.sharp_groups": "SharpOwnership",
     "harness.fp8.linear": "Fp8Linear",
     "guards.replicas": "CopiesPart RanksDisagree ReplicaDrift",
     "guards.watches": "CollectiveError",
@@ -89,8 +85,10 @@ _FORMER = {
     "Portion": "harness.fsdp.TpShard",
     "ReleasedWeightError": "raised no more: parameters between passes are DTensors",
     "RowShard": "harness.fsdp.RaggedTensor",
+    "ThreadBlocks": "torch.distributed.ProcessGroupNCCL.Options().config",
     "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",
     "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",
+    "communicator_options": "torch.distributed.ProcessGroupNCCL.Options()",
     "convert_linears": "harness.fsdp.Fp8Linear.convert",
     "update_scales": "harness.fsdp.Fp8Linear.update_scales",
     "watched": "harness.watchdog.Watchdog",

@@ -170,7 +170,7 @@ class Engine:
         if not context.makes_values:
             check_copies(module, meshes.tensor)
             initial = values_of_first_rank(module, meshes)
-        plans = plan_units(module, context.unit_classes, options.unit_min_elements)
+        plans = plan_units(module, context.unit_classes)
         if context.policy.param_dtype is not None:
             _compute_in(context.policy.param_dtype, plans)
 
@@ -191,7 +191,7 @@ class Engine:
         trainable = [bucket for bucket in buckets if bucket.trainable]
         self.guard = guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
-        gather = pipeline_of(units, meshes.dense.everyone, options.prefetch, options.prefetch_limit_bytes)
+        gather = pipeline_of(units, options.prefetch)
         self.gather = gather
         self.reduce = ReducePipeline(
             units,
@@ -205,14 +205,13 @@ class Engine:
         self.hooks = hooks = Hooks(units, gather, self.reduce)
         if self.policy.param_dtype is not None:
             cast = partial(_cast_inputs, self.policy.param_dtype)
-            modules = [part for unit in units for part in unit.modules]
-            hooks.handles += [part.register_forward_pre_hook(cast, with_kwargs=True) for part in modules]
+            hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
         self.watchdog = self._watch()
         replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
         layers = layers_of(module)
         scales = Scales(layers, held, meshes, is_expert) if layers else None
-        self.weights = weights = Weights(module, hooks, meshes, self.user_buffers, replicas, scales)
+        self.weights = weights = Weights(hooks, meshes, self.user_buffers, replicas, scales)
         self.gradients = GradientSync(hooks, weights, self.integers)
         fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
         self.trainability = Trainability(self.policy, hooks, weights, self.gradients, fixed)
@@ -235,8 +234,8 @@ class Engine:
         meshes, options = self.meshes, self.options
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
         groups += [] if meshes.tensor is None else [meshes.tensor.group]
-        where = _where(self.hooks)
-        return watch_groups(groups, self.runtime, options.watchdog_timeout_s, options.check_collectives, where)
+        limit_s, check, shared = options.watchdog_timeout_s, options.check_collectives, meshes.shared_memories
+        return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)
@@ -324,7 +323,7 @@ class Engine:
         return {
             "transient_peak_bytes": self.memory.peak_bytes,
             "gathered_units_peak": self.gather.num_alive_peak,
-            "peer_read_bytes": sum(each.bytes_read for each in self.meshes.shared_memories),
+            "peer_read_bytes": sum(each.transport.bytes_read for each in self.meshes.shared_memories),
         }
 
     def reset_counters(self) -> None:
@@ -332,7 +331,7 @@ class Engine:
         self.memory.reset_peak()
         self.gather.reset_peak()
         for each in self.meshes.shared_memories:
-            each.bytes_read = 0
+            each.transport.bytes_read = 0
 
     def close(self) -> None:
         """Remove hooks and end threads, once reductions in flight have ended.

@@ -236,7 +236,7 @@ class FSDPModule(nn.Module):
 
     unsharded = FromEngine(lambda engine: engine.weights.unsharded)
     """`unsharded(wanted=None)`: context with gathered weights, in their compute dtype, to be read or edited in place.
-    wanted: a module, a parameter, the name of either, or several; None is the whole model. *Collective.*
+    wanted: the model, or a module of it; None is the whole model. *Collective.*
 
     Edits, the same on all ranks, take effect when the body ends, under every strategy. Nothing is sent under
     `no_shard`, `optim` and `optim_grads`, but what an update left to install. ValueError: `wanted` is not part of the

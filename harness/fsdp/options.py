@@ -125,13 +125,9 @@ class EngineOptions:
 
     prefetch: int = option(1, range=Range(0, 1_024, "units"), same_bits=True)
     """Number of units gathered ahead of the unit in use."""
-    prefetch_limit_bytes: int | None = option(None, range=Range(0, 1 << 50, "bytes"), same_bits=True)
-    """Limit, in bytes, on weights gathered ahead of the unit in use. None: only `prefetch` limits them."""
     double_buffer: bool = option(False, same_bits=True)
     """Use two fixed buffers for gathered weights and two for unreduced gradients. Nothing is allocated after the first
     step; more than two gathered units at a time are an error."""
-    unit_min_elements: int = option(0, range=Range(0, 1 << 50, "elements"))
-    """Join neighbouring units until each has at least this many elements; 0 joins none."""
     accumulate_unsharded: bool = option(False)
     """Under ZeRO-2 and 3, keep the gradients of microbatches inside `no_sync` unreduced, and reduce them once per
     step."""
@@ -201,9 +197,7 @@ class OptionKeywords(TypedDict, total=False):
     """The options as keywords of `ShardedModel` and `fully_shard`; a choice is taken by its name too."""
 
     prefetch: int
-    prefetch_limit_bytes: int | None
     double_buffer: bool
-    unit_min_elements: int
     accumulate_unsharded: bool
     grad_buffer: GradBuffer | str
     offload_optimizer: bool

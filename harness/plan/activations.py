@@ -181,7 +181,7 @@ def _watch(recorder: Recorder, place: int, unit: Unit, hooks: ExitStack) -> None
         if not left[place]:
             recorder.mark("done", place)
 
-    handles = [unit.modules[0].register_forward_pre_hook(before), unit.modules[-1].register_forward_hook(after)]
+    handles = [unit.module.register_forward_pre_hook(before), unit.module.register_forward_hook(after)]
     handles += [param.register_post_accumulate_grad_hook(arrived) for param in trained]
     for handle in handles:
         hooks.callback(handle.remove)

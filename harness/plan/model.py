@@ -80,7 +80,7 @@ class Unit:
 
     name: str
     is_root: bool
-    modules: tuple[nn.Module, ...]
+    module: nn.Module
     buckets: tuple[Bucket, ...]
     params: tuple[tuple[nn.Parameter, ...], ...]
 
@@ -140,7 +140,7 @@ def built(config: Config, axis: DeviceMesh | None) -> Model:
     placements = Placements.of(config.sharding.strategy, config.sharding.outer if outer > 1 else None)
     policy, group = policy_of(config.dtype), None if axis is None else axis.get_group()
     units = []
-    for plan in plan_units(module, workload.unit_classes, engine_options(config)["unit_min_elements"]):
+    for plan in plan_units(module, workload.unit_classes):
         buckets = []
         for key, members in plan.buckets.items():
             shards = [TpShard.of(name, param, group) for name, param in members]
@@ -151,7 +151,7 @@ def built(config: Config, axis: DeviceMesh | None) -> Model:
             made = Bucket(key.trainable, cuts, placements, dtypes, max(1, key.fp8), tuple(found), is_cut)
             buckets.append(made)
         params = tuple(tuple(param for _, param in members) for members in plan.buckets.values())
-        units.append(Unit(plan.name, plan.is_root, tuple(plan.modules), tuple(buckets), params))
+        units.append(Unit(plan.name, plan.is_root, plan.module, tuple(buckets), params))
     return Model(config, workload, module, tuple(units), place, config.mesh.tp, _transport(config))
 
 

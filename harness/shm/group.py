@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import zlib
@@ -23,7 +24,7 @@ from harness.shm.transfer import Peer, Transfer, Transport
 
 CPU = torch.device("cpu")
 NAME = "shm"
-_ELSEWHERE = 1 << 20
+LOG = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -32,10 +33,26 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _make, devices=["cpu"])
 
 
-def _make(store: Any, rank: int, size: int, timeout: timedelta) -> ShmGroup:
-    group = ShmGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+def _make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group, why = shared(gloo, rank, size)
+    if group is None:
+        LOG.info("backend shm of %d ranks is gloo: %s", size, why)
+        return gloo
     group.store = store
     return group
+
+
+def shared(gloo: Any, rank: int, size: int, capacity: int | None = None) -> tuple[ShmGroup | None, str]:
+    """A group of these ranks; or None and the reason, the same on all ranks, why all is left to gloo. *Collective.*
+
+    Args:
+        gloo: a backend, or a process group, of these ranks.
+        capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
+    """
+    backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
+    transport, why = _connect(backend, rank, size, capacity)
+    return (None if transport is None else ShmGroup(backend, rank, size, transport)), why
 
 
 class Work(dist.Work):
@@ -76,24 +93,19 @@ class Work(dist.Work):
 
 
 class ShmGroup(dist.ProcessGroup):
-    """Ranks of one host. What shared memory does not do better, gloo does. *Collective* to make.
+    """Ranks of one host; made by `shared`. What shared memory does not do better, gloo does.
 
-    transport: None where all is gloo's, and `why_gloo` says why.
-
-    Args:
-        gloo: a backend, or a process group, of these ranks.
-        capacity: of each rank's segment, in bytes; None: all memory of the host, of which nothing is used at first.
+    gloo: their backend.
     """
 
-    def __init__(self, gloo: Any, rank: int, size: int, capacity: int | None = None) -> None:
+    def __init__(self, gloo: Any, rank: int, size: int, transport: Transport) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # torch's stubs know the one with a store
-        backend: Any = backend_of(gloo, CPU) if isinstance(gloo, dist.ProcessGroup) else gloo
         # for collectives that shared memory does no better
         self.gloo: Any = dist.ProcessGroup(rank, size)  # type: ignore[call-arg] # as above
         for each in (self, self.gloo):
-            register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+            register_backend(each, CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             set_default_backend(each, dist.ProcessGroup.BackendType.GLOO)
-        self.transport, self.why_gloo = _connect(backend, rank, size, capacity)
+        self.transport = transport
 
     store: Any = None
     """Store by which torch made the group; None of one beside another."""
@@ -104,15 +116,6 @@ class ShmGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    @property
-    def bytes_read(self) -> int:
-        return 0 if self.transport is None else self.transport.bytes_read
-
-    @bytes_read.setter
-    def bytes_read(self, count: int) -> None:
-        if self.transport is not None:
-            self.transport.bytes_read = count
-
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -121,8 +124,6 @@ class ShmGroup(dist.ProcessGroup):
         Raises:
             RuntimeError: there is no more shared memory.
         """
-        if self.transport is None:
-            return torch.empty(numel, dtype=dtype)
         _, block = self.transport.segment.allocate(numel * dtype.itemsize)
         return block[: numel * dtype.itemsize].view(dtype)
 
@@ -131,12 +132,11 @@ class ShmGroup(dist.ProcessGroup):
 
     def settle(self) -> None:
         """Wait until peers have read all that complete collectives have given them; raises as `Work.wait`."""
-        if self.transport is not None:
-            self.transport.settle()
+        self.transport.settle()
 
     def holds(self, tensor: Tensor) -> bool:
         """True if peers can read a tensor in place."""
-        return self.transport is not None and self.transport.segment.find(tensor) is not None
+        return self.transport.segment.find(tensor) is not None
 
     # -- all-gather ----------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,6 @@ class ShmGroup(dist.ProcessGroup):
 
         until_settled: inputs of `allocate` stay as they are until `settle`, not only until this is waited for.
         """
-        if self.transport is None:
-            return self.gloo.allgather(outputs, inputs)
         outs = {rank: [row[rank] for row in outputs] for rank in range(self.size())}
         given = [each.detach().contiguous() for each in inputs]
         return Work(self.transport, self.transport.gather(given, outs, until_settled=until_settled), outputs)
@@ -157,8 +155,6 @@ class ShmGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [given])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        if self.transport is None:
-            return self.gloo.allgather_into_tensor_coalesced(outputs, inputs)
         rows = [list(output.view(-1).chunk(self.size())) for output in outputs]
         return self.allgather(rows, [each.reshape(-1) for each in inputs])
 
@@ -167,7 +163,7 @@ class ShmGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """Several sums at once, each in rank order and in its output's dtype, which may be wider than the inputs'."""
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: self.size()}.get(_operation(opts))
-        if self.transport is None or divisor is None:
+        if divisor is None:
             return self.gloo.reduce_scatter(outputs, inputs, *([] if opts is None else [opts]))
         given = {rank: [row[rank].detach().reshape(-1) for row in inputs] for rank in range(self.size())}
         flat = [output.view(-1) for output in outputs]
@@ -190,8 +186,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Make whatever waits in this group fail at once, here and on peers."""
-        if self.transport is not None:
-            self.transport.abort()
+        self.transport.abort()
 
     shutdown = abort  # which torch calls when the group is destroyed
 

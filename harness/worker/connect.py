@@ -79,10 +79,7 @@ def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) 
     if not wants_infiniband_sharp(config):
         _create(config, place, attempt, device)
     elif owner_is_default(config):
-        with ownership.creating() as connect:
-            _create(config, place, attempt, device)
-            if dist.group.WORLD is not None:
-                connect(dist.group.WORLD)
+        ownership.create(lambda: _create(config, place, attempt, device))
     else:
         # The owner is one of the axes' communicators, which the engine creates first: the default one comes to be with
         # its first collective, later, and without SHARP.
@@ -95,7 +92,8 @@ def owner_is_default(config: Config) -> bool:
     return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
 
 
-def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> None:
+def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> Any:
+    """Create the default group and return it."""
     common: dict[str, Any] = {
         "backend": "nccl" if device.type == "cuda" else "gloo",
         "timeout": timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s)),
@@ -103,6 +101,7 @@ def _create(config: Config, place: RankPlace, attempt: Path, device: torch.devic
     }
     store = _store(config, place, attempt)
     dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
+    return dist.group.WORLD
 
 
 def _store(config: Config, place: RankPlace, attempt: Path) -> Store:

@@ -222,7 +222,7 @@ def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
     assert answers["keywords are the options"] is True
 
 
-@pytest.mark.parametrize("name", ["prefetch_limit_bytes", "unit_min_elements", "offload_optimizer"])
+@pytest.mark.parametrize("name", ["separate_gather_group", "offload_optimizer"])
 def test_an_option_is_named_where_it_is_declared_and_where_it_is_read(name: str) -> None:
     """Real options, counted: nothing of the configuration, the capabilities, the rules or the adapters names them; the
     plan of a cell does, as it says what they cost."""

@@ -180,13 +180,8 @@ def test_one_that_is_gone_is_told_where_it_is_used(monkeypatch: pytest.MonkeyPat
 def test_tensors_and_storages() -> None:
     x = torch.ones(4)
     before = private_torch.version_of(x)
-    with private_torch.keeping_version(x):
-        x.add_(1)
-    assert private_torch.version_of(x) == before
     x.add_(1)
     assert private_torch.version_of(x) == before + 1
-    assert private_torch.is_view(x[1:])
-    assert not private_torch.is_view(x)
     place = StorageWeakRef(x.untyped_storage()).cdata
     count, view = private_torch.references_to(place), x[2:]
     assert private_torch.references_to(place) == count + 1
@@ -197,7 +192,7 @@ def test_tensors_and_storages() -> None:
     if private_torch.swap_memory:
         y = torch.zeros(4)
         private_torch.swap_memory(x.untyped_storage(), y.untyped_storage())
-        assert (x[0], y[0]) == (0, 3)
+        assert (x[0], y[0]) == (0, 2)
 
 
 def test_parameters_of_a_module_are_its_slots() -> None:
@@ -241,7 +236,7 @@ def test_a_backward_tells_what_runs() -> None:
     assert private_torch.running_backward() == -1
 
 
-def test_transforms_and_forward_mode_are_seen() -> None:
+def test_transforms_are_seen() -> None:
     seen: list[bool] = []
 
     def note(x: Tensor) -> Tensor:
@@ -249,10 +244,8 @@ def test_transforms_and_forward_mode_are_seen() -> None:
         return x
 
     torch.func.vmap(note)(torch.ones(2))
-    with torch.autograd.forward_ad.dual_level():
-        seen.append(private_torch.in_forward_mode())
-    seen += [private_torch.in_transform(), private_torch.in_forward_mode(), private_torch.is_tracing()]
-    assert seen == [True, True, False, False, False]
+    seen += [private_torch.in_transform(), private_torch.is_tracing()]
+    assert seen == [True, False, False]
 
 
 def test_schemas_tell_what_is_written() -> None:

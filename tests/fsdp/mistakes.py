@@ -166,7 +166,7 @@ _prefetch, _refill, _resolve = GatherPipeline._prefetch, BucketMemory.refill, Mi
 
 
 def planning(plan: Callable[[nn.Module, Any], list[UnitPlan]]) -> Callable[[], Any]:
-    return patched(build, "plan_units", lambda module, classes, _: plan(module, classes))
+    return patched(build, "plan_units", plan)
 
 
 def resolving(change: Callable[[Dtypes], dict[str, torch.dtype]]) -> Callable[[], Any]:

@@ -158,9 +158,7 @@ def _draw_options(source: random.Random, strategy: Strategy) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "double_buffer": source.random() < 0.4,
         "grad_buffer": source.choice(("flat", "flat", "concat")),
-        "unit_min_elements": source.choice((0, 0, 100, 700, 1 << 30)),
         "prefetch": source.choice((0, 1, 1, 2, 100)),
-        "prefetch_limit_bytes": source.choice((None, None, 1, 5_000)),
         "offload_optimizer": source.random() < 0.3,
         "transport": source.choice(("auto", "auto", "backend")),
         "separate_gather_group": source.choice((None, True)),

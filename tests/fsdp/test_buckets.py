@@ -61,7 +61,7 @@ def test_a_bucket_is_of_one_outermost_unit_dtype_and_flag_and_what_is_frozen_has
 _point_at_weights = ParamGroup.point_at_weights
 
 
-def _innermost(module: nn.Module, classes: Any, _: int) -> Any:
+def _innermost(module: nn.Module, classes: Any) -> Any:
     return units.plan_units(module, [each for each in classes if each is not Layer])
 
 

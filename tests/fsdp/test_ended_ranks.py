@@ -157,7 +157,7 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
     dist.barrier()
 
     def exchange() -> None:
-        with Observer.watched("how far each rank is", own):
+        with Observer.waiting("exchange of how far each rank is", group=own):
             dist.barrier(own)
 
     def loop() -> None:

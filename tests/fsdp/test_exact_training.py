@@ -65,7 +65,6 @@ STEPS = 3
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WORLDS = (1, 2, 3, 4, 6)
 OUTER = {4: (2,), 6: (2, 3)}
-UNITS = ((), (("unit_min_elements", 1 << 30),))
 MESHES = tuple((world, *mesh) for world in WORLDS for mesh in [
     (1, "no_shard"), *itertools.product(OUTER.get(world, ()), ("no_shard", "optim"))
 ])  # fmt: skip
@@ -75,7 +74,7 @@ CASES = Cover(
     (  # unit sizes alternate, so that both are met with everything
         Case(
             "native", strategy, world, M // world, M, optimizer, clip, numerics="exact", steps=STEPS, model=model,
-            outer=outer, outer_strategy=split, options=UNITS[(i + k) % 2],
+            outer=outer, outer_strategy=split, in_one_unit=bool((i + k) % 2),
         )
         for (i, (model, optimizer, clip)), strategy, (k, (world, outer, split)) in itertools.product(
             enumerate(TRAININGS), STRATEGIES, enumerate(MESHES)
@@ -83,7 +82,7 @@ CASES = Cover(
     ),
     values=lambda case: (
         case.world_size, case.outer, case.outer_strategy, case.strategy, case.model, case.optimizer, case.clip,
-        case.options,
+        case.in_one_unit,
     ),
     key=lambda case: case.world_size,
 )  # fmt: skip
@@ -115,7 +114,7 @@ def difference(ours: list[Record], reference: Record) -> str:
 def name_of(case: Case) -> str:
     mesh = f"{case.world_size // case.outer}x{case.outer}-{case.outer_strategy}"
     training = f"{case.model}-{case.optimizer}-{'unclipped' if case.clip is None else 'clipped'}"
-    return f"{mesh}-{case.strategy}-{training}-{'one unit' if case.options else 'units'}"
+    return f"{mesh}-{case.strategy}-{training}-{'one unit' if case.in_one_unit else 'units'}"
 
 
 @pytest.mark.parametrize("case", CASES.params(name_of))

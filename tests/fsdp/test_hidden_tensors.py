@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Strategy, fully_shard_model
+from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp.checked import RANKS, Mutant, each_is_found, patched
@@ -242,7 +243,7 @@ MUTANTS = {
     ),
     "resting units stay": Mutant(
         "A unit between two of its calls in one backward keeps the buffer that another one needs",
-        patched(GatherPipeline, "_wake"),
+        patched(BackwardHooks, "_call_passed", BackwardHooks._end_if_over),
         finds,
         zero3("tensor", "two forwards first", double_buffer=True),
     ),

@@ -26,7 +26,6 @@ from harness.fsdp import MixedPrecisionPolicy, build, fully_shard
 from harness.fsdp.comm.communicator import Communicator, Cut, Pending
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability, units
-from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
@@ -147,7 +146,7 @@ def work_of(count: int) -> dict[str, int]:
     found = {}
     with believing_in(4):
         with Lines() as lines:
-            units.plan_units(module, [nn.Sequential], 0)
+            units.plan_units(module, [nn.Sequential])
         found["planned"] = lines.count
         model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential])
         model(torch.ones(1, 2)).sum().backward()
@@ -177,17 +176,6 @@ def _growing_with_units(_: int) -> list[str]:
 
 def test_work_grows_no_faster_than_the_units() -> None:
     assert run_ranks(_growing_with_units, 1, apart=True)[0] == []
-
-
-def _every_rest(plans: Any, min_elements: int) -> list[UnitPlan]:
-    found: list[UnitPlan] = []
-    for index, unit in enumerate(plans):
-        left = sum(each.numel for each in plans[index:])
-        if found and (found[-1].numel < min_elements or left < min_elements):
-            units._join(found[-1], unit)
-        else:
-            found.append(unit)
-    return found
 
 
 _init = RaggedShard.__init__
@@ -221,24 +209,11 @@ def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSl
     return LocalSlice(slot.segment, first.offset, first.start, last.end)
 
 
-UNIT_MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "every rest": (
-        "Elements of all units that follow are counted anew for each unit",
-        lambda: mock.patch.object(units, "_joined", _every_rest),
-    ),
-}
-
-
 def _with_mistake(rank: int, name: str) -> list[str]:
-    with (MUTANTS | UNIT_MUTANTS)[name][1]():
-        return _growing(rank, "optim_grads_params") if name in MUTANTS else _growing_with_units(rank)
+    with MUTANTS[name][1]():
+        return _growing(rank, "optim_grads_params")
 
 
 @pytest.mark.parametrize("name", each("What a step costs with many ranks", [(n, m[0]) for n, m in MUTANTS.items()]))
 def test_what_grows_with_the_ranks_is_found(name: str) -> None:
     assert run_ranks(_with_mistake, 1, name, apart=True)[0]
-
-
-@pytest.mark.parametrize("name", each("What work costs with many units", [(n, m[0]) for n, m in UNIT_MUTANTS.items()]))
-def test_what_grows_faster_than_the_units_is_found(name: str) -> None:
-    assert len(run_ranks(_with_mistake, 1, name, apart=True)[0]) == 1

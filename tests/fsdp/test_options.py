@@ -25,11 +25,9 @@ OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "double_buffer": (("double_buffer", True),),
     "no_prefetch": (("prefetch", 0),),
     "prefetch_all": (("prefetch", 100),),
-    "prefetch_capped": (("prefetch", 100), ("prefetch_limit_bytes", 1)),
     "concat": (("grad_buffer", GradBuffer.concat),),
     "own_gather_group": (("separate_gather_group", True),),
     "offloaded": (("offload_optimizer", True),),
-    "joined_units": (("unit_min_elements", 1 << 30),),
     "everything": (
         ("double_buffer", True),
         ("grad_buffer", GradBuffer.concat),
@@ -113,10 +111,7 @@ def measured() -> dict[Case, Found]:
     """What the tests of single options look at."""
     last = [
         case("optim_grads_params", options, model)
-        for options in (
-            PLAIN,
-            *(OPTIONS[n] for n in ("double_buffer", "prefetch_all", "prefetch_capped", "joined_units")),
-        )
+        for options in (PLAIN, OPTIONS["double_buffer"])
         for model in ("tiny", "odd")
     ]
     summed = [case(s, o, m) for s, o in SUMMED for m in ("tiny", "odd")]
@@ -166,19 +161,3 @@ def test_fixed_buffers_are_all_there_is() -> None:
     assert len(set(fixed["live"])) == 1
     assert fixed["live"][0] > 0
     assert fixed["alive"] <= 2
-
-
-def test_a_cap_on_bytes_ahead_is_a_cap() -> None:
-    """The odd model's frozen unit stays beside the unit in use: nothing tells when its backward begins."""
-    for model, in_use in (("tiny", 1), ("odd", 2)):
-        capped = measured()[case("optim_grads_params", OPTIONS["prefetch_capped"], model)]
-        free = measured()[case("optim_grads_params", OPTIONS["prefetch_all"], model)]
-        assert {each["alive"] for each in capped} == {in_use}
-        assert all(each["alive"] >= 1 for each in free)
-
-
-def test_joined_units_are_gathered_once() -> None:
-    joined = measured()[case("optim_grads_params", OPTIONS["joined_units"], "tiny")][0]
-    plain = measured()[case("optim_grads_params", PLAIN, "tiny")][0]
-    assert (joined["units"], plain["units"]) == (1, 4)
-    assert sum(joined["counts"].values()) < sum(plain["counts"].values())

@@ -1,8 +1,7 @@
-"""Who owns InfiniBand SHARP: when the variable is on, that communicators exist at once, and what torch can set."""
+"""Who owns InfiniBand SHARP: when the variable is on, and that communicators exist at once."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,27 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import SharpOwnership, ThreadBlocks, communicator_options
+from harness.fsdp import SharpOwnership
 from harness.fsdp.comm import sharp_groups
 from harness.fsdp.comm.mesh import group_of_members
-from harness.fsdp.comm.sharp_groups import COLLNET, variable
+from harness.fsdp.comm.sharp_groups import COLLNET
 from tests.support.spawn import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("before", [{}, {COLLNET: "0"}, {COLLNET: "1", "OTHER": "x"}])
-def test_a_variable_is_afterwards_what_it_was_also_after_an_error(before: dict[str, str]) -> None:
-    environment = dict(before)
-
-    def fail() -> None:
-        with variable(environment, COLLNET, "1"):
-            assert environment[COLLNET] == "1"
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert environment == before
 
 
 def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[str | None]:
@@ -40,87 +25,28 @@ def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[
     return seen
 
 
+@pytest.mark.parametrize("before", [{}, {COLLNET: "0"}, {COLLNET: "1", "OTHER": "x"}])
 def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
-    group_of_one: Any, monkeypatch: pytest.MonkeyPatch
+    before: dict[str, str], group_of_one: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {COLLNET: "0"}
+    environment = dict(before)
     seen = _seen(monkeypatch, environment)
     ownership = SharpOwnership(CUDA, environment)
-    with ownership.creating() as connect:
-        assert connect(group_of_one) is group_of_one
+    with pytest.raises(KeyError):
+        ownership.create(lambda: {}["no group"])
+    assert environment == before
+    assert ownership.create(lambda: group_of_one) is group_of_one
     assert seen == ["1"]
-    assert environment == {COLLNET: "0"}
+    assert environment == before
     assert ownership.owner == "default_pg"
+    with pytest.raises(RuntimeError, match="that of default_pg does"):
+        ownership.create(lambda: group_of_one)
 
 
 def test_nothing_is_set_without_nccl(group_of_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment: dict[str, str] = {}
-    seen = _seen(monkeypatch, environment)
-    with SharpOwnership(CPU, environment).creating() as connect:
-        connect(group_of_one)
+    seen = _seen(monkeypatch, environment := {})
+    SharpOwnership(CPU, environment).create(lambda: group_of_one)
     assert seen == [None]
-
-
-def test_a_second_owner_is_refused(group_of_one: Any) -> None:
-    ownership = SharpOwnership(CPU, {})
-    with ownership.creating() as connect:
-        connect(group_of_one)
-        with pytest.raises(RuntimeError, match="call connect once"):
-            connect(group_of_one)
-    with pytest.raises(RuntimeError, match="that of default_pg does"), ownership.creating():
-        pass
-
-
-def test_an_owner_that_would_be_created_later_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="no group was connected"), SharpOwnership(CPU, {}).creating():
-        pass
-
-
-class Torch213:
-    blocking = cga_cluster_size = min_ctas = max_ctas = cta_policy = nvls_ctas = collnet_enable = None
-
-
-class Torch27:
-    blocking = cga_cluster_size = min_ctas = max_ctas = None
-
-
-@pytest.mark.parametrize(
-    ("config", "expected", "lacking"),
-    [
-        (Torch213(), (2, 1, 4, 8, 1), []),
-        (Torch27(), (None, 1, 4, None, None), ["cta_policy", "nvls_ctas", "collnet_enable"]),
-    ],
-)
-def test_what_torch_can_set_of_one_communicator_is_set_and_the_rest_named(
-    config: Any, expected: tuple[Any, ...], lacking: list[str]
-) -> None:
-    limits = ThreadBlocks("zero", fewest=1, most=4, nvlink=8)
-    options, missing = communicator_options(limits, owns_sharp=True, options=SimpleNamespace(config=config))
-    names = ("cta_policy", "min_ctas", "max_ctas", "nvls_ctas", "collnet_enable")
-    assert tuple(getattr(options.config, name, None) for name in names) == expected
-    assert missing == lacking
-
-
-def test_what_nobody_asked_for_is_not_set() -> None:
-    options, missing = communicator_options(options=SimpleNamespace(config=Torch213()))
-    assert missing == []
-    assert vars(options.config) == {}
-
-
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [(ThreadBlocks("none"), "default, efficiency, zero"), (ThreadBlocks(fewest=3, most=2), "more than most=2")],
-)
-def test_wrong_limits_are_refused(limits: ThreadBlocks, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        communicator_options(limits, options=SimpleNamespace(config=Torch213()))
-
-
-def test_without_nccl_there_are_no_options() -> None:
-    if hasattr(dist, "ProcessGroupNCCL"):
-        pytest.skip("this torch has NCCL")
-    with pytest.raises(RuntimeError, match="built without NCCL"):
-        communicator_options()
 
 
 def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], list[tuple[str, str | None]]]:

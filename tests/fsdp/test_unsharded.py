@@ -229,7 +229,7 @@ def refusing(rank: int, strategy: str) -> list[str]:
     before = dict(model.full_weights())
 
     def apart() -> None:
-        with model.unsharded("blocks.1"):
+        with model.unsharded(net.blocks[1]):
             if rank == 1:
                 net.blocks[1].scale.data[0] = 9
 
@@ -258,7 +258,7 @@ def refusing(rank: int, strategy: str) -> list[str]:
         stepping: (RuntimeError, r"call optimizer\.step\(\) and load_state_dict\(\) outside"),
         within: (RuntimeError, "inside the model's forward"),
         foreign: (ValueError, "not the sharded model's"),
-        unknown: (ValueError, "blocks.7"),
+        unknown: (TypeError, "model.get_submodule"),
         apart: (ReplicaDrift, "All ranks must make the same edit"),
     }
     for call, (kind, says) in wanted.items():
@@ -280,12 +280,7 @@ def in_parts(rank: int, strategy: str) -> list[str]:
     """`gathered` of a part makes its units whole, and no other; in a double buffer as many as fit."""
     told = []
     model, _ = built(strategy)
-    for wanted in (
-        "blocks.1.linear",
-        model.module.blocks[1],
-        model.module.blocks[1].scale,
-        ["blocks.1", "blocks.1.scale"],
-    ):
+    for wanted in (model.module.blocks[1].linear, model.module.blocks[1]):
         with model.unsharded(wanted):
             whole = [bucket.name for bucket in model._parts.buckets if bucket.is_whole]
             told += [] if strategy != ZERO3 or whole == ["blocks.1/float32"] else [f"{wanted}: {whole}"]
@@ -310,7 +305,7 @@ def in_parts(rank: int, strategy: str) -> list[str]:
 
 def _in_double_buffer(strategy: str) -> list[str]:
     model, _ = built(strategy, double_buffer=True)
-    with model.unsharded(["blocks.0", "blocks.1", "embed"]):
+    with model.unsharded(nn.ModuleList([*model.module.blocks[:2], model.module.embed])):
         pass
     if strategy != ZERO3:
         return []

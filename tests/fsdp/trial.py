@@ -70,6 +70,8 @@ class Case:
     """tiny, or odd: awkward parameters, some of them frozen, tied or unused."""
     options: tuple[tuple[str, Any], ...] = ()
     """Further settings of the group `engine`."""
+    in_one_unit: bool = field(default=False, repr=False)
+    """All weights are of the root."""
 
     @property
     def num_microbatches(self) -> int:
@@ -148,7 +150,10 @@ def run_case(rank: int, case: Case) -> Record:
     """Train one case on this rank. Tensors are recorded on rank 0 only."""
     config = case.config()
     ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
-    engine = engine_class(config.engine.name)(workload_for(config), config, ranks)
+    workload = workload_for(config)
+    if case.in_one_unit:
+        workload.unit_classes = ()
+    engine = engine_class(config.engine.name)(workload, config, ranks)
     record = Record(case)
     record.weights[0] = _keep(rank, engine.named_weights())
     for step in range(1, case.steps + 1):

@@ -71,7 +71,6 @@ OTHERS = [
         (2, 2, "engine.offload_optimizer=true"),
         (2, 3, "engine.accumulate_unsharded=true sharding=optim_grads"),
         (2, 1, "engine.prefetch=3 data.seq_len=16"),
-        (2, 1, "engine.unit_min_elements=60000"),
         (2, 1, "model.tie_embeddings=true"),
         (2, 1, "optimizer=sgd optimizer.momentum=0.9"),
         (2, 1, "model=moe dtype=bf16 sharding=optim"),

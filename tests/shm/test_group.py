@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import harness.shm
-from harness.shm import ShmGroup, group, segment, transfer
+from harness.shm import ShmGroup, group, segment, shared, transfer
 from tests.support.forking import fork_ranks
 from tests.support.mutants import each, kills
 from tests.support.spawn import RankFailed, run_ranks
@@ -32,17 +32,18 @@ LENGTHS = (0, 1, 3, 17, 1000, 65_536 * 2 + 5)
 Issue = Callable[[], tuple[harness.shm.Work, list[Tensor]]]
 
 
-def made(capacity: int | None = None) -> ShmGroup:
+def made() -> ShmGroup:
     world = dist.group.WORLD
     assert world is not None
-    return ShmGroup(world, world.rank(), world.size(), capacity)
+    group_, why = shared(world, world.rank(), world.size())
+    assert group_ is not None, why
+    return group_
 
 
 def random_collectives(rank: int, seed: int, count: int) -> list[str]:
     """What differs from gloo, of so many collectives that this rank waits for in an order of its own."""
-    shm, shared, own = made(), random.Random(seed), random.Random(100 * seed + rank)
-    assert shm.transport is not None, shm.why_gloo
-    todo = [of_random(shm, shared, own) for _ in range(count)]
+    shm, alike, own = made(), random.Random(seed), random.Random(100 * seed + rank)
+    todo = [of_random(shm, alike, own) for _ in range(count)]
     dist.barrier()
     under_way, told = [], list[str]()
     for number, (issue, right) in enumerate(todo):
@@ -55,11 +56,11 @@ def random_collectives(rank: int, seed: int, count: int) -> list[str]:
     return told
 
 
-def of_random(shm: ShmGroup, shared: random.Random, own: random.Random) -> tuple[Issue, list[Tensor]]:
+def of_random(shm: ShmGroup, alike: random.Random, own: random.Random) -> tuple[Issue, list[Tensor]]:
     """A collective to be issued, with its outputs; and what these are by gloo."""
     rank, size = shm.rank(), shm.size()
-    dtype, is_gather = shared.choice(DTYPES), shared.random() < 0.5
-    lengths = [[shared.choice(LENGTHS) for _ in range(size)] for _ in range(shared.randrange(1, 4))]
+    dtype, is_gather = alike.choice(DTYPES), alike.random() < 0.5
+    lengths = [[alike.choice(LENGTHS) for _ in range(size)] for _ in range(alike.randrange(1, 4))]
     if is_gather:
         inputs = [values(shm, own, row[rank], dtype) for row in lengths]
         outputs = [[torch.empty(length, dtype=dtype) for length in row] for row in lengths]
@@ -95,16 +96,6 @@ def test_random_collectives_are_those_of_gloo(size: int, count: int) -> None:
     assert run_ranks(random_collectives, size, size, count) == [[]] * size
 
 
-def one_rank(rank: int) -> tuple[str, list[float]]:
-    shm, total = made(), torch.empty(2)
-    shm.all_gather_single(total, torch.tensor([1.0, 2.0])).wait()
-    return shm.why_gloo, total.tolist()
-
-
-def test_one_rank_has_nothing_to_share() -> None:
-    assert run_ranks(one_rank, 1) == [("one rank", [1.0, 2.0])]
-
-
 def in_rank_order(rank: int) -> Tensor:
     """Sums whose bits depend on order and on the dtype they are made in."""
     shm, total = made(), torch.empty(1000, dtype=torch.float32)
@@ -125,7 +116,6 @@ def test_sums_are_made_in_rank_order_and_in_the_dtype_of_the_output() -> None:
 def in_place(rank: int) -> tuple[bool, int, int]:
     """True if peers read in place; bytes that the heap grows by with that, and without."""
     shm = made()
-    assert shm.transport is not None
     shm.register()
     segment = shm.transport.segment
     given, total = shm.allocate(1 << 20, torch.float32).fill_(rank), torch.empty(1 << 19)
@@ -191,12 +181,16 @@ def without_room(rank: int, how: str) -> tuple[str, list[float]]:
         del os.memfd_create
     if how == "hosts":
         group._host = lambda: rank
-    shm = made(1 << 16 if rank == 1 and how == "too small" else None)
-    assert shm.transport is None
-    out = torch.empty(2)
-    shm.all_gather_single(out, torch.full((1,), float(rank))).wait()
-    assert not shm.holds(shm.allocate(4, torch.float32))
-    return shm.why_gloo, out.tolist()
+    found, why = shared(dist.group.WORLD, rank, dist.get_world_size(), 1 << 16 if how == "too small" else None)
+    assert found is None
+    harness.shm.register()
+    out = torch.empty(dist.get_world_size())
+    dist.all_gather_into_tensor(out, torch.full((1,), float(rank)), group=dist.new_group(backend="shm"))
+    return why, out.tolist()
+
+
+def test_one_rank_has_nothing_to_share() -> None:
+    assert run_ranks(without_room, 1, "alone") == [("one rank", [0.0])]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +198,7 @@ def without_room(rank: int, how: str) -> tuple[str, list[float]]:
     [
         ("a limit", "rank 1: shared memory could not be made: [Errno 27] File too large"),
         ("no memfd", "rank 1: shared memory could not be made: module 'os' has no attribute 'memfd_create'"),
-        ("too small", "rank 1: shared memory could not be made: "),
+        ("too small", "rank 0: shared memory could not be made: "),
         ("hosts", "rank 0: the ranks are on several hosts, or in several PID namespaces"),
     ],
 )
@@ -249,7 +243,8 @@ def test_a_rank_that_is_killed_is_named_within_a_second_and_leaves_nothing(tmp_p
 
 def waits_too_long(rank: int) -> list[str]:
     """What is raised where a wait has a limit of its own, where the group has one; and where rank 1 gives up."""
-    shm, found = ShmGroup(dist.new_group(timeout=timedelta(seconds=0.3)), rank, 2), list[str]()
+    (shm, why), found = shared(dist.new_group(timeout=timedelta(seconds=0.3)), rank, 2), list[str]()
+    assert shm is not None, why
     for limit in (timedelta(seconds=0.1), None):
         if rank == 0:
             with pytest.raises(RuntimeError) as caught:

@@ -75,7 +75,7 @@ CASES = (
     Case("optim_grads_params", buffers="double"),
     Case("optim_grads_params", buffers="user", policy="bf16_comm"),
     Case("optim_grads_params", recompute="kept", policy="bf16"),
-    Case("optim_grads_params", more="limited", prefetch=3),
+    Case("optim_grads_params", prefetch=3),
     Case("optim_grads", k=2),
     Case("optim_grads", offload=True),
     Case("optim", k=2),

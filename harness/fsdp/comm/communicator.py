@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,23 +23,7 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
 from harness.private_torch import backend_of
-from harness.shm import ShmGroup, Work
-
-_BESIDE: WeakKeyDictionary[dist.ProcessGroup, WeakSet[ShmGroup]] = WeakKeyDictionary()
-
-
-def beside(group: dist.ProcessGroup) -> ShmGroup:
-    """A new group of the same ranks, with the same timeout; it is gone with whoever keeps it. *Collective.*"""
-    with events.begin(Label("all_gather", "shared memory")):
-        made = ShmGroup(group, group.rank(), group.size())
-    _BESIDE.setdefault(group, WeakSet()).add(made)
-    return made
-
-
-def abort_beside(group: dist.ProcessGroup) -> None:
-    """End all waits in the groups that were made beside this one."""
-    for made in list(_BESIDE.get(group, ())):
-        made.abort()
+from harness.shm import ShmGroup, Work, shared
 
 
 class Cut:
@@ -187,8 +170,8 @@ class Communicator:
         self.shm: ShmGroup | None = None
         self.why_gloo = "one rank" if self.size == 1 else f"transport={transport.name}"
         if self.is_gloo and runtime.device.type == "cpu" and transport is Transport.auto and self.size > 1:
-            made = beside(self.group)
-            self.shm, self.why_gloo = (made if made.transport is not None else None), made.why_gloo
+            with events.begin(Label("all_gather", "shared memory")):
+                self.shm, self.why_gloo = shared(self.group, self.rank, self.size)
         self.data: dist.ProcessGroup = self.shm or self.group
 
     def facts(self) -> dict[str, str]:
@@ -269,17 +252,9 @@ class Communicator:
         return shared
 
     def _sparse_from_first(self, value: Tensor, purpose: str) -> Tensor:
-        mine = _dense_parts(value)
-        is_coalesced = value.layout is torch.sparse_coo and value.is_coalesced()
-        sizes = [size for part in mine for size in part.shape]
-        header = self.from_first(torch.tensor([is_coalesced, *sizes], dtype=torch.int64), purpose).tolist()
-        is_coalesced, parts = bool(header.pop(0)), []
-        for part in mine:
-            shape = [header.pop(0) for _ in part.shape]
-            parts.append(self.from_first(part if self.rank == 0 else part.new_empty(shape), purpose))
-        if value.layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(parts[0], parts[1], value.shape, is_coalesced=is_coalesced)
-        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], value.shape, layout=value.layout)
+        dense = self.from_first(value.to_dense(), purpose)
+        is_blocked = value.layout in (torch.sparse_bsr, torch.sparse_bsc)
+        return dense.to_sparse(layout=value.layout, blocksize=tuple(value.values().shape[1:3]) if is_blocked else None)
 
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
@@ -301,15 +276,6 @@ class Communicator:
             with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
-
-
-def _dense_parts(value: Tensor) -> list[Tensor]:
-    """Dense tensors of a sparse one, in torch's order: indices, then values."""
-    if value.layout is torch.sparse_coo:
-        return [value.indices(), value.values()]
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    return [value.ccol_indices(), value.row_indices(), value.values()]
 
 
 def _copy_back(evened: Sequence[Evened]) -> None:

@@ -136,12 +136,13 @@ def _raise_explained(error: Exception) -> None:
 class waiting:
     """The body blocks the host until collectives are done: these, or the one that this thread is issuing.
 
-    group: of a wait of the program's own, which is not counted as exposed communication.
+    group: ranks of an exchange of the program's own, which is not counted as exposed communication. If it lasts too
+    long, every rank raises CollectiveError, as for a collective of the engine.
     """
 
     __slots__ = ("_began", "_group", "_mark", "_tokens", "_waited")
 
-    def __init__(self, *waited: Label, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, *waited: Label | str, group: dist.ProcessGroup | None = None) -> None:
         self._waited, self._group = waited, group
         self._began: float | None = None
         self._mark: record_function | None = None
@@ -172,22 +173,6 @@ class waiting:
                 observer.waited(seconds)
 
 
-def watched(what: str, group: dist.ProcessGroup) -> waiting:
-    """Let the engine's watcher observe a wait of your own program, which is the body of the `with` statement.
-
-    If the wait lasts too long, every rank raises, as for a collective of the engine. The wait is not counted as exposed
-    communication of the engine.
-
-    Args:
-        what: name of the exchange, for the error.
-        group: ranks that take part in it.
-
-    Raises:
-        CollectiveError: the exchange, or a collective of the engine, did not complete in time.
-    """
-    return waiting(Label("exchange of", what), group=group)
-
-
 class Observer:
     """Base class of meters: told of each collective and each wait that an engine of this process announces.
 
@@ -196,7 +181,6 @@ class Observer:
     """
 
     waiting = waiting
-    watched = staticmethod(watched)
     current = staticmethod(current)
 
     @staticmethod

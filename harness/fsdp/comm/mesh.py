@@ -222,7 +222,7 @@ class Meshes:
 
     @property
     def shared_memories(self) -> list[ShmGroup]:
-        communicators = (comm for mesh in self for comm in mesh.communicators)
+        communicators = [comm for mesh in self for comm in mesh.communicators] + ([self.tensor] if self.tensor else [])
         return [comm.shm for comm in communicators if comm.shm is not None]
 
     def of(self, *, expert: bool) -> Mesh:

@@ -7,9 +7,7 @@ it is 1 while the owner's communicator is created, at once and not at its first 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -18,11 +16,6 @@ import torch.distributed as dist
 from harness.private_torch import backends_of, timeout_of
 
 COLLNET = "NCCL_COLLNET_ENABLE"
-
-CTA_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}
-
-Connect = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-"""Creates a group's communicator at once, and returns the group. *Collective.*"""
 
 
 class SharpOwnership:
@@ -33,36 +26,28 @@ class SharpOwnership:
         self.owner: str | None = None
         self._environment = environment
 
-    @contextmanager
-    def creating(self) -> Iterator[Connect]:
-        """Context in which the owner's group is created; its function must be called with that group.
-
-            with ownership.creating() as connect:
-                group = connect(dist.new_group(ranks, pg_options=communicator_options(owns_sharp=True)))
+    def create(self, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+        """Make the owner's group, and its communicator at once. *Collective*; ranks outside the group take no part.
 
         Raises:
-            RuntimeError: another communicator owns SHARP, or no group was connected.
+            RuntimeError: another communicator owns SHARP.
         """
         if self.owner is not None:
             raise RuntimeError(f"one communicator can own SHARP, and that of {self.owner} does")
-        connected: list[dist.ProcessGroup] = []
-
-        def connect(group: dist.ProcessGroup) -> dist.ProcessGroup:
-            if connected:
-                raise RuntimeError("one communicator can own SHARP; call connect once")
+        before = self._environment.get(COLLNET)
+        if self.device.type == "cuda":
+            self._environment[COLLNET] = "1"
+        try:
+            group = make()
             outsider: Any = dist.GroupMember.NON_GROUP_MEMBER  # what ranks outside a group get for it
             if group is not outsider:
                 barrier(group, self.device)
-            connected.append(group)
-            return group
-
-        with variable(self._environment, COLLNET, "1") if self.device.type == "cuda" else nullcontext():
-            yield connect
-        if not connected:
-            raise RuntimeError(
-                "no group was connected: call what `creating` yields with the group that is to own SHARP"
-            )
-        self.owner = getattr(connected[0], "group_desc", "") or "its group"
+        finally:
+            self._environment.pop(COLLNET, None)
+            if before is not None:
+                self._environment[COLLNET] = before
+        self.owner = getattr(group, "group_desc", "") or "its group"
+        return group
 
     def axis_groups(self, num_outer: int, owner: str = "dp") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
@@ -75,7 +60,7 @@ class SharpOwnership:
 
         Raises:
             ValueError: the size does not divide the ranks, or there is no such axis.
-            RuntimeError: as `creating`.
+            RuntimeError: as `create`.
         """
         world = dist.get_world_size()
         if num_outer < 1 or world % num_outer:
@@ -87,23 +72,9 @@ class SharpOwnership:
             "dp": [[outer * num_inner + inner for inner in range(num_inner)] for outer in range(num_outer)],
             "dp_outer": [[outer * num_inner + inner for outer in range(num_outer)] for inner in range(num_inner)],
         }
-        with self.creating() as connect:
-            owned = connect(_own_group(ranks[owner], owner))
+        owned = self.create(lambda: _own_group(ranks[owner], owner))
         made = {owner: owned} | {axis: _own_group(ranks[axis], axis) for axis in ranks if axis != owner}
         return made["dp"], made["dp_outer"]
-
-
-@contextmanager
-def variable(environment: MutableMapping[str, str], name: str, value: str) -> Iterator[None]:
-    before = environment.get(name)
-    environment[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = before
 
 
 def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -111,61 +82,6 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     dist.all_reduce(flag, group=group)
     flag.item()  # the host waits: NCCL may read the variable on a thread of its own
-
-
-@dataclass(frozen=True)
-class ThreadBlocks:
-    """Limits on the thread blocks of one communicator's collectives; None: NCCL chooses.
-
-    policy: default, efficiency (NCCL 2.27) or zero (NCCL 2.28). nvlink: over NVLink SHARP (NCCL 2.27).
-    """
-
-    policy: str = "default"
-    fewest: int | None = None
-    most: int | None = None
-    nvlink: int | None = None
-
-
-def communicator_options(
-    limits: ThreadBlocks | None = None, *, owns_sharp: bool | None = None, options: Any = None
-) -> tuple[Any, list[str]]:
-    """Options of one NCCL communicator, and the names of those that torch cannot set here (use the environment).
-
-    Args:
-        limits: limits on thread blocks.
-        owns_sharp: whether CollNet is on; None: the environment decides.
-        options: options to complete; None: new options of torch, which needs torch built with NCCL.
-
-    Raises:
-        ValueError: an unknown policy, or the fewest blocks are more than the most.
-        RuntimeError: torch was built without NCCL, and no options were given.
-    """
-    limits = limits or ThreadBlocks()
-    if limits.policy not in CTA_POLICIES:
-        raise ValueError(f"policy={limits.policy!r} is not one of {', '.join(CTA_POLICIES)}")
-    if limits.fewest is not None and limits.most is not None and limits.fewest > limits.most:
-        raise ValueError(f"fewest={limits.fewest} is more than most={limits.most}")
-    if options is None:
-        made_by = getattr(dist, "ProcessGroupNCCL", None)
-        if made_by is None:
-            raise RuntimeError("this torch was built without NCCL; there are no communicator options")
-        options = made_by.Options()
-    wanted = {
-        "cta_policy": None if limits.policy == "default" else CTA_POLICIES[limits.policy],
-        "min_ctas": limits.fewest,
-        "max_ctas": limits.most,
-        "nvls_ctas": limits.nvlink,
-        "collnet_enable": None if owns_sharp is None else int(owns_sharp),
-    }
-    lacking = []
-    for name, value in wanted.items():
-        if value is None:
-            continue
-        if hasattr(options.config, name):
-            setattr(options.config, name, value)
-        else:
-            lacking.append(name)
-    return options, lacking
 
 
 def _own_group(groups: list[list[int]], name: str) -> dist.ProcessGroup:

@@ -83,17 +83,17 @@ class UserBuffers:
         self._runtime = runtime
         self._registered: list[Member] = []
         self._pool: Any = None
-        self._failure = ""
         self._closed = False
-        self._unable = "" if mode is Registration.none else _why_unable(self._members, runtime)
+        # why nothing is registered
+        self._reason = "" if mode is Registration.none else _why_unable(self._members, runtime)
         self._asked_symmetric = symmetric
         self._plain_because = _why_not_symmetric(runtime.nccl_version) if symmetric else "not asked for"
-        if mode is not Registration.none and not self._unable:
+        if mode is not Registration.none and not self._reason:
             self._make_pool()
 
     @property
     def active(self) -> bool:
-        return self._pool is not None and not self._failure and not self._closed
+        return self._pool is not None and not self._reason and not self._closed
 
     @property
     def due(self) -> bool:
@@ -133,7 +133,7 @@ class UserBuffers:
     def facts(self) -> dict[str, str]:
         """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
         facts = {"requested": self.mode.value, "effective": self._effective()}
-        reason = self._unable or self._failure
+        reason = self._reason
         if not reason and self.mode is not Registration.none and self._asked_symmetric:
             reason = self._plain_because
         return facts | ({"reason": reason} if reason else {})
@@ -149,7 +149,7 @@ class UserBuffers:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _effective(self) -> str:
-        if self._pool is None or self._failure:
+        if self._pool is None or self._reason:
             return "none"
         if self.due:
             return "pending"
@@ -206,7 +206,7 @@ class UserBuffers:
         return mine
 
     def _fail(self, reason: str) -> None:
-        self._failure = reason
+        self._reason = reason
         if not self.may_fall_back:
             raise RuntimeError(
                 f"nccl_ub={self.mode.value} failed: {reason}. Valid: nccl_ub=none, or a recorded fallback"

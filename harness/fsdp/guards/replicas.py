@@ -213,8 +213,7 @@ class CopiedGradients:
         table = all_values(tensor, sums, "gradients of copies").cpu()
         norms = table[..., -1]
         self._is_done = bool((norms.isfinite() & (norms > 0)).any())
-        largest = norms.nan_to_num(0.0, 0.0).amax(0)
-        apart = (table.amax(0) - table.amin(0)).amax(-1) > CLOSE * largest  # never so where one is NaN
+        largest, apart = parted(table)
         apart &= (largest > SMALL * largest.max()) & norms.isfinite().all(0)
         if bool(apart.any()):
             self._is_done = False
@@ -261,6 +260,12 @@ def sums_with_waves(flat: Tensor, start: int) -> Tensor:
         ramp = torch.arange(first, first + part.numel(), dtype=torch.float64, device=flat.device)
         sums += torch.stack([*((ramp * wave).cos().dot(part) for wave in WAVES), part.dot(part)])
     return sums
+
+
+def parted(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest norm, and True where ranks differ, by products with waves and norms, [ranks, ..., waves + 1]."""
+    largest = table[..., -1].nan_to_num(0.0, 0.0).amax(0)
+    return largest, (table.amax(0) - table.amin(0)).amax(-1) > CLOSE * largest  # never so where one is NaN
 
 
 def _describe_copies(names: list[str], norms: list[float]) -> str:

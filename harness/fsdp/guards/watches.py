@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import torch.distributed as dist
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import abort_beside
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.shm import ShmGroup
 from harness.watchdog import (
     CollectiveError as CollectiveError,
     Watchdog as Watchdog,
@@ -25,10 +26,12 @@ def watch_groups(
     timeout_s: float | None,
     check: bool,
     where: Callable[[], str],
+    shared: Sequence[ShmGroup],
 ) -> Watchdog | None:
     """A watchdog that observes the engine's collectives until `end_watch`; None for a model of one rank.
 
-    groups: the first has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin.
+    groups: the first has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin. shared:
+    groups beside these, which are aborted with them.
 
     Raises:
         ValueError: the limit is not positive.
@@ -37,7 +40,14 @@ def watch_groups(
         return None
     limit_s = default_timeout_s(groups, runtime.device) if timeout_s is None else timeout_s
     mark = runtime.record if runtime.has_streams else None
-    watchdog = Watchdog(groups, limit_s, where=where, abort=_abort, mark=mark, records=False, check=check)
+    beside = WeakSet(shared)
+
+    def abort(group: dist.ProcessGroup) -> None:
+        for each in beside:
+            each.abort()
+        abort_group(group)
+
+    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
     events.watch(watchdog)
     return watchdog
 
@@ -46,8 +56,3 @@ def end_watch(watchdog: Watchdog | None) -> None:
     if watchdog is not None:
         watchdog.close()
         events.unwatch(watchdog)
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    abort_beside(group)
-    abort_group(group)

@@ -249,8 +249,8 @@ class BackwardHooks:
 
     def _call_passed(self, unit: Unit) -> None:
         self._end_if_over(unit)
-        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):
-            self.gather.rest(unit)
+        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):  # gathered again for its next call
+            self.gather.reshard(unit, kept_too=False)
             self._rested.add(unit)
             self._unshard_next()
 

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.units import Unit, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.codec import BACKWARD, BOTH, FORWARD
@@ -28,12 +25,10 @@ class GatherPipeline:
     Args:
         units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
         prefetch: units gathered ahead of the one in use, at least 0.
-        limit_bytes: of weights gathered ahead of the unit in use, never exceeded; None: whatever `prefetch` allows.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch: int, limit_bytes: int | None = None) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
         self.prefetch = prefetch
-        self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self.in_backward = False
         self.num_alive_peak = 0
@@ -43,10 +38,8 @@ class GatherPipeline:
         self._groups = {group: None for mesh in meshes for group in (mesh.gather, mesh.outer) if group is not None}
         self._on_way: dict[Unit, None] = {}
         self._whole: set[Unit] = set()
-        self._resting: list[Unit] = []
         self._kept: set[Unit] = set()
         self._held: set[Unit] = set()
-        self._dropped_while_held: set[Unit] = set()
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
         self._next = self._passed = 0  # places in the sweep: of the first unit not begun, and not passed
@@ -79,7 +72,7 @@ class GatherPipeline:
         with what is sharded. inside: a method that stands for a forward goes on, and the root stays unsharded."""
         keep = self.last if backward_follows else None
         self._take_turns(len(self._sweep), keep=keep)
-        for unit in self.order:  # joined modules of which the last did not run
+        for unit in self.order:  # the last one, where no backward follows
             if unit is not keep:
                 self.reshard(unit, kept_too=False)
         if self._late:
@@ -97,9 +90,6 @@ class GatherPipeline:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
-
-    def step_ended(self) -> None:
-        """Called when an optimizer has updated main weights."""
 
     def _begin(self, sweep: list[Unit], *, in_backward: bool = False) -> None:
         self.in_backward = in_backward
@@ -124,10 +114,6 @@ class GatherPipeline:
             following, ahead = self._sweep[self._next], self._on_way.keys() - self._roots
             if len(ahead) >= self.prefetch or not self._has_room(following):
                 return
-            if self.limit_bytes is not None:
-                bytes_ahead = sum(unit.weight_bytes(self._directions(unit)) for unit in [*ahead, following])
-                if bytes_ahead > self.limit_bytes:
-                    return
             self._next += 1
             self._start_unshard(following)
 
@@ -165,7 +151,6 @@ class GatherPipeline:
             unit.receive()
             return
         self._ran.append(unit)
-        self._wake(unit)
         if unit in self._whole:
             for bucket in unit.buckets:
                 bucket.use()
@@ -191,7 +176,6 @@ class GatherPipeline:
         following = unit or next((each for place, each in to_come if place >= self._next or each in self._on_way), None)
         if following is None or not (unit or following.readiness.is_called):
             return
-        self._wake(following)
         if self._has_room(following) or following in self._on_way:
             self.unshard(following, BACKWARD)
 
@@ -233,20 +217,6 @@ class GatherPipeline:
         """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
         self._kept.add(unit)
 
-    def rest(self, unit: Unit) -> None:
-        """A backward has passed a call of a unit, and is to come to another one: its weights stay until they are in the
-        way of others. So a graph of several forwards does not bring the whole model together."""
-        if unit in self._whole and not unit.is_root and unit not in self._resting:
-            self._resting.append(unit)
-
-    def _wake(self, wanted: Unit) -> None:
-        """Make way for a unit: one other may go on resting, where it does not lie in the buffer of the wanted one."""
-        if not self._resting:
-            return
-        self._resting = [unit for unit in self._resting if unit is not wanted and unit in self._whole]
-        while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
-            self.reshard(self._resting.pop(0))
-
     def reshard(self, unit: Unit, *, kept_too: bool = True) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends.
 
@@ -257,7 +227,6 @@ class GatherPipeline:
 
     def _reshard(self, unit: Unit) -> None:
         if unit in self._held:
-            self._dropped_while_held.add(unit)
             return
         self._kept.discard(unit)
         self._whole.discard(unit)
@@ -315,15 +284,12 @@ class GatherPipeline:
         found = [unit for unit in units if unit not in self._held]
         for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
             if not self.is_whole(unit):
-                if unit not in self._on_way:
-                    self._dropped_while_held.add(unit)  # it was not whole before
-                    if not self._has_room(unit):
-                        self.let_go(found)
-                        raise ValueError(
-                            f"unit {unit.name} cannot be whole together with the others that are wanted:"
-                            " double_buffer=True has room for two units. Ask for fewer at a time, or use"
-                            " double_buffer=False"
-                        )
+                if unit not in self._on_way and not self._has_room(unit):
+                    self.let_go(found)
+                    raise ValueError(
+                        f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
+                        " has room for two units. Ask for fewer at a time, or use double_buffer=False"
+                    )
                 self._start_unshard(unit)
                 self._wait_for_unshard(unit)
             self._held.add(unit)
@@ -331,60 +297,38 @@ class GatherPipeline:
         return found
 
     def let_go(self, units: Sequence[Unit]) -> None:
-        """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""
+        """Reshard units that `hold` gave, but for those whose backward needs them as they are."""
         for unit in units:
             self._held.discard(unit)
             unit.is_held = False
-            if unit in self._dropped_while_held:
-                self._dropped_while_held.discard(unit)
-                if unit in self._whole:
-                    self._reshard(unit)
-
-
-PURPOSE = "recomputed forwards"
-_RANKING = (0, BACKWARD, BOTH)
-"""Directions that a backward may have requested of a unit, the most last."""
+            if unit in self._whole and unit not in self._kept:
+                self._reshard(unit)
 
 
 class TwoEncodings(GatherPipeline):
     """Gathers the copy of a unit's weights that a direction needs; see [Note: Two encodings].
 
     A forward gathers its copy of such weights and a backward the other, one byte a parameter each, as Megatron-FSDP
-    does; so the last unit of a forward does not stay for the backward, as others do. The root has both.
-
-    A backward needs the forward's copy too where a forward is recomputed in it. The first backward gathers both copies
-    and records which were used; all ranks then agree on it for each unit, so that none gathers what others do not. A
-    unit that no rank used until then always gathers both. A copy that is needed and not here is gathered when the
-    module's hooks, or the layer itself, request it: correct as long as all ranks do, and not overlapped with anything.
-
-    Args:
-        everyone: all ranks that gather together.
+    does; so the last unit of a forward does not stay for the backward, as others do. The root has both. Where a forward
+    is recomputed in a backward, the module's hooks, or the layer itself, request its copy, which is gathered then:
+    correct as long as all ranks recompute the same units, and not overlapped with anything.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch: int, limit_bytes: int | None, everyone: Communicator) -> None:
-        super().__init__(units, prefetch, limit_bytes)
-        self._everyone = everyone
-        # directions that backwards have requested of each unit, as far as this rank knows
-        self._seen = {unit: 0 for unit in self.order if has_two_encodings(unit)}
-        self._agreed: dict[Unit, int] = {}
-        for unit in self._seen:
+    def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
+        super().__init__(units, prefetch)
+        self._of_two = {unit for unit in self.order if has_two_encodings(unit)}
+        for unit in self._of_two:
             for weight in (each for bucket in unit.buckets if bucket.codec for each in bucket.codec.encoded):
                 weight.request = WeakHook(self.complete, unit)
 
     @property
     def last(self) -> Unit | None:
         last = super().last
-        return None if last in self._seen else last
+        return None if last in self._of_two else last
 
     def complete(self, unit: Unit, direction: int) -> None:
-        if unit in self._seen:
-            if self.in_backward:
-                self._seen[unit] |= direction
-            self._bring(unit, direction)
-
-    def _bring(self, unit: Unit, directions: int) -> None:
-        for bucket in unit.buckets:
-            bucket.unshard(directions)
+        for bucket in unit.buckets if unit in self._of_two else ():
+            bucket.unshard(direction)
             bucket.wait_for_unshard()
 
     def hold(self, units: Sequence[Unit]) -> list[Unit]:
@@ -394,28 +338,15 @@ class TwoEncodings(GatherPipeline):
         return found
 
     def _directions(self, unit: Unit) -> int:
-        if unit.is_root or unit not in self._seen:
+        if unit.is_root or unit not in self._of_two:
             return BOTH
-        return self._agreed.get(unit, BOTH) if self.in_backward else FORWARD
-
-    def step_ended(self) -> None:
-        """Agree on what backwards need. *Collective* until ranks have agreed."""
-        if not self._seen or self._agreed:
-            return
-        requested = [_RANKING.index(BOTH if each & FORWARD else each) for each in self._seen.values()]
-        known = torch.tensor(requested, dtype=torch.int32, device=self._everyone.runtime.device)
-        found = self._everyone.largest(known, PURPOSE).tolist()
-        if any(found):
-            self._agreed = {unit: _RANKING[most] or BOTH for unit, most in zip(self._seen, found, strict=True)}
+        return BACKWARD if self.in_backward else FORWARD
 
 
 def has_two_encodings(unit: Unit) -> bool:
     return any(len(bucket.encodings) > 1 for bucket in unit.buckets)
 
 
-def pipeline_of(
-    units: Sequence[Unit], everyone: Communicator, prefetch: int, limit_bytes: int | None
-) -> GatherPipeline:
-    if any(has_two_encodings(unit) for unit in units):
-        return TwoEncodings(units, prefetch, limit_bytes, everyone)
-    return GatherPipeline(units, prefetch, limit_bytes)
+def pipeline_of(units: Sequence[Unit], prefetch: int) -> GatherPipeline:
+    kind = TwoEncodings if any(map(has_two_encodings, units)) else GatherPipeline
+    return kind(units, prefetch)

@@ -44,7 +44,7 @@ class GradientSync:
         self.usage = Usage(weights.meshes, hooks.units)
         units = hooks.units
         copies = CopiedGradients(lambda: [each for unit in units for each in unit.trainable], weights.meshes)
-        self.checks = copies, SameData(hooks.root.modules[0], list(buckets_of(units)), weights.meshes)
+        self.checks = copies, SameData(hooks.root.module, list(buckets_of(units)), weights.meshes)
         self.sharded: list[ShardedParameters] = []
         self._kept: list[Kept] = []
         self._has_begun = False

@@ -14,18 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.sharded_twice import refuse_ddp_around
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.readiness import Call, EditedInput, PassedInputs
+from harness.fsdp.runtime.readiness import Call, PassedInputs
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -33,11 +31,8 @@ from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import FORWARD
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
 from harness.private_torch import (
-    in_forward_mode,
     in_transform,
     is_tracing,
-    is_view,
-    keeping_version,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -50,10 +45,8 @@ class Hooks(BackwardHooks):
         self.root = units[0]
         self.before_gradients: Callable[[], None] = lambda: None
         self.before_forward: Callable[[], None] = lambda: None
-        self.whereabouts = Whereabouts(self.root.modules[0])
+        self.whereabouts = Whereabouts(self.root.module)
         self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
-        params = (param for bucket in buckets_of(units) for _, param in bucket.params)
-        self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
         self._depth = 0  # of forwards of the model inside its own, or inside a method
         self._num_updates = 0
         for unit in units:
@@ -61,13 +54,11 @@ class Hooks(BackwardHooks):
 
     def _watch_calls(self, unit: Unit) -> None:
         before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
-        left, modules = WeakHook(self._forward_left, unit), unit.modules
-        for module in modules:
-            is_last = module is modules[-1]
-            after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit, is_last)
-            self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after))
-            self.handles.append(module.register_forward_hook(left, always_call=True))
+        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
+        self.handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self.handles.append(unit.module.register_forward_hook(after))
+        left = WeakHook(self._forward_left, unit)
+        self.handles.append(unit.module.register_forward_hook(left, always_call=True))
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -97,8 +88,6 @@ class Hooks(BackwardHooks):
         self.recover()
         if self.step.in_backward:
             return
-        if not self._takes_dtensors:
-            refuse_dtensors(args, kwargs)
         with_gradients = torch.is_grad_enabled()
         if self.in_model:  # see [Note: Methods as forwards]
             self._depth += 1
@@ -115,10 +104,15 @@ class Hooks(BackwardHooks):
         if step.in_forward or step.forward_raised:
             self.gather.reshard_all()
         rest(self.units[:1])  # unsharded since a forward that no backward followed
-        if with_gradients or self.gather.order:
-            refuse_transforms()
+        if is_tracing() or in_transform():
+            raise RuntimeError(
+                "torch.jit.trace (torch.onnx.export by TorchScript, too) and torch.func transforms (grad, vjp, jvp,"
+                " jacrev, vmap) cannot go through a sharded model, whose weights are gathered in place: use"
+                " loss.backward() or torch.autograd.grad(loss, inputs), or a plain copy of the module that has loaded"
+                " full_weights()"
+            )
         if with_gradients:
-            refuse_ddp_around(self.root.modules[0])
+            refuse_ddp_around(self.root.module)
             self.before_gradients()
         if step.num_updates != self._num_updates:
             self._num_updates = step.num_updates
@@ -171,7 +165,6 @@ class Hooks(BackwardHooks):
         if self.is_inside:
             return method(*args, **kwargs)
         if torch.is_grad_enabled():
-            refuse_transforms()
             self.before_gradients()
         self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
         try:
@@ -207,10 +200,9 @@ class Hooks(BackwardHooks):
         _map_tensors(given, inputs.append)
         if not inputs:
             return None
-        refuse_transforms()
         passed: Any = PassedInputs.apply(WeakHook(self._inputs_passed, unit, call), *inputs)  # type: ignore[no-untyped-call] # torch's
         unit.readiness.watch(call, passed[0].grad_fn)
-        call.inputs = list(zip(inputs, passed, strict=True))
+        call.inputs = passed
         following = iter(passed)
         args, values = _map_tensors(given, lambda _: next(following))
         return args, dict(zip(kwargs, values, strict=True))
@@ -222,22 +214,20 @@ class Hooks(BackwardHooks):
             return None
         call = Call(self.step.forward_number)
         watched = self._watch_inputs(unit, call, args, kwargs)
-        call.inputs = []
         if watched is not None:
             unit.readiness.due.add(call)
         return watched
 
-    def _post_forward(self, unit: Unit, is_last: bool, module: nn.Module, args: Any, output: Any) -> Any:
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if self.step.in_backward:
             return output
         output, calls = self._own(unit, output), unit.readiness.running
         leaves = tensors_with_grad(output)
-        if calls[-1].inputs:
-            leaves += self._take_edits(unit, calls[-1])
+        _refuse_edited(unit, calls[-1])
         self.watch_outputs(unit, leaves, calls[-1])
         if not leaves and torch.is_grad_enabled() and calls[-1].is_unseen:
             self._keep_unseen(unit)
-        if is_last and len(calls) == 1:  # it may be called in its own forward
+        if len(calls) == 1:  # it may be called in its own forward
             if self.lost_edits.looks:
                 self.lost_edits.check(unit.buckets)
             if unit is not self.gather.last or not leaves:
@@ -248,33 +238,12 @@ class Hooks(BackwardHooks):
         """Output with copies of weights that are about to be released.
 
         Raises:
-            RuntimeError: the call has assigned `data` of a parameter, which is lost then; or returns a generator.
+            RuntimeError: the call has assigned `data` of a parameter, which is lost then.
         """
-        if isinstance(output, GeneratorType) and any(bucket.views.is_sharded for bucket in unit.buckets):
-            raise RuntimeError(
-                f"unit {unit.name} returns a generator (its forward has a yield), whose code runs when the unit's"
-                " weights are released again: return a list of what it yields"
-            )
         released = [bucket for bucket in unit.buckets if not bucket.is_resident]
         for bucket in released:
             bucket.views.check_untouched()
         return without_weights(output, [bucket.compute for bucket in released]) if released else output
-
-    def _take_edits(self, unit: Unit, call: Call) -> list[Tensor]:
-        """Give inputs that were edited in place the history of their aliases, and return them."""
-        node = call.identity()
-        edited = [(own, alias) for own, alias in call.inputs if alias.grad_fn is not node]
-        places = [own.data_ptr() for own, _ in call.inputs] if edited else []
-        for own, alias in edited:
-            if own.is_leaf or is_view(own) or places.count(own.data_ptr()) > 1:
-                raise RuntimeError(
-                    f"unit {unit.name} edited an input in place that is a leaf, a view of another tensor, or was passed"
-                    " to it twice: autograd could not follow that through the unit. Edit a copy, x = x.clone(), or use"
-                    " the operation that makes a new tensor (relu for relu_, x + y for x.add_(y))"
-                )
-            with keeping_version(own):
-                EditedInput.apply(own, alias)  # type: ignore[no-untyped-call] # torch leaves it unannotated
-        return [own for own, _ in edited]
 
     def _keep_unseen(self, unit: Unit) -> None:
         unit.readiness.note_unseen()
@@ -292,7 +261,7 @@ class Hooks(BackwardHooks):
             return
         calls = unit.readiness.running
         if calls:
-            calls.pop().inputs = []
+            calls.pop().inputs = ()
         if calls:
             return
         if not unit.is_root:
@@ -321,6 +290,16 @@ class Hooks(BackwardHooks):
                 self._forward_left(unit, None, (), None)
         self._depth = 0
         self._forward_left(self.root, None, (), None)
+
+
+def _refuse_edited(unit: Unit, call: Call) -> None:
+    node = call.identity()
+    if any(given.grad_fn is not node for given in call.inputs):
+        raise RuntimeError(
+            f"unit {unit.name} edited an input in place: its caller would use the tensor without the history of the"
+            " edit. Edit a copy, x = x.clone(), or use the operation that makes a new tensor (relu for relu_, x + y for"
+            " x.add_(y))"
+        )
 
 
 def abandon(
@@ -398,30 +377,3 @@ def _lies_in(value: Any, places: set[int]) -> bool:
         return value.untyped_storage().data_ptr() in places
     except (NotImplementedError, RuntimeError):  # DTensors and their like, which have none of their own
         return False
-
-
-def refuse_dtensors(args: Any, kwargs: Any) -> None:
-    """Raise TypeError where an input of the model is a DTensor."""
-    for value in tree_leaves((args, kwargs)):
-        if isinstance(value, DTensor):
-            raise TypeError(
-                f"an input of the sharded model is a DTensor (shape {tuple(value.shape)}, {value.placements}), and its"
-                " weights are plain tensors while it runs: give each rank its own rows, as x.to_local()"
-            )
-
-
-def refuse_transforms() -> None:
-    """Raise RuntimeError under `torch.jit.trace`, inside transforms of `torch.func` and in forward-mode
-    differentiation."""
-    if is_tracing():
-        raise RuntimeError(
-            "torch.jit.trace (and torch.onnx.export by TorchScript) cannot record a sharded model, whose weights are"
-            " gathered in place: trace a plain copy of the module that has loaded full_weights()"
-        )
-    if in_transform() or in_forward_mode():
-        raise RuntimeError(
-            "torch.func transforms (grad, vjp, jvp, jacrev, vmap) and forward-mode differentiation cannot go through"
-            " units of a sharded model, whose weights are gathered in place and whose gradients leave by hooks of"
-            " autograd: use loss.backward() or torch.autograd.grad(loss, inputs), or transform a plain copy of the"
-            " module made of full_weights()"
-        )

@@ -24,9 +24,7 @@ gathers. Where no call that autograd knows tells which forwards those are, the f
 backward came to first; or, where a call without gradients may be computed again, all count.
 
 A unit computes with aliases of its inputs, whose history begins at the engine's node. They share storage and version
-counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then go through the edit.
-Where autograd would have to follow the edit into other tensors (a view's base, an input that was passed twice), it
-cannot, and the edit is refused.
+counter, so that an edit in place (`F.relu_(x)`) would change the caller's tensor and not its history: it is refused.
 """
 
 from __future__ import annotations
@@ -49,25 +47,12 @@ class PassedInputs(torch.autograd.Function):
     def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
         ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return tuple([each.detach() for each in inputs])  # what is returned as it came cannot be edited in place
+        return tuple([each.detach() for each in inputs])  # torch would not say which unit edits what it gets as it is
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.notify()
         return (None, *gradients)
-
-
-class EditedInput(torch.autograd.Function):
-    """Gives the caller's tensor the history of its alias."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
-        ctx.mark_dirty(own)
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
 
 
 class Call:
@@ -76,7 +61,7 @@ class Call:
     def __init__(self, forward: int) -> None:
         self.forward = forward
         self.begin = next_number()
-        self.inputs: list[tuple[Tensor, Tensor]] = []  # and their aliases, while its forward runs
+        self.inputs: Sequence[Tensor] = ()  # aliases of what has gradients, while its forward runs
         self.identity: Callable[[], Any] = lambda: None  # node on the inputs, as long as its graph lives
 
     @property

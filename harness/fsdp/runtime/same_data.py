@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.comm.mesh import Meshes, all_values
-from harness.fsdp.guards.replicas import CLOSE, SMALL, WAVES, CopiesPart, bit_hash, sums_with_waves
+from harness.fsdp.guards.replicas import SMALL, WAVES, CopiesPart, bit_hash, parted, sums_with_waves
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.private_torch import spec_before, tree_leaves
@@ -83,11 +83,8 @@ class SameData:
         bits = all_values(tensor, self._bits, "data of tensor-parallel ranks")
         sums = all_values(tensor, self._sums, "data of tensor-parallel ranks")
         self._begin()
-        norms = sums[..., -1].sqrt()
-        largest = norms.nan_to_num(0.0, 0.0).amax(0)
-        spread = (sums[..., :-1].amax(0) - sums[..., :-1].amin(0)).amax(-1)
-        apart = spread > CLOSE * largest  # never so where one is NaN
-        apart |= norms.amax(0) - norms.amin(0) > CLOSE * largest
+        sums[..., -1].sqrt_()
+        largest, apart = parted(sums)
         apart[:, 1] &= largest[:, 1] > SMALL * largest[:, 1].max()
         apart[:, 0] |= (bits != bits[0]).any(0)
         everyone = self._meshes.dense.everyone

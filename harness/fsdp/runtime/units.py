@@ -23,23 +23,18 @@ from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, ParamGroup
 
 ROOT = "(root)"
-JOINED = " to "
 Members = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(eq=False)
 class UnitPlan:
     name: str
-    modules: list[nn.Module]
+    module: nn.Module
     buckets: dict[GroupKey, Members] = field(default_factory=dict)
 
     @property
     def is_root(self) -> bool:
         return self.name == ROOT
-
-    @property
-    def numel(self) -> int:
-        return sum(param.numel() for members in self.buckets.values() for _, param in members)
 
 
 class Unit:
@@ -47,21 +42,22 @@ class Unit:
 
     kept_by_engine = True
 
-    def __init__(self, name: str, modules: Sequence[nn.Module], buckets: list[ParamGroup]) -> None:
+    def __init__(self, name: str, module: nn.Module, buckets: list[ParamGroup]) -> None:
         self.name = name
         self.is_root = name == ROOT
         self.is_held = False
         self.buckets = buckets
-        self._modules = [weakref.ref(module) for module in modules]  # see [Note: Who keeps whom]
-        self.readiness = Readiness([])
+        self._module = weakref.ref(module)  # see [Note: Who keeps whom]
         # under double_buffer
         self.shares_buffers = not self.is_root and any(bucket.memory.fixed for bucket in buckets)
+        self.readiness = Readiness([])
         self.take_in()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """In the order they run."""
-        return [module for each in self._modules if (module := each()) is not None]
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "an engine does not outlive the module it shards"
+        return module
 
     def receive(self) -> None:
         """Wait for the gather after an update, and show unsharded parameters."""
@@ -74,11 +70,6 @@ class Unit:
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
-
-    def weight_bytes(self, directions: int) -> int:
-        """Bytes of the unit's gathered weights for some directions, padding included."""
-        wanted = (each for bucket in self.buckets for each in bucket.encodings if each.directions & directions)
-        return sum(each.unsharded.numel() * each.unsharded.itemsize for each in wanted)
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[ParamGroup]:
@@ -112,48 +103,20 @@ def build_units(
     for plan in plans:
         with memory.unit(shares=not plan.is_root):
             buckets = [make_group(f"{plan.name}/{key.label}", key, members) for key, members in plan.buckets.items()]
-        units.append(Unit(plan.name, plan.modules, buckets))
+        units.append(Unit(plan.name, plan.module, buckets))
     return units
 
 
-def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_elements: int = 0) -> list[UnitPlan]:
-    """Assign every parameter to a unit: the root, then units in definition order, without empty ones.
-
-    Args:
-        min_elements: neighbours are joined until they have so many.
-    """
-    plans = {id(module): UnitPlan(ROOT, [module])}
+def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> list[UnitPlan]:
+    """Assign every parameter to a unit: the root, then units in definition order, without empty ones."""
+    plans = {id(module): UnitPlan(ROOT, module)}
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
     _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = GroupKey(param.dtype, param.requires_grad, is_expert(param), encodings_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
-    root, *others = (plan for plan in plans.values() if plan.is_root or plan.buckets)
-    return [root, *_joined(others, min_elements)]
-
-
-def _joined(units: Sequence[UnitPlan], min_elements: int) -> list[UnitPlan]:
-    found: list[UnitPlan] = []
-    left = sum(unit.numel for unit in units)
-    last = 0
-    for unit in units:
-        numel = unit.numel
-        if found and (last < min_elements or left < min_elements):
-            _join(found[-1], unit)
-            last += numel
-        else:
-            found.append(unit)
-            last = numel
-        left -= numel
-    return found
-
-
-def _join(plan: UnitPlan, other: UnitPlan) -> None:
-    plan.name = f"{plan.name.split(JOINED)[0]}{JOINED}{other.name}"
-    plan.modules += other.modules
-    for key, members in other.buckets.items():
-        plan.buckets.setdefault(key, []).extend(members)
+    return [plan for plan in plans.values() if plan.is_root or plan.buckets]
 
 
 def _visit(
@@ -168,7 +131,7 @@ def _visit(
     root = next(iter(plans))
     if path and unit == root and isinstance(compiled(module), classes):
         unit = id(module)
-        plans.setdefault(unit, UnitPlan(path, [module]))
+        plans.setdefault(unit, UnitPlan(path, module))
     if (id(module), unit) in seen:
         return
     seen.add((id(module), unit))

@@ -14,8 +14,7 @@ does not have.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -32,8 +31,6 @@ from harness.fsdp.storage.codec import Scales
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine
 
-Wanted = nn.Module | nn.Parameter | str
-
 
 class Weights:
     """Installs updated main weights as compute weights; unshards units for the program, and takes over its edits.
@@ -46,14 +43,12 @@ class Weights:
 
     def __init__(
         self,
-        module: nn.Module,
         hooks: Hooks,
         meshes: Meshes,
         user_buffers: UserBuffers,
         replicas: ReplicaCheck,
         scales: Scales | None,
     ) -> None:
-        self._module = weakref.ref(module)
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
         self.buckets = list(buckets_of(hooks.units))
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
@@ -62,9 +57,7 @@ class Weights:
 
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None
-        return module
+        return self.units[0].module
 
     # -- install ---------------------------------------------------------------------------------------------------
 
@@ -91,8 +84,6 @@ class Weights:
         self.step.weights_installed()
         if self.scales is not None:
             self.scales.refresh(step_ended=step_ended)
-        if step_ended:
-            self.gather.step_ended()
         self._install(self.buckets)
         if self.user_buffers.due or self.replicas.is_due:
             self.wait()
@@ -163,7 +154,7 @@ class Weights:
     # -- unsharded for the program -----------------------------------------------------------------------------------
 
     @contextmanager
-    def unsharded(self, wanted: Wanted | Iterable[Wanted] | None = None) -> Iterator[None]:
+    def unsharded(self, wanted: nn.Module | None = None) -> Iterator[None]:
         units = self._units_of(wanted)
         self._refuse_inside("unsharded()")
         self.step.check_installed()
@@ -208,25 +199,16 @@ class Weights:
         if self.hooks.is_inside:
             raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
 
-    def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
-        """Raises ValueError where a name is not the model's."""
+    def _units_of(self, wanted: nn.Module | None) -> list[Unit]:
+        """Raises TypeError where it is no module, ValueError where a parameter of it is not the model's."""
         if wanted is None:
             return list(self.units)
-        several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
-        params = {id(param) for each in several for param in self._params_of(each)}
+        if not isinstance(wanted, nn.Module):
+            raise TypeError(f"unsharded({wanted!r}): give a module, as model.get_submodule(name), or nothing for all")
+        params = {id(param) for param in wanted.parameters()}
         found = [unit for unit in self.units if params & _params_in(unit)]
         if not params <= set().union(*map(_params_in, found)):
-            raise ValueError("unsharded() was given a parameter or a module that is not the sharded model's")
-        return found
-
-    def _params_of(self, wanted: Wanted) -> list[nn.Parameter]:
-        if isinstance(wanted, nn.Parameter):
-            return [wanted]
-        if isinstance(wanted, nn.Module):
-            return list(wanted.parameters())
-        found = [p for name, p in self.module.named_parameters(remove_duplicate=False) if _lies_in(name, wanted)]
-        if not found:
-            raise ValueError(f"unsharded({wanted!r}): no parameter, and no module with parameters, is called so")
+            raise ValueError("unsharded() was given a module that is not the sharded model's, or a part of it")
         return found
 
     def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
@@ -265,7 +247,3 @@ class Weights:
 def _params_in(unit: Unit) -> set[int]:
     params = (param for bucket in unit.buckets for _, param in bucket.params)
     return {id(param) for param in params} | {id(param) for bucket in unit.buckets for param in bucket.views.at_rest}
-
-
-def _lies_in(name: str, wanted: str) -> bool:
-    return name == wanted or name.startswith(f"{wanted}.") or not wanted

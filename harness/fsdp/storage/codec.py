@@ -130,7 +130,7 @@ class Fp8Weight:
             TileScales(each, self.shape, recipe.weights.format, recipe.scaling, device) for each in recipe.held_tiles
         ]
         self.shares_tiles = not tp_shard.is_whole and (tile.columns if tp_shard.dim else tile.rows) is None
-        self.layer.weight_scale_inv = self.scales[0].inverse
+        self.layer.encoded_weight = self
 
     @property
     def layer(self) -> Fp8Linear:
@@ -142,7 +142,7 @@ class Fp8Weight:
         """The encoding for a product with the weight, or with its transpose; as the weight lies."""
         if self.request is not None:
             self.request(self._encodings[transposed].directions)
-        return self.read(transposed)
+        return self.read(int(transposed) if len(self.scales) > 1 else 0)
 
     def read(self, which: int) -> Quantized:
         unsharded, scales = self._encodings[which].unsharded, self.scales[which]
@@ -197,8 +197,6 @@ class Fp8Codec:
             for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
         ]
         self.encoded = self.weights if len(encodings) > 1 else ()
-        for weight in self.encoded:
-            weight.layer.encoded_weight = weight
         self.shares_tiles = any(each.shares_tiles for each in self.weights)
 
     @property

@@ -178,10 +178,6 @@ class ParameterViews:
                 point(param, target)
 
     @property
-    def is_sharded(self) -> bool:
-        return any(at_rest is not param for at_rest, (_, param) in zip(self.at_rest, self._params, strict=True))
-
-    @property
     def at_rest(self) -> list[nn.Parameter]:
         return [param for _, param in self._params] if (sharded := self.sharded()) is None else sharded.params
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
-from harness.fsdp.runtime.gather import PURPOSE, TwoEncodings
-from harness.fsdp.storage.codec import BACKWARD, BACKWARD_COPY, BOTH, PURPOSE as SCALES, Encoding, Fp8Codec, Fp8Weight
+from harness.fsdp.runtime.gather import TwoEncodings
+from harness.fsdp.storage.codec import BACKWARD_COPY, BOTH, PURPOSE as SCALES, Encoding, Fp8Codec, Fp8Weight
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, patched
@@ -77,8 +77,8 @@ def hidden(rank: int, strategy: str) -> list[str]:
 
 
 def begins_to_recompute(rank: int, strategy: str) -> list[str]:
-    """Checkpointing begins after ranks have agreed that no forward runs again: within blocks, then around them, then
-    in the way that hides the graph."""
+    """Checkpointing begins in the second step: within blocks, then around them, then in the way that hides the
+    graph."""
     count = 0
 
     def program(model: Any, tokens: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def begins_to_recompute(rank: int, strategy: str) -> list[str]:
 
 
 def different_units(rank: int, strategy: str) -> list[str]:
-    """Each rank runs one block of two, now this one and now that; the second runs again in its backward."""
+    """Each rank runs one block of two, now this one and now that."""
 
     def program(model: Any, tokens: Tensor) -> Tensor:
         module = model.module if isinstance(model, ShardedModel) else model
@@ -114,8 +114,7 @@ def different_units(rank: int, strategy: str) -> list[str]:
         block = module.blocks[chosen]
 
         def forward(tokens: Tensor) -> Any:
-            x = module.entry(tokens)
-            return module.exit(checkpoint(block, x, use_reentrant=False) if chosen else block(x))
+            return module.exit(block(module.entry(tokens)))
 
         module.forward = forward
         try:
@@ -130,7 +129,7 @@ def unsharded(rank: int, strategy: str) -> list[str]:
     """Inside unsharded() layers multiply, and tell their weights, in both directions."""
     model, _ = shard(Case(Fp8.mx, strategy), converted(Fp8.mx))
     weights, told = dict(model.full_weights()), []
-    with model.unsharded("blocks.1.up"):
+    with model.unsharded(model.module.blocks[1].up):
         layer = model.module.blocks[1].up
         for transposed in (False, True):
             found = layer.weight_for(transposed=transposed)
@@ -150,17 +149,16 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def traffic(rank: int, strategy: str) -> list[str]:
-    """A step gathers, to the byte, one a parameter and direction; twice the backward's where its forward runs again;
-    in the first step, in which nobody knows, both there. The last unit does not stay. Updated weights are quantized,
-    and ranks agree, when the next forward begins."""
+    """A step gathers, to the byte, one a parameter and direction; the forward's twice where it runs again. The last
+    unit does not stay. Updated weights are quantized when the next forward begins."""
     told = []
-    for recompute, backward in (("", 1), ("within", 2), ("around", 2)):
+    for recompute, forwards in (("", 1), ("within", 2), ("around", 2)):
         built = converted(Fp8.mx).bfloat16()
         for block in built.blocks:
             block.recompute = recompute
         model, optimizer = shard(Case(Fp8.mx, strategy), built)
         halves = {name: [0, 0] for name in ("blocks.0", "blocks.1")}
-        meter, agreed = CollectiveMeter(), []
+        meter = CollectiveMeter()
         for step in range(3):
             loss_of(model, data(step, 0, rank)).backward()
             optimizer.step()
@@ -171,8 +169,7 @@ def traffic(rank: int, strategy: str) -> list[str]:
                 name: [rows.get(("all_gather", label.format(name) + suffix), (0, 0)) for suffix in ("", BACKWARD_COPY)]
                 for name in halves
             }
-            again = 1 if step and backward == 1 else 2
-            of_forward = again if strategy == "optim_grads_params" else 1
+            of_forward = forwards if strategy == "optim_grads_params" else 1
             side = ELEMENTS // 2
             updated = step > 0 and strategy != "no_shard"
             wanted = [(of_forward, of_forward * side), (1, side)]
@@ -182,11 +179,9 @@ def traffic(rank: int, strategy: str) -> list[str]:
                 for name, each in found.items()
                 if each != wanted
             ]
-            agreed.append(("all_reduce", PURPOSE) in rows)
             exponents = rows.get(("all_reduce", SCALES), (0, 0))
             right = (1, BLOCKS * ELEMENTS // 16) if updated else (0, 0)
             told += [] if exponents == right else [f"exponents {exponents} are not {right}"]
-        told += [] if agreed == [False, strategy == "optim_grads_params", False] else [f"ranks agreed in {agreed}"]
         meter.close()
         model.close()
     return told
@@ -228,15 +223,6 @@ def _whatever_is_here(self: Fp8Weight, *, transposed: bool) -> Any:
     return self.read(0)
 
 
-def _one_tells(self: TwoEncodings) -> None:
-    self._agreed = dict.fromkeys(self._seen, BACKWARD)
-
-
-def _not_recorded(self: TwoEncodings, unit: Any, direction: int) -> None:
-    if unit in self._seen:
-        self._bring(unit, direction)
-
-
 def _of_one_encoding(self: Fp8Codec) -> int:
     return sum(weight.scales[0].nbytes for weight in self.weights)
 
@@ -256,19 +242,13 @@ MUTANTS = {
     ),
     "always both": Mutant(
         "A backward gathers both encodings for good",
-        patched(TwoEncodings, "step_ended", lambda self: None),
+        patched(TwoEncodings, "_directions", lambda self, unit: BOTH),
         "traffic",
-    ),
-    "nobody learns": Mutant(
-        "What a backward asks for is not noted", patched(TwoEncodings, "complete", _not_recorded), "traffic"
     ),
     "the last one stays": Mutant(
         "The last unit stays for the backward, which takes other weights",
         patched(TwoEncodings, "last", property(lambda self: self.order[-1] if self.order else None)),
         "traffic",
-    ),
-    "never forward again": Mutant(
-        "Ranks take it that no forward runs again", patched(TwoEncodings, "step_ended", _one_tells), "traffic"
     ),
     "gradients of 8 bits": Mutant(
         "A gradient that comes before its unit's backward has begun is cast to the dtype of the weight",
@@ -277,7 +257,7 @@ MUTANTS = {
     ),
     "not brought": Mutant(
         "An encoding that is not here when it is asked for is not brought",
-        patched(TwoEncodings, "_bring", lambda self, unit, directions: None),
+        patched(TwoEncodings, "complete", lambda self, unit, direction: None),
         "begins to recompute",
     ),
     "nobody asks": Mutant(

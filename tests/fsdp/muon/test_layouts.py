@@ -31,7 +31,7 @@ MESHES = [
     *[(world, 2, outer, tp) for world, tp in ((4, 1), (4, 2)) for outer in ("no_shard", "optim")],
 ]
 """Data-parallel ranks, how many of them the outer axis has and what it does, tensor-parallel ranks."""
-OPTIONS = ((), (("numerics", "exact"),), (("offload_optimizer", True),), (("unit_min_elements", 1 << 20),))
+OPTIONS = ((), (("numerics", "exact"),), (("offload_optimizer", True),))
 CASES = Cover(
     (
         Case(

@@ -58,6 +58,7 @@ REFUSALS = (
         r"came from a backward inside the backward that nothing announced",
         lambda p: p.units == "linear" and "Reentrant" in p.pieces,
     ),
+    Refusal("inputs edited in place", r"edited an input in place", lambda p: "InPlace" in p.pieces),
     Refusal("whole-tensor optimizers", r"LBFGS cannot step sharded parameters", lambda p: p.optimizer == "lbfgs"),
 )
 
