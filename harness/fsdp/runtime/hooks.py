@@ -48,6 +48,7 @@ class Hooks(BackwardHooks):
         self.whereabouts = Whereabouts(self.root.module)
         self.lost_edits = edits.LostEdits(next(buckets_of(units)).memory.device)
         self._depth = 0  # of forwards of the model inside its own, or inside a method
+        self._alone: Unit | None = None  # called outside of the model's forward
         self._num_updates = 0
         for unit in units:
             self._watch_calls(unit)
@@ -177,8 +178,12 @@ class Hooks(BackwardHooks):
     # -- a unit's forward ------------------------------------------------------------------------------------------
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.gather.unshard(unit, FORWARD)
         with_gradients = torch.is_grad_enabled()
+        if not self.is_inside:  # weights may have been updated or edited since the model's last forward
+            self.recover()
+            self._begin_forward(with_gradients=with_gradients)
+            self._alone = unit
+        self.gather.unshard(unit, FORWARD)
         if self.step.in_backward:
             recorded = with_gradients and unit.readiness.note_recomputation()
             return self._watch_recomputed(unit, args, kwargs) if recorded else None
@@ -264,19 +269,24 @@ class Hooks(BackwardHooks):
             calls.pop().inputs = ()
         if calls:
             return
+        raised = sys.exc_info()[1] is not None
         if not unit.is_root:
             self.step.running.discard(unit.name)
+            if unit is self._alone:
+                self._alone = None
+                self.step.in_forward = raised
+                self._model_left(stays=False)
         elif self._depth:
             self._depth -= 1
         else:
-            self._model_left(raised=sys.exc_info()[1] is not None)
+            self._model_left(stays=self.step.with_gradients and not raised)
 
-    def _model_left(self, *, raised: bool) -> None:
+    def _model_left(self, *, stays: bool) -> None:
+        """stays: the root, whose backward may follow."""
         step = self.step
         step.running.discard(self.root.name)
         step.forward_raised |= step.in_forward
         step.in_forward = False
-        stays = step.with_gradients and not raised
         rest(self.units[1:] if stays else self.units)
         for bucket in self.root.buckets if stays else ():
             if (sharded := bucket.views.sharded()) is not None:
