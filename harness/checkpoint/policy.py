@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from harness.checkpoint import folder as folders
 from harness.checkpoint.manifest import Damaged, Manifest
-from harness.checkpoint.snapshot import LoadPlanner, SavePlanner, Snapshots
-from harness.checkpoint.storage import Comparer, Reader, Writer, dtype_of
+from harness.checkpoint.storage import Comparer, LoadPlanner, Reader, SavePlanner, Snapshots, Writer, dtype_of
 from harness.config.schedule import lr_at
 from harness.config.schema import Config
 from harness.control import Control, gather_json
@@ -84,13 +83,7 @@ class Checkpoints:
         """
         self.finish()
         unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
-        fault = None
-        if self.ranks.rank == 0:
-            try:
-                folders.begin(self.folder, step)
-            except OSError as error:
-                fault = error
-        self._agree(f"make {unfinished}", fault)
+        self._on_first_rank(f"make {unfinished}", lambda: folders.begin(self.folder, step))
         state = engine.state()
         tensors: Mapping[str, Any] = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
         writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
@@ -120,14 +113,11 @@ class Checkpoints:
                     no_dist=group is None,
                 ),
             )
-            fault = None
-            if self.ranks.rank == 0:
-                try:
-                    folders.publish(writer.folder)
-                    folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"], best)
-                except OSError as error:
-                    fault = error
-            self._agree(f"publish {writer.folder}", fault, group)
+            self._on_first_rank(f"publish {writer.folder}", lambda: self._publish(writer, best), group)
+
+    def _publish(self, writer: Writer, best: Sequence[int]) -> None:
+        folders.publish(writer.folder)
+        folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"], best)
 
     def _values(self, step: int, initial_weights: str, begins_after: int, portable: bool) -> dict[str, Any]:
         return {
@@ -328,12 +318,17 @@ class Checkpoints:
             else:
                 torch.set_rng_state(state)
 
-    def _agree(self, what: str, fault: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-        """Wait for all ranks, and fail on all if one failed, so that none waits in the next exchange."""
-        faults = _everyone(None if fault is None else str(fault), self.control, group)
-        failed = [(rank, text) for rank, text in enumerate(faults) if text is not None]
-        if failed:
-            raise RuntimeError(f"checkpoint: rank {failed[0][0]} cannot {what}: {failed[0][1]}") from fault
+    def _on_first_rank(self, what: str, act: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+        """Run it on rank 0, and fail on all ranks if it failed there, so that none waits in the next exchange."""
+        fault = None
+        if self.ranks.rank == 0:
+            try:
+                act()
+            except OSError as error:
+                fault = error
+        told = _everyone(None if fault is None else str(fault), self.control, group)[0]
+        if told is not None:
+            raise RuntimeError(f"checkpoint: rank 0 cannot {what}: {told}") from fault
 
 
 class Background:

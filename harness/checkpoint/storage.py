@@ -5,18 +5,18 @@ Ranks still plan through `torch.distributed` object collectives, as DCP does.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from io import FileIO
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -28,19 +28,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
+    LoadPlanner as DcpLoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
+    SavePlanner as DcpSavePlanner,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from harness.checkpoint import tensor_file
 from harness.checkpoint.manifest import Chunk, Damaged, FileEntry, Manifest, TensorEntry
-from harness.checkpoint.tensor_file import BLOCK_BYTES, Held
 
 MAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,7 +76,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: DcpSavePlanner) -> Future[list[WriteResult]]:
         """Raises `TypeError`: something is no tensor; it belongs into `values`. `OSError`: the disk is full, say."""
         chunks = {_name(item): item for item in plan.items}
         refused = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
@@ -144,20 +145,20 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: DcpLoadPlanner) -> Future[None]:
         with ExitStack() as stack:
-            opened: dict[str, tuple[FileIO, dict[str, Held]]] = {}
+            opened: dict[str, Any] = {}
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
                     raise TypeError(f"{item.storage_index.fqn} is no tensor, and nothing pickled is read here")
                 chunk = self.chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
                 if chunk.file not in opened:
-                    path = self.folder / chunk.file
-                    opened[chunk.file] = stack.enter_context(FileIO(path)), tensor_file.held_in(path)
-                file, held = opened[chunk.file]
-                target = planner.resolve_tensor(item).detach()
+                    opened[chunk.file] = stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
                 entry = self.manifest.tensors[item.storage_index.fqn]
-                self._deliver(file, _held_chunk(held, chunk, dtype_of(entry), path_of=file.name), item, target)
+                held = held_chunk(opened[chunk.file], chunk, dtype_of(entry))
+                ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                target = planner.resolve_tensor(item).detach()
+                self._deliver(held[tuple(slice(begin, begin + size) for begin, size in ranges)], item, target)
                 if target.dtype in MAIN_DTYPES and not torch.isfinite(target).all():
                     self.not_finite.add(item.dest_index.fqn)
                 planner.commit_tensor(item, target)
@@ -165,12 +166,9 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _deliver(self, file: FileIO, held: Held, item: ReadItem, target: Tensor) -> None:
+    def _deliver(self, part: Tensor, item: ReadItem, target: Tensor) -> None:
         """Fill the target; another dtype is rounded to nearest, ties to even, as by `Tensor.copy_`."""
-        if begin := _run_of_bytes(held, item, target):
-            tensor_file.read_into(file, begin, tensor_file.bytes_of(target))
-        else:
-            target.copy_(_part(file, held, item))
+        target.copy_(part)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -178,41 +176,28 @@ class Reader(StorageReader):
 
 
 class Comparer(Reader):
-    """Compares the files with the state in place, block by block, instead of loading."""
+    """Compares the files with the state in place instead of loading."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder, manifest)
         self.wrong: set[str] = set()
         """Keys of tensors that differ, bit for bit, from the checkpoint after the documented cast."""
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
-    def _deliver(self, file: FileIO, held: Held, item: ReadItem, target: Tensor) -> None:
-        begin = _run_of_bytes(held, item, target)
-        if not begin:
-            same = torch.equal(_bits(target), _bits(_part(file, held, item).to(target.dtype).to(target.device)))
-        else:
-            same = self._same(file, begin, target)
-        if not same:
+    def _deliver(self, part: Tensor, item: ReadItem, target: Tensor) -> None:
+        if not _same_bits(target, part.to(target.dtype).to(target.device)):
             self.wrong.add(item.dest_index.fqn)
 
-    def _same(self, file: FileIO, begin: int, target: Tensor) -> bool:
-        right = target.reshape(-1).view(torch.uint8)
-        for at in range(0, right.numel(), BLOCK_BYTES):
-            part = right[at : at + BLOCK_BYTES]
-            block = self._block[: part.numel()]
-            tensor_file.read_into(file, begin + at, tensor_file.bytes_of(block))
-            if not torch.equal(_wide(block), _wide(part)):
-                return False
-        return True
 
+def held_chunk(file: Any, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """A chunk of an opened safetensors file, mapped, not read.
 
-def _held_chunk(held: Mapping[str, Held], chunk: Chunk, dtype: torch.dtype, path_of: object) -> Held:
-    """Raises `Damaged`: the file has no such tensor, or one of another shape or dtype."""
-    found = held.get(chunk.name)
-    if found is None or (found.shape, found.dtype) != (chunk.sizes, dtype):
-        described = "none" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise Damaged(f"{path_of}: {chunk.name} should be {dtype} {list(chunk.sizes)} and is {described}")
-    return found
+    Raises `Damaged`: the file has no such tensor, or one of another shape or dtype.
+    """
+    held: Tensor | None = file.get_tensor(chunk.name) if chunk.name in file.keys() else None  # noqa: SIM118 # no mapping
+    if held is None or (tuple(held.shape), held.dtype) != (chunk.sizes, dtype):
+        described = "none" if held is None else f"{held.dtype} {list(held.shape)}"
+        raise Damaged(f"{chunk.file}: {chunk.name} should be {dtype} {list(chunk.sizes)} and is {described}")
+    return held
 
 
 def stored(entry: TensorEntry) -> TensorStorageMetadata:
@@ -234,7 +219,7 @@ def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
     for chunk in entry.chunks:
         with safe_open(folder / chunk.file, framework="pt") as file:
             place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[place].copy_(file.get_tensor(chunk.name))
+            whole[place].copy_(held_chunk(file, chunk, whole.dtype))
     return whole
 
 
@@ -243,7 +228,7 @@ def _name(item: WriteItem) -> str:
     return f"{item.index.fqn}@{offsets}" if any(item.index.offset or ()) else item.index.fqn
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+def _resolved(planner: DcpSavePlanner, item: WriteItem) -> Tensor:
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{item.index.fqn} is no tensor, and nothing is pickled here")
@@ -257,32 +242,51 @@ def _sizes(entry: Any, index: MetadataIndex) -> tuple[int, ...]:
     raise LookupError(f"{index.fqn} has no chunk at {index.offset}")
 
 
-def _run_of_bytes(held: Held, item: ReadItem, target: Tensor) -> int:
-    """Offset in the file of a contiguous CPU target of the same dtype; 0 where its bytes are not contiguous there."""
-    if target.device.type != "cpu" or target.dtype is not held.dtype or not target.is_contiguous():
-        return 0
-    if tuple(item.lengths[1:]) != held.shape[1:]:
-        return 0
-    row = math.prod(held.shape[1:])
-    first = item.storage_offsets[0] * row if item.storage_offsets else 0
-    return held.begin + first * held.dtype.itemsize
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    if all(each.numel() % 8 == 0 and each.data_ptr() % 8 == 0 for each in flat):
+        flat = [each.view(torch.int64) for each in flat]  # compared eight times as fast
+    return torch.equal(*flat)
 
 
-def _part(file: FileIO, held: Held, item: ReadItem) -> Tensor:
-    first, count = (item.storage_offsets[0], item.lengths[0]) if item.lengths else (0, 1)
-    shape = (count, *held.shape[1:]) if held.shape else ()
-    rows = torch.empty(shape, dtype=held.dtype)
-    begin = held.begin + first * math.prod(held.shape[1:]) * held.dtype.itemsize
-    tensor_file.read_into(file, begin, tensor_file.bytes_of(rows))
-    ranges = [slice(b, b + n) for b, n in zip(item.storage_offsets[1:], item.lengths[1:], strict=True)]
-    return rows[(slice(None), *ranges)] if held.shape else rows
+# -- states ------------------------------------------------------------------------------------------------------------
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return _wide(tensor.contiguous().reshape(-1).view(torch.uint8))
+class Copied:
+    """A tensor copied to the CPU, so that training can change it while it is written."""
+
+    def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
+        self.items: list[WriteItem] = _create_write_items(key, tensor)
+        held = tensor.detach()
+        local: Tensor = held.to_local() if isinstance(held, DTensor) else held
+        pinned = local.device.type == "cuda"
+        fits = memory is not None and memory.shape == local.shape and memory.dtype == local.dtype
+        self.tensor = (
+            memory if memory is not None and fits else torch.empty_like(local, device="cpu", pin_memory=pinned)
+        )
+        self.tensor.copy_(local)
+
+    def __create_write_items__(self, _fqn: str, _object: object) -> list[WriteItem]:
+        return self.items
 
 
-def _wide(flat: Tensor) -> Tensor:
-    """Bytes as int64 where possible: compared eight times as fast."""
-    aligned = flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0
-    return flat.view(torch.int64) if aligned else flat
+class Snapshots:
+    def __init__(self) -> None:
+        self._held: dict[str, Copied] = {}
+
+    def take(self, state: Mapping[str, Tensor]) -> dict[str, Copied]:
+        memory = {key: copied.tensor for key, copied in self._held.items()}
+        self._held = {key: Copied(key, tensor, memory.get(key)) for key, tensor in state.items()}
+        return self._held
+
+
+class SavePlanner(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        held = self.state_dict[index.fqn]
+        return held.tensor if isinstance(held, Copied) else super().lookup_object(index)
+
+
+LoadPlanner = partial(DefaultLoadPlanner, flatten_state_dict=False, flatten_sharded_tensors=False)

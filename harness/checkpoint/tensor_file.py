@@ -1,7 +1,7 @@
 """One safetensors file, written and hashed as a stream.
 
-`harness.store.tensor_header` has the format. The library's `save_file` copies everything it writes, and reads through
-mapped pages and a copy; here bytes go directly to their target.
+`harness.store.tensor_header` has the format. The library's `save_file` copies everything it writes; here bytes go to
+the disk from where they are.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
 from torch import Tensor
-
-from harness.store import tensor_header
 
 DTYPES = {
     torch.float64: "F64",
@@ -36,7 +34,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TORCH = {name: dtype for dtype, name in DTYPES.items()}
 HASHED_BYTES = 1 << 20
 """Bytes read and hashed at a time; they stay in the cache between the two."""
 BLOCK_BYTES = 16 << 20
@@ -96,28 +93,6 @@ def _blocks(tensor: Tensor) -> Iterable[memoryview]:
     raw = bytes_of(flat)
     for begin in range(0, len(raw), BLOCK_BYTES):
         yield raw[begin : begin + BLOCK_BYTES]
-
-
-class Held(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-
-
-def held_in(path: Path) -> dict[str, Held]:
-    """Tensors of a file's header. Raises `StoreError`, as `tensor_header.read`."""
-    return {name: Held(TORCH[each.dtype], each.shape, each.start) for name, each in tensor_header.read(path).items()}
-
-
-def read_into(file: FileIO, begin: int, memory: memoryview) -> None:
-    """Fill memory with a file's bytes from `begin` on. Raises `EOFError`: the file ends before."""
-    file.seek(begin)
-    done = 0
-    while done < len(memory):
-        count = file.readinto(memory[done:])
-        if not count:
-            raise EOFError(f"{file.name} ends {len(memory) - done} bytes early")
-        done += count
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -24,8 +24,6 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("gc", "what a store could do without, such as leftovers of crashes", "runs.GC"),
     ),
     "From and to elsewhere": (
-        Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", "convert.EXPORT"),
-        Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", "convert.IMPORT"),
         Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "series.SERIES"),
         Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync.SYNC"),
         Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),

@@ -9,7 +9,6 @@ from typing import Any
 
 from harness.analysis import load as tables
 from harness.bench import record as bench
-from harness.cli import convert
 from harness.config.typed import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
@@ -58,11 +57,6 @@ def _steps(run: Path) -> str:
 def _shown_broken(run: Path) -> str:
     (run / "summary.json").write_text("x" * (run / "summary.json").stat().st_size)
     return refusal(lambda: show.show(RunDir(run)))
-
-
-def _export(run: Path) -> str:
-    flip_letter(run / "config.yaml")
-    return refusal(lambda: convert._export(SimpleNamespace(root=str(run.parents[1]), run=str(run))))
 
 
 def _again(run: Path) -> str:
@@ -126,11 +120,6 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         _origin,
         "provenance.json was changed",
         Slip(origin, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
-    ),
-    "export": (
-        _export,
-        "config.yaml was changed",
-        Slip(convert, "_export", "checksums.demand(run.path, CONFIG)", "pass"),
     ),
     "--from": (
         _again,

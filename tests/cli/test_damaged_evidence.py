@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from harness.bisect.snapshot import Snapshot
-from harness.cli import convert
 from harness.parity import Outcome, Verdict, compare, record as parity
 from harness.parity.telling import deciding
 from harness.parity.tiers import comparable
@@ -259,7 +258,6 @@ def test_a_reader_tells_of_damage(name: str, damaged: Path) -> None:
 
 @pytest.mark.parametrize("name", each(AREA, [(name, f"{name} passes on what was damaged") for name in READERS]))
 def test_a_reader_that_does_not_ask_is_noticed(name: str, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_convert", lambda *_: 0)
     read, told, slip = READERS[name]
     slip.put(monkeypatch)
     assert told not in read(damaged)

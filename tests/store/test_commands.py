@@ -100,7 +100,7 @@ def literals(file: Path) -> Iterator[str]:
             yield node.value
 
 
-WRITTEN = ("store/commands.py", "worker/__main__.py", "checkpoint/__main__.py")
+WRITTEN = ("store/commands.py", "worker/__main__.py")
 """Texts of pages and of programs that no user starts, and the place that decides."""
 
 

@@ -39,7 +39,6 @@ IMPORTED = (
     "harness.cli.main",
     "harness.worker.rank",
     "harness.worker.describe",
-    "harness.checkpoint.__main__",
 )
 STARTING_S = 240.0
 """How long a busy machine may take to fork."""

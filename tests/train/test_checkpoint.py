@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.support.factory import ranks_of, small_config
 from tests.support.mutants import Slip, each
 
 RANK_FILE = "rank-00000.safetensors"
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
 @pytest.fixture
@@ -399,3 +401,14 @@ def test_a_damaged_one_that_is_named_instead_is_found(
     Slip(folders, "newest_intact", "read_verified(path)", "Manifest.read(path)").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_an_intact_one_beside_a_damaged_one_that_was_named_is_told(tmp_path)
+
+
+def test_the_lines_of_the_page_read_a_checkpoint(folder: Path) -> None:
+    engine = build(small_config())
+    checkpoints(folder).save(engine, 20, "")
+    (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(re.sub(r'Path\("runs.*?"\)', f"Path({str(folder / 'step-000020')!r})", lines), found)
+    right = dict(engine.named_weights())
+    assert found["weights"].keys() == right.keys()
+    assert all(torch.equal(found["weights"][name], weight) for name, weight in right.items())
