@@ -24,6 +24,7 @@ NAMES: dict[str, Any] = {
     "_active_ddp_module": nn.parallel.DistributedDataParallel,
     "_composable": "torch.distributed",
     "_ddp_params_and_buffers_to_ignore": "a module inside DistributedDataParallel",
+    "_load_from_state_dict": nn.Module,
     "_load_state_dict_pre_hooks": nn.Module,
     "_parameters": nn.Module,
     "_execution_engine": torch.autograd.Variable,
@@ -41,7 +42,6 @@ NAMES: dict[str, Any] = {
 OVERRIDDEN = (
     "_allgather_base",
     "_apply",
-    "_load_from_state_dict",
     "_local_shard_size_and_offset",
     "_reduce_scatter_base",
 )

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
         fully_shard_optimizer as fully_shard_optimizer,
     )
     from harness.fsdp.module import FSDPModule as FSDPModule
-    from harness.fsdp.options import OPTIONS as OPTIONS, OptionKeywords as OptionKeywords, Options as Options
+    from harness.fsdp.options import OPTIONS as OPTIONS, Options as Options
     from harness.fsdp.policy import Dtypes as Dtypes, MixedPrecisionPolicy as MixedPrecisionPolicy
     from harness.fsdp.ragged.tensor import RaggedTensor as RaggedTensor
     from harness.fsdp.runtime.step import StepError as StepError
-    from harness.fsdp.state import ShardedState as ShardedState, StateMismatch as StateMismatch
+    from harness.fsdp.state import StateMismatch as StateMismatch
     from harness.fsdp.storage.placement import Placements as Placements
     from harness.fsdp.tensor_parallel import TpShard as TpShard, UnknownPlan as UnknownPlan
     from harness.fsdp.update.norms import sum_of_squares as sum_of_squares
@@ -63,10 +63,10 @@ _EXPORTS = {
     "guards.watches": "CollectiveError",
     "megatron": "MegatronModel fully_shard_model fully_shard_optimizer",
     "module": "FSDPModule",
-    "options": "OPTIONS OptionKeywords Options",
+    "options": "OPTIONS Options",
     "policy": "Dtypes MixedPrecisionPolicy",
     "runtime.step": "StepError",
-    "state": "ShardedState StateMismatch",
+    "state": "StateMismatch",
     "ragged.tensor": "RaggedTensor",
     "storage.placement": "Placements",
     "tensor_parallel": "TpShard UnknownPlan",
@@ -82,9 +82,11 @@ _FORMER = {
     "FlatPieceError": "raised no more: states are DTensors",
     "GradientAccessError": "raised no more: gradients between passes are DTensors",
     "LossScale": "torch.amp.GradScaler",
+    "OptionKeywords": "harness.fsdp.Options",
     "Portion": "harness.fsdp.TpShard",
     "ReleasedWeightError": "raised no more: parameters between passes are DTensors",
     "RowShard": "harness.fsdp.RaggedTensor",
+    "ShardedState": "the dictionary that model.sharded_state() returns",
     "ThreadBlocks": "torch.distributed.ProcessGroupNCCL.Options().config",
     "ShardedOptimizer": "the optimizer that fully_shard(module, optimizer) returns",
     "axis_groups": "harness.fsdp.SharpOwnership.axis_groups",

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, Unpack, get_type_hints, overload
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp import megatron
-from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.megatron import MegatronModel, Opt, ShardKeywords
 from harness.fsdp.module import FSDPModule
-from harness.fsdp.options import OPTIONS, OptionKeywords
-from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.options import OPTIONS
 from harness.fsdp.sharding import shard
-from harness.fsdp.storage.param_group import InitialValue
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 ShardedModel = FSDPModule
-
-
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = None,
-    group: dist.ProcessGroup | None = None,
-    groups: Groups | None = None,
-    expert_groups: Groups | None = None,
-    unit_modules: Sequence[type[nn.Module] | str] | None = None,
-    strategy: Strategy | str | int = Strategy.optim_grads_params,
-    outer_strategy: OuterStrategy | str | int = OuterStrategy.no_shard,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    device: torch.device | None = None,
-    grad_divisor: float | None = None,
-    initial_value: InitialValue | None = None,
-    init_on_meta: bool = False,
-    **options: Unpack[OptionKeywords],
-) -> FSDPModule:
-    """The module, sharded."""
-
-
-@overload
-def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[MegatronModel, Opt]:
-    """Call megatron-fsdp's entry; for one version."""
 
 
 def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> Any:
@@ -90,9 +55,8 @@ def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> A
 def _signature() -> inspect.Signature:
     """The signature of `shard`, with an optimizer in place of the mix-in, and every option by name."""
     module, _, *others, _ = inspect.signature(shard).parameters.values()
-    kinds = get_type_hints(OptionKeywords)
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=kinds[name])
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.kind)
         for name, option in OPTIONS.items()
     ]
     return inspect.Signature(

@@ -14,14 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
-from harness.fsdp.comm.mesh import Groups, Mesh, Meshes, mesh_of
+from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
@@ -53,8 +51,8 @@ from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.param_group import GroupKey, InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import slots_of
-from harness.fsdp.storage.placement import SHARD, Placements
-from harness.fsdp.tensor_parallel import axis_of, declare
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.tensor_parallel import axis_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
 from harness.private_torch import tree_map
@@ -101,9 +99,7 @@ class Engine:
     def __init__(self, module: nn.Module, context: BuildContext) -> None:
         self.policy, self.options = context.policy, context.options
         self.flat_steps, self.forward_methods = list[FlatStep](), list[str]()
-        self.is_loading = False
         self.tensor_group = context.groups.tensor or axis_of(module.parameters())
-        declare(module, partial(self._meshes_for, context))
         check_plan(module, context.groups, self.tensor_group)
         mark_weights(module)
         resets = context.init_on_meta and context.initial_value is None
@@ -121,15 +117,6 @@ class Engine:
         weakref.finalize(self, abandon, self.runtime, *parts).atexit = False
 
     # -- ranks, memory, units --------------------------------------------------------------------------------------
-
-    def _meshes_for(self, context: BuildContext, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-        """Meshes for a module that declares its own; see [Note: Declared meshes]. *Collective.*"""
-        groups, tensor, kind = context.groups, self.tensor_group, context.device.type
-        if context.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
-            groups = context.expert_groups
-        placements = context.placements(has_outer=_of_several(groups.outer) is not None)
-        data, tensor_cut = (_of_several(each) for each in (_cutting(groups, placements), tensor))
-        return None if tensor is None else DeviceMesh.from_group(tensor, kind), mesh_of(data, tensor_cut, kind)
 
     def _make_ranks_and_memory(self, context: BuildContext) -> None:
         options, device = context.options, context.device
@@ -353,18 +340,6 @@ class Engine:
 def engine_of(model: nn.Module) -> Engine:
     found: Engine = model.__dict__[ENGINE]
     return found
-
-
-def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    return None if group is None or dist.get_world_size(group) == 1 else group
-
-
-def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None:
-    """The data-parallel ranks that keep other parts of main weights than this one; None where each keeps all."""
-    main = placements.main_weights
-    if main.outer is SHARD:
-        return groups.everyone if main.inner is SHARD else groups.outer
-    return (groups.inner or dist.group.WORLD) if main.inner is SHARD else None
 
 
 def _check_same_module(module: nn.Module, meshes: Meshes) -> None:

@@ -6,10 +6,10 @@ raises, and says what to use in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args, get_type_hints, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.module import NAMES_OF_OTHERS, FromEngine, FSDPModule
-from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
+from harness.fsdp.options import OPTIONS, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
 from harness.fsdp.runtime.step import Call, StepError, StepState
@@ -31,60 +31,24 @@ from harness.fsdp.vocabulary import OuterStrategy, Strategy
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
-class UnbuiltKeywords(TypedDict, total=False):
-    """Arguments of megatron-fsdp that are not built; the type of each is the one value that asks for nothing."""
-
-    overlap_grad_reduce: Literal[True]
-    overlap_param_gather: Literal[True]
-    preproc_state_dict_for_dcp_ckpt: Literal[True]
-    average_in_collective: Literal[False]
-    disable_bucketing: Literal[False]
-    keep_fp8_transpose_cache: Literal[False]
-    fsdp_db_use_persist_buf_on_alloc_fail: Literal[False]
-    enable_fine_grained_param_gather: Literal[False]
-    cuda_graph_mode: Literal[False]
-
-
-UNBUILT: dict[str, Any] = {
-    name: next(iter(get_args(kind)), None) for name, kind in get_type_hints(UnbuiltKeywords).items()
+UNBUILT = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "preproc_state_dict_for_dcp_ckpt": True,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "keep_fp8_transpose_cache": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "enable_fine_grained_param_gather": False,
+    "cuda_graph_mode": False,
 }
 """Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
 
 
-class OtherKeywords(OptionKeywords, UnbuiltKeywords, total=False):
-    """Further arguments of `fully_shard_model`."""
-
-
-class ShardKeywords(OtherKeywords, total=False):
-    """Arguments of `fully_shard`; the signature of `fully_shard_model` has the defaults."""
-
-    device_mesh: DeviceMesh | None
-    dp_shard_dim: str | None
-    dp_outer_dim: str | None
-    tp_dim: str | None
-    hybrid_fsdp_group: dist.ProcessGroup | None
-    expt_device_mesh: DeviceMesh | None
-    hybrid_fsdp_expt_group: dist.ProcessGroup | None
-    fsdp_group_ag: dist.ProcessGroup | None
-    expt_fsdp_group_ag: dist.ProcessGroup | None
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None
-    zero_dp_strategy: Strategy | str | int
-    outer_dp_sharding_strategy: OuterStrategy | str | int
-    device: torch.device | None
-    init_model_with_meta_device: bool
-    mixed_precision_policy: MixedPrecisionPolicy | None
-    sync_model_each_microbatch: bool
-    calculate_per_token_loss: bool
-    grad_divisor: float | None
-    fsdp_double_buffer: bool
-    maxpool_double_buffer: bool
-    initial_value: InitialValue | None
-
-
-def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:
+def without_unbuilt(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the arguments. NotImplementedError: another one of megatron-fsdp's asks for something.
     TypeError: nobody knows one, with the nearest names."""
-    refuse_unknown(arguments, "fully_shard", ("module", *ShardKeywords.__annotations__))
+    refuse_unknown(arguments, "fully_shard", ("module", *(fully_shard_model.__kwdefaults__ or ()), *UNBUILT))
     for name, value in arguments.items():
         if name in UNBUILT and value != UNBUILT[name]:
             raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
@@ -115,7 +79,7 @@ def fully_shard_model(
     fsdp_double_buffer: bool = False,
     maxpool_double_buffer: bool = False,
     initial_value: InitialValue | None = None,
-    **others: Unpack[OtherKeywords],
+    **others: Any,
 ) -> MegatronModel:
     """Shard a module in place over one or two dimensions of a device mesh (or over all ranks), under megatron-fsdp's
     names, and return it. Pass its optimizers to `fully_shard_optimizer`. *Collective.*
@@ -178,7 +142,7 @@ def fully_shard_model(
     return model
 
 
-def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[MegatronModel, Opt]:
+def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Any) -> tuple[MegatronModel, Opt]:
     """Shard a module in place, and its optimizer, for a plain loop; returns both. The optimizer, built over the
     module's parameters, keeps its groups and updates this rank's shards. *Collective.*
 
@@ -192,19 +156,7 @@ def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeyw
     return model, fully_shard_optimizer(model, optimizer)
 
 
-@overload
-def fully_shard_optimizer(model: FSDPModule, optimizer: Opt, *, steps_unused: bool = False) -> Opt:
-    """An optimizer of this model, built before or after sharding."""
-
-
-@overload
 def fully_shard_optimizer(
-    optimizer: Opt, preproc_state_dict_for_dcp_ckpt: Literal[True] = True, *, steps_unused: bool = False
-) -> Opt:
-    """An optimizer over the parameters of a sharded model, as megatron-fsdp is given it."""
-
-
-def fully_shard_optimizer(  # type: ignore[misc] # megatron-fsdp's has the optimizer first
     model: Any = None,
     optimizer: Any = None,
     preproc_state_dict_for_dcp_ckpt: Any = True,
@@ -222,7 +174,8 @@ def fully_shard_optimizer(  # type: ignore[misc] # megatron-fsdp's has the optim
     `optimizer.zero_grad` takes `zero_grad_buffer`: True, or False where the loop calls the model's method itself.
 
     Args:
-        model: may be omitted if the optimizer was built over the parameters of a sharded model.
+        model: may be omitted if the optimizer was built over the parameters of a sharded model; the optimizer then
+            comes first, as megatron-fsdp has it.
         preproc_state_dict_for_dcp_ckpt: only True is accepted; state always suits torch's distributed checkpoint.
         steps_unused: update a parameter without a gradient on any rank as if its gradient were zero. Weight decay and
             momentum then change it, as in engines with one gradient buffer. By default it is skipped, as torch's

@@ -31,12 +31,14 @@ _NOT_JOINABLE = (
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
 _GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
 _LOCAL = "of an earlier version: keep sharded_state(), or state_dict() and that of the optimizer, on each rank"
+_ADOPTED = "of an earlier version: what is written into the tensors of sharded_state() counts by itself"
 NAMES_OF_OTHERS = {
     **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
     **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
     **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
     **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
     **dict.fromkeys(("local_state", "load_local_state"), _LOCAL),
+    "adopt_state": _ADOPTED,
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
@@ -271,16 +273,6 @@ class FSDPModule(nn.Module):
         """
         return engine_of(self).named_state.state_dict(destination, prefix)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        if engine_of(self).is_loading:
-            super()._load_from_state_dict(state_dict, prefix, *others)
-            return
-        raise NotImplementedError(
-            f"load_state_dict() of a module that holds a sharded model, as {prefix.removesuffix('.') or 'itself'}: take"
-            f" the entries that begin with {prefix!r}, without that, and give them to load_state_dict() of the"
-            " sharded model"
-        )
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights and buffers, given as whole tensors or DTensors by the names of `state_dict`. They take effect
         in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
@@ -292,23 +284,15 @@ class FSDPModule(nn.Module):
         """
         if assign:
             raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
-        engine = engine_of(self)
-        engine.is_loading = True
-        try:
-            return engine_of(self).named_state.load_state_dict(state_dict, strict=strict)
-        finally:
-            engine.is_loading = False
+        return engine_of(self).named_state.load_state_dict(state_dict, strict=strict)
 
     sharded_state = FromEngine(lambda engine: partial(engine.named_state.sharded_state, engine.stepped()))
     """Weights and optimizer state by the module's own names, sharing the engine's memory; to be loaded into any layout.
 
-    Values written into it take effect with `adopt_state`. An optimizer that has not taken a step has no state yet;
-    `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different experts under one name."""
+    Values written into it take effect in the next forward and update; gradients are kept. An optimizer that has not
+    taken a step has no state yet; `harness.fsdp.create_state` creates it. NotImplementedError: ranks hold different
+    experts under one name; or an optimizer keeps something else than tensors."""
 
-    adopt_state = FromEngine(lambda engine: partial(engine.named_state.adopt_state, stepped=engine.stepped()))
-    """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
-    ValueError: the state is another model's, or a copy; or counters differ between parameters that are updated
-    together."""
     # -- costs -----------------------------------------------------------------------------------------------------
 
     persistent_bytes = FromEngine(lambda engine: engine.persistent_bytes)

@@ -2,8 +2,7 @@
 
 A field of `EngineOptions` or `Options` is the one declaration of an option: name, type, default and sentence stand in
 the class, the rest (range, setting) in `option(...)`. docs/engine_knobs.md says what each costs and when to use it. The
-configuration, its rules, the capabilities and the keywords of both entries are made from these fields. `OptionKeywords`
-repeats name and type for editors and type checkers, which see no other way; a test holds the two equal. Torch is not
+configuration, its rules, the capabilities and the keywords of both entries are made from these fields. Torch is not
 imported.
 """
 
@@ -16,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy, Transport
 
@@ -191,29 +190,6 @@ class Options(EngineOptions):
                 f"{each.option}={_shown(getattr(self, each.option))} {each.why}; valid are {each.valid}. Set"
                 f" {', or '.join(ways)}"
             )
-
-
-class OptionKeywords(TypedDict, total=False):
-    """The options as keywords of `ShardedModel` and `fully_shard`; a choice is taken by its name too."""
-
-    prefetch: int
-    double_buffer: bool
-    accumulate_unsharded: bool
-    grad_buffer: GradBuffer | str
-    offload_optimizer: bool
-    separate_gather_group: bool | None
-    transport: Transport | str
-    report_nan_in_param_grad: bool
-    watchdog_timeout_s: float | None
-    check_collectives: bool
-    check_replicas_every: int
-    numerics: Numerics | str
-    exact_bits: int
-    exact_terms: int
-    use_decoupled_grad: bool
-    nccl_ub: Registration | str | bool
-    disable_symmetric_registration: bool
-    registration_fallback: Fallback | str
 
 
 OPTIONS = {

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, wraps
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Crossed, Groups, Mesh
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.guards.replicas import check_agreed
-from harness.fsdp.options import OptionKeywords, Options, refuse_unknown
+from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, resolve_classes
 from harness.fsdp.runtime.step import Call
@@ -30,7 +30,6 @@ from harness.fsdp.storage.at_rest import ShardedParameters, location_of, sharded
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.tensor_parallel import successor_of
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.matrices import matrix_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
@@ -62,12 +61,12 @@ def shard(
     grad_divisor: float | None = None,
     initial_value: InitialValue | None = None,
     init_on_meta: bool = False,
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> Any:
     """Shard a module in place, mix `kind` into its class, and return it; `harness.fsdp.api.fully_shard` describes the
     arguments. *Collective.*"""
     refuse_unknown(options, "fully_shard", shard.__kwdefaults__ or ())
-    chosen = Options(**dict[str, Any](options))
+    chosen = Options(**options)
     if not isinstance(mp_policy, MixedPrecisionPolicy | None):
         same = {name: getattr(mp_policy, name, None) for name in ("param_dtype", "reduce_dtype")}
         said = ", ".join(f"{name}={value}" for name, value in same.items() if value is not None)
@@ -325,7 +324,7 @@ def _have_state(optimizer: torch.optim.Optimizer) -> None:
 def _take_sharded(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that was built before sharding have the sharded parameters, and state of them."""
     for group in optimizer.param_groups:
-        sharded = [sharded_of(successor_of(param)) for param in group["params"]]
+        sharded = [sharded_of(param) for param in group["params"]]
         for param, made in zip(group["params"], sharded, strict=True):
             if made is not param and param in optimizer.state:
                 optimizer.state[made] = optimizer.state.pop(param)
@@ -340,7 +339,7 @@ def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
         RuntimeError: the model is gone.
     """
     found: dict[int, Engine] = {}
-    for param in (sharded_of(successor_of(each)) for group in optimizer.param_groups for each in group["params"]):
+    for param in (sharded_of(each) for group in optimizer.param_groups for each in group["params"]):
         if (reference := getattr(param, OWNER, None)) is None:
             continue
         if (engine := reference()) is None:

@@ -1,24 +1,20 @@
 """The state of a sharded model as its user sees it, whole or by name; and how it is taken back.
 
 Keys are `weights/<parameter>` (main weights; compute weights of frozen parameters), `optimizer/<parameter>/<entry>` and
-`fp8/<layer>.<buffer>` (delayed scaling, unsharded and in place). Tensors with the parameter's shape are DTensors over
-the engine's own memory, plain ones where nothing cuts them. Counters such as `step` are plain tensors of shape [], one
-a parameter, and belong to the caller until `adopt`.
+`fp8/<layer>.<buffer>` (delayed scaling, unsharded). All share the engine's memory: what is written into them counts
+from the next forward or update on. Tensors with the parameter's shape are DTensors, plain ones where nothing cuts them.
+Counters such as `step` are plain tensors of shape [], one a parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from harness.fp8.linear import Fp8Linear
-from harness.fsdp.comm.mesh import Everyone
-from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.storage.at_rest import sharded_of
 from harness.fsdp.storage.dtensors import as_target, refuse_split_experts
 from harness.fsdp.storage.param_group import ParamGroup
@@ -26,7 +22,6 @@ from harness.fsdp.storage.parameter_access import HOME, check_names
 from harness.private_torch import loads_in_own_way
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
-COUNTER_DTYPE = torch.float32
 Opt = torch.optim.Optimizer
 
 
@@ -62,48 +57,26 @@ def _renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return ""
 
 
-@dataclass
-class ShardedState:
-    """tensors: the state itself, and copies of counters. taking_back: keys of copies, and their setters."""
+def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
+    """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied.
 
-    tensors: dict[str, Tensor]
-    taking_back: list[tuple[str, Callable[[Tensor], None]]] = field(default_factory=list)
-
-    def adopt(self) -> None:
-        for key, take in self.taking_back:
-            take(self.tensors[key])
-
-
-def _is_moment(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or type(value) is type(param))
-
-
-def add_optimizers(found: ShardedState, buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> None:
+    Raises:
+        NotImplementedError: an optimizer keeps something else than tensors.
+    """
     owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
     pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.views.at_rest, strict=True)]
+    found = {}
     for slot, param in (pair for pair in pairs if id(pair[1]) in owner):
         held = owner[id(param)].state.get(param) or {}
         for entry, value in held.items():
-            key = f"{OPTIMIZER}{slot.spec.name}/{entry}"
-            if _is_moment(value, param):
-                found.tensors[key] = value.detach()
+            if isinstance(value, Tensor):
+                found[f"{OPTIMIZER}{slot.spec.name}/{entry}"] = value.detach()
             elif value is not None:
-                found.tensors[key] = (
-                    value.detach().to("cpu", copy=True)
-                    if isinstance(value, Tensor)
-                    else torch.tensor(float(value), dtype=COUNTER_DTYPE)
+                raise NotImplementedError(
+                    f"{type(owner[id(param)]).__name__} keeps {entry} of {slot.spec.name} as a {type(value).__name__}:"
+                    " state by name has tensors alone. Keep a tensor of shape [], or use optimizer.state_dict()"
                 )
-                found.taking_back.append((key, _setter(held, entry)))
-
-
-def _setter(held: dict[str, Any], entry: str) -> Callable[[Tensor], None]:
-    def take(value: Tensor) -> None:
-        if isinstance(held[entry], Tensor):
-            held[entry].copy_(value)
-        else:
-            held[entry] = type(held[entry])(value.item())
-
-    return take
+    return found
 
 
 FP8 = "fp8/"
@@ -117,7 +90,6 @@ class StateAccess:
         self._own: type[nn.Module] = type(module)
         self.weights, self.gradients = weights, gradients
         self.buckets: Sequence[ParamGroup] = weights.buckets
-        self.everyone: Everyone = weights.meshes.everyone
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded main weights by parameter name, on the CPU. *Collective*; run it to its end on all ranks.
@@ -170,37 +142,19 @@ class StateAccess:
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
         """The module's own `state_dict`: main weights as DTensors over the engine's memory, the first rank's buffers.
-        *Collective* where there are buffers.
+        *Collective* where there are buffers, which have one shape on all ranks.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
-            RuntimeError: on all ranks: a buffer has another shape or dtype on one of them.
         """
         self.settle()
         refuse_split_experts(self.buckets)
         to: dict[str, Any] = {"destination": destination, "prefix": prefix} if destination is not None or prefix else {}
         found: dict[str, Any] = self._own.state_dict(self.weights.module, keep_vars=True, **to)
         buffers = {id(each) for each in self.weights.module.buffers()}
-        kinds = [
-            (f"buffer {name}", f"{each.dtype} {each.layout} {list(each.shape)}")
-            for name, each in found.items()
-            if id(each) in buffers
-        ]
-        if kinds:
-            check_agreed(
-                kinds,
-                self.everyone,
-                "kinds of buffers",
-                "ranks have other buffers, and what is saved of buffers is the first rank's",
-                "Give each the same shape and dtype on all ranks, or leave it out of what is saved:"
-                " register_buffer(..., persistent=False)",
-            )
-        of_rank_0: dict[int, Tensor] = {}
         for name, entry in found.items():
             if id(entry) in buffers:
-                if id(entry) not in of_rank_0:
-                    of_rank_0[id(entry)] = self.everyone.from_first(entry, f"saved {name}").clone()
-                found[name] = of_rank_0[id(entry)]
+                found[name] = self.weights.meshes.everyone.from_first(entry, f"saved {name}").clone()
             elif isinstance(entry, Tensor):
                 found[name] = sharded_of(entry).detach()
         return found
@@ -239,59 +193,21 @@ class StateAccess:
         )
         return found
 
-    def sharded_state(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
+    def sharded_state(self, stepped: Sequence[Opt]) -> dict[str, Tensor]:
         self.settle()
         refuse_split_experts(self.buckets)
-        found = self._own_memory(stepped)
-        found.tensors |= self._fp8_state()
-        return found
-
-    def _own_memory(self, stepped: Sequence[torch.optim.Optimizer]) -> ShardedState:
-        found = ShardedState(
-            {
-                WEIGHTS + name: bucket.views.sharded().view(index, bucket.main_shards)
-                for bucket in self.buckets
-                for index, (name, _) in enumerate(bucket.params)
-            }
-        )
-        add_optimizers(found, self.buckets, stepped)
-        return found
+        weights = {  # views that share the version, by which a forward knows that it must install
+            WEIGHTS + name: bucket.views.sharded().view(index, bucket.main_shards)
+            for bucket in self.buckets
+            for index, (name, _) in enumerate(bucket.params)
+        }
+        return weights | optimizer_entries(self.buckets, stepped) | self._fp8_state()
 
     def _fp8_state(self) -> dict[str, Tensor]:
         """Buffers of delayed scaling, the same on all ranks; in place. *Collective* after a step."""
         if Fp8Linear.delayed_state(self.weights.module):
             self.weights.bring_up_to_date()
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.weights.module).items()}
-
-    def adopt_state(self, state: ShardedState, stepped: Sequence[torch.optim.Optimizer]) -> None:
-        """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*
-
-        Raises:
-            ValueError: it is the state of another model, or a copy; nothing has changed.
-        """
-        own = self._own_memory(stepped)
-        copies = {key for key, _ in (*own.taking_back, *state.taking_back)}
-        held = {key: each for key, each in state.tensors.items() if key not in copies and not key.startswith(FP8)}
-        for key, given in held.items():
-            if key not in own.tensors or _memory(given) != _memory(own.tensors[key]):
-                raise ValueError(
-                    f"{key} of this state is not in this model's memory: the state is another model's, a copy, or from"
-                    " before parameters moved, and nothing of it would arrive. Write into what sharded_state() of this"
-                    " model gives now (tensors[name].copy_(values)), and adopt that; or use"
-                    " load_state_dict(other.state_dict())"
-                )
-        state.adopt()
-        self._written()
-
-    def _written(self) -> None:
-        self.weights.install()
-        self.gradients.forget()
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where this rank's rows begin, and how many numbers they are."""
-    rows = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return rows.data_ptr() if rows.numel() else 0, rows.numel()
 
 
 def _loads_otherwise(kind: type[nn.Module], part: nn.Module) -> bool:

@@ -131,7 +131,7 @@ def _train(rank: int, run: Run) -> Trained:
     fully_shard_optimizer(model, optimizer)
     scale, found = LossScale(model, optimizer, 0.0, GROWTH), Trained()
     for step in range(1, STEPS + 1):
-        before = {name: value.clone() for name, value in model.sharded_state().tensors.items()}
+        before = {name: value.clone() for name, value in model.sharded_state().items()}
         for index in range(run.k):
             model.set_model_auto_sync(index == run.k - 1)
             scale.scale(loss_of(model, step, rank, index)).backward()
@@ -139,7 +139,7 @@ def _train(rank: int, run: Run) -> Trained:
         found.scales.append(outcome.scale)
         found.skipped.append(outcome.skipped)
         found.norms.append(outcome.norm)
-        after = model.sharded_state().tensors
+        after = model.sharded_state()
         if outcome.skipped:
             same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
             found.kept = found.kept and same

@@ -1,4 +1,4 @@
-"""The engine's face: every option is a keyword that type checkers see and a row of the guide to knobs."""
+"""The engine's face: every option is a keyword that `inspect` sees and a row of the guide to knobs."""
 
 from __future__ import annotations
 
@@ -20,86 +20,27 @@ import harness.fsdp
 from harness.config.doc import settings
 from harness.fsdp import (
     MixedPrecisionPolicy,
-    OptionKeywords,
     Options,
-    Registration,
     fully_shard,
     fully_shard_model,
     megatron,
     sharding,
 )
-from harness.fsdp.megatron import UNBUILT, OtherKeywords, ShardKeywords, UnbuiltKeywords
+from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.options import OPTIONS
-from harness.fsdp.vocabulary import Choice, Dtype, OuterStrategy, Strategy
+from harness.fsdp.vocabulary import Dtype, OuterStrategy, Strategy
 
 ROOT = Path(__file__).parents[2]
-
-PROGRAM = """
-import torch
-from torch import nn
-from harness.fsdp import Numerics, fully_shard, fully_shard_model, megatron
-
-module = nn.Linear(2, 2)
-optimizer = torch.optim.SGD(module.parameters())
-model, optimizer = fully_shard(module=module, optimizer=optimizer, zero_dp_strategy=2, prefetch=2, numerics="exact")
-model, optimizer = megatron.fully_shard(module, optimizer, zero_dp_strategy=2, prefetch=2)
-fully_shard_model(module, overlap_grad_reduce=True, numerics=Numerics.ordered, watchdog_timeout_s=None).close()
-fully_shard(module, strategy="optim", nccl_ub=False, check_replicas_every=3).close()
-fully_shard(module, optimizer, prefetch="2")  # wrong: type
-fully_shard_model(module, prefetch=None)  # wrong: type
-fully_shard(module, prefetch=1.5)  # wrong: type
-fully_shard(module, optimizer, prefech=2)  # wrong: name
-fully_shard_model(module, prefech=2)  # wrong: name
-fully_shard(module, zero_dp_strategy=2)  # wrong: name
-fully_shard(module, optimizer, overlap_grad_reduce=False)  # wrong: not built
-model.options.prefech  # wrong: name
-"""
-
-
-def test_a_type_checker_sees_every_option(tmp_path: Path) -> None:
-    """mypy finds what is wrong in a program, line by line, and nothing else."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", str(program)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "error:" in line}
-    assert found == {number for number, line in enumerate(PROGRAM.splitlines(), 1) if "# wrong" in line}, done.stdout
-
-
-def test_keywords_are_the_options_with_their_types() -> None:
-    declared, keywords = typing.get_type_hints(Options), typing.get_type_hints(OptionKeywords)
-    for name, option in OPTIONS.items():
-        kind = declared[name]
-        if issubclass(option.kind, Choice):
-            kind = kind | str | bool if option.kind is Registration else kind | str
-        assert keywords[name] == kind, f"OptionKeywords.{name} is {keywords[name]}, Options says {kind}"
-    assert list(keywords) == list(OPTIONS), "fields of Options, in their order"
 
 
 def test_every_argument_is_seen() -> None:
     """Also by `inspect`, with its default."""
     seen = inspect.signature(fully_shard).parameters
-    typed = inspect.signature(typing.get_overloads(fully_shard)[0]).parameters
-    assert [*seen] == ["module", "optimizer", *[name for name in typed if name not in ("module", "options")], *OPTIONS]
+    own = inspect.signature(sharding.shard).parameters
+    assert [*seen] == ["module", "optimizer", *[n for n in own if n not in ("module", "kind", "options")], *OPTIONS]
     assert all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in seen.values())
     assert {name: seen[name].default for name in OPTIONS} == {n: each.default for n, each in OPTIONS.items()}
-    assert all(typed[n] == each for n, each in inspect.signature(sharding.shard).parameters.items() if n != "kind")
-
-
-def test_the_keywords_of_fully_shard_are_the_arguments_of_fully_shard_model() -> None:
-    spelled = dict(inspect.signature(fully_shard_model).parameters)
-    assert spelled.pop("others").kind is inspect.Parameter.VAR_KEYWORD
-    spelled.pop("module")
-    own = set(ShardKeywords.__annotations__) - set(OtherKeywords.__annotations__)
-    assert set(spelled) == own
-    types = typing.get_type_hints(fully_shard_model)
-    assert {name: types[name] for name in own} == {name: typing.get_type_hints(ShardKeywords)[name] for name in own}
-    assert set(OtherKeywords.__annotations__) == set(OPTIONS) | set(UnbuiltKeywords.__annotations__)
-    assert UNBUILT["preproc_state_dict_for_dcp_ckpt"] is True
-    assert UNBUILT["overlap_grad_reduce"] is True
-    assert UNBUILT["disable_bucketing"] is False
+    assert all(seen[name] == own[name] for name in sharding.shard.__kwdefaults__)
 
 
 @pytest.mark.parametrize(

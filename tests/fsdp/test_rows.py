@@ -35,7 +35,7 @@ def handed_out(rank: int, pair: Pair) -> list[str]:
     right["exit.weight"] = right["entry.weight"]  # torch has tied weights under each of their names
     told += same({name: whole(value) for name, value in held.items()}, right)
     told += [name for name, value in held.items() if value.shape != right[name].shape]
-    state = model.sharded_state().tensors
+    state = model.sharded_state()
     keys: list[Any] = [None] * WORLD
     dist.all_gather_object(keys, sorted(state))
     if any(each != keys[0] for each in keys):
@@ -62,15 +62,11 @@ def _as_torch_cuts(self: RaggedTensor, **_: Any) -> Tensor:
     return whole.reshape(self.shape)
 
 
-_add = states.add_optimizers
+_entries = states.optimizer_entries
 
 
-def _only_what_lies_here(found: states.ShardedState, *args: Any) -> None:
-    _add(found, *args)
-    moments = [key for key, value in found.tensors.items() if key.startswith(states.OPTIMIZER) and value.dim()]
-    for key in moments:
-        if not local_of(found.tensors[key]).numel():
-            del found.tensors[key]
+def _only_what_lies_here(*args: Any) -> dict[str, Tensor]:
+    return {key: value for key, value in _entries(*args).items() if not value.dim() or local_of(value).numel()}
 
 
 MUTANTS = {
@@ -82,7 +78,7 @@ MUTANTS = {
     ),
     "what lies here alone": Mutant(
         "Parameters of which a rank holds no row have no key there",
-        patched(states, "add_optimizers", _only_what_lies_here),
+        patched(states, "optimizer_entries", _only_what_lies_here),
         handed_out,
         Pair("optim_grads_params", "optim"),
     ),

@@ -115,7 +115,7 @@ def resume(rank: int, trial: Trial, before: int, after: int) -> list[dict[str, T
     run(first, range(before))
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     stepped = copy.deepcopy(first[1].state_dict())
-    named = {key: value.clone() for key, value in model.sharded_state().tensors.items()}
+    named = {key: value.clone() for key, value in model.sharded_state().items()}
     found = []
     run(first, range(before, STEPS))
     found.append(dict(model.full_weights()))
@@ -129,10 +129,9 @@ def resume(rank: int, trial: Trial, before: int, after: int) -> list[dict[str, T
         else:
             create_state(built[1])
             state = model.sharded_state()
-            assert state.tensors.keys() >= named.keys()
+            assert state.keys() >= named.keys()
             for key, value in named.items():
-                state.tensors[key].copy_(value)
-            model.adopt_state(state)
+                state[key].copy_(value)
         run(built, range(before, STEPS))
         found.append(dict(model.full_weights()))
         model.close()

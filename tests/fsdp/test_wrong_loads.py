@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from harness.fsdp import ShardedModel, ShardedState, state as states
+from harness.fsdp import state as states
 from harness.fsdp.storage import dtensors
 from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.param_group import ParamGroup
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -30,17 +31,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 TARGET = Layout("native", "optim", 3)
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "counters kept": (ShardedState, "adopt", lambda self: None),
-    "weights not installed": (ShardedModel, "adopt_state", lambda self, state: state.adopt()),
-    "first moments alone": (states, "add_optimizers", lambda found, *args: _first_moments(found, *args)),
+    "counters kept": (states, "optimizer_entries", lambda *args: _copies_of_counters(*args)),
+    "weights not installed": (ParamGroup, "is_stale", False),
+    "first moments alone": (states, "optimizer_entries", lambda *args: _first_moments(*args)),
     "rows of the neighbour": (dtensors, "_rows", lambda slot, local: _swapped(slot, local)),
 }
-_ROWS, _add_optimizers = dtensors._rows, states.add_optimizers
+_ROWS, _ENTRIES = dtensors._rows, states.optimizer_entries
 
 
-def _first_moments(found: ShardedState, *args: Any) -> None:
-    _add_optimizers(found, *args)
-    found.tensors = {key: value for key, value in found.tensors.items() if not key.endswith("exp_avg_sq")}
+def _first_moments(*args: Any) -> dict[str, Tensor]:
+    return {key: value for key, value in _ENTRIES(*args).items() if not key.endswith("exp_avg_sq")}
+
+
+def _copies_of_counters(*args: Any) -> dict[str, Tensor]:
+    return {key: value if value.dim() else value.clone() for key, value in _ENTRIES(*args).items()}
 
 
 def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:

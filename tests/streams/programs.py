@@ -286,13 +286,11 @@ def load(model: ShardedModel, recorder: Recorder) -> None:
     """A program's going back to what it has kept: here, to the same."""
     with recorder.paused():
         state = model.sharded_state()
-        kept = {name: value.clone() for name, value in state.tensors.items()}
+        kept = {name: value.clone() for name, value in state.items() if value.dim()}
         for each in kept.values():
             recorder.on_host(local_of(each))
-        state.taking_back.clear()  # counters are what they were
-    for name, value in state.tensors.items():
-        value.copy_(kept[name])
-    model.adopt_state(state)
+    for name, value in kept.items():  # counters are what they were
+        state[name].copy_(value)
 
 
 def read(model: ShardedModel, recorder: Recorder) -> Stream:

@@ -138,11 +138,11 @@ class NativeEngine(Engine):
         scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}
 
         def adopt() -> None:
-            self.model.adopt_state(held)
+            self.model.zero_grad()
             if scale is not None:
                 scale.load_state_dict({key.removeprefix(LOSS_SCALE): value for key, value in scaling.items()})
 
-        return State(held.tensors | scaling, adopt)
+        return State(held | scaling, adopt)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights count once, as compute weights."""

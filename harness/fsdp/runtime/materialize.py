@@ -3,9 +3,8 @@
 A model too large for one device is built on "meta", without memory. Its values come either from `initial_value`, by
 name, or from the modules' own `reset_parameters()`, run module by module in definition order, so that a random
 generator gives each the numbers it would have given an ordinary construction. Only one module's parameters are whole at
-any time; of a module that has cut itself, its TP shards (see [Note: Declared meshes]). A module without
-`reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may set what lies in modules
-inside it: these are reset first, all of them together.
+any time. A module without `reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may
+set what lies in modules inside it: these are reset first, all of them together.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from harness.fsdp.runtime.units import is_expert
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import weak_references
-from harness.fsdp.tensor_parallel import declares, real, values_here
+from harness.fsdp.tensor_parallel import real, values_here
 from harness.private_torch import parameters_of
 
 
@@ -170,15 +169,12 @@ def _whole(
 ) -> Iterator[dict[int, Tensor]]:
     """Put unsharded plain parameters into modules for the body, yielding them by the parameter they stand for.
 
-    Full ones where tensor parallelism has cut; shards for modules that cut themselves. dtypes: as the module gave
-    them.
+    Full ones where a DTensor's plan has cut. dtypes: as the module gave them.
     """
-    cut_themselves = {id(param) for part in parts if declares(part) for param in parameters_of(part).values()}
-    stand_ins: dict[int, nn.Parameter] = {}
-    for key, param in own.items():
-        shape = values_here(param).shape if key in cut_themselves else param.shape
-        values = torch.empty(shape, dtype=dtypes[key], device=device)
-        stand_ins[key] = real(param, values) if key in cut_themselves else nn.Parameter(values, param.requires_grad)
+    stand_ins = {
+        key: nn.Parameter(torch.empty(param.shape, dtype=dtypes[key], device=device), param.requires_grad)
+        for key, param in own.items()
+    }
     found: dict[int, Tensor] = {}
     params_of: list[dict[str, Any]] = [parameters_of(part) for part in parts]
     held = [(params, name, param) for params in params_of for name, param in params.items() if param is not None]

@@ -307,13 +307,12 @@ def _known(model: ShardedModel) -> dict[str, Tensor]:
 
 def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
     """Bring every tensor of a state into another model; what is other bits there afterwards."""
-    given = {name: whole_copy(value) for name, value in source.sharded_state().tensors.items() if value.dim()}
+    given = {name: whole_copy(value) for name, value in source.sharded_state().items() if value.dim()}
     state = target.sharded_state()
-    for name, value in state.tensors.items():
+    for name, value in state.items():
         if value.dim():
             fill(value, given[name])
-    target.adopt_state(state)
-    found = {name: whole_copy(value) for name, value in target.sharded_state().tensors.items() if value.dim()}
+    found = {name: whole_copy(value) for name, value in target.sharded_state().items() if value.dim()}
     return [name for name, value in found.items() if not torch.equal(value, given[name])]
 
 

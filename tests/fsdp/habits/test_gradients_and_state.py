@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +13,9 @@ from torch.nn.utils import clip_grad_norm_
 from harness.fsdp import StepError, fully_shard_model
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.weak_hooks import ProgramHook
-from harness.fsdp.state import StateAccess
 from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
-from tests.fsdp.habits.world import Habits, Net, Run, differing, mean_square, plain_sgd, run_of
+from tests.fsdp.habits.world import Habits, Net, Run, differing, mean_square, plain_sgd
 from tests.fsdp.pairs import STRATEGIES
 
 CHECKS = Habits()
@@ -121,29 +119,11 @@ def clipping_what_no_optimizer_has(run: Run) -> list[float]:
     return norms
 
 
-@CHECKS.check
-def adopting_another_state(rank: int, strategy: str) -> list[str]:
-    """What is not in the model's own memory is not taken for loaded."""
-    one, other = (run_of(Net, rank, strategy) for _ in range(2))
-    other.train(1)
-    told = said(lambda: one.model.adopt_state(other.model.sharded_state()), ValueError, "another model's")
-    state = other.model.sharded_state()
-    told += said(lambda: other.model.adopt_state(copy.deepcopy(state)), ValueError, "a copy")
-    moment = next(name for name in state.tensors if name.endswith("momentum_buffer"))
-    state.tensors[moment] = state.tensors[moment].clone()
-    return told + said(lambda: other.model.adopt_state(state), ValueError, moment)
-
-
 test_it_is_right_or_refused = each_holds(__name__, CHECKS)
 
 
 def _replaces_nothing(self: ProgramHook, param: nn.Parameter, shown: Tensor, before: Tensor | None) -> None:
     """Leave a replaced gradient to whoever comes next."""
-
-
-def _adopt(self: StateAccess, state: object, stepped: object) -> None:
-    state.adopt()  # type: ignore[attr-defined]
-    self._written()
 
 
 _prepare = Gradients.prepare
@@ -178,11 +158,6 @@ MUTANTS = {
         patched(GradientSync, "let_go", lambda self: self.forget()),
         "clipping_what_no_optimizer_has",
         ZERO3,
-    ),
-    "another model's state": _of_steps(
-        "A state of another model is taken for loaded",
-        patched(StateAccess, "adopt_state", _adopt),
-        "adopting_another_state",
     ),
 }
 
