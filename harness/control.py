@@ -88,15 +88,13 @@ class Control:
 
         return end
 
-    def report(self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False) -> StepReport:
-        """Exchange losses, data digests and requests to stop or save, once a step. Collective over the control
-        group."""
-        return self.begin_report(losses, held, fed, stop, save)()
-
     def begin_report(
         self, losses: Sequence[float], held: int, fed: int, stop: bool, save: bool = False
     ) -> Callable[[], StepReport]:
-        """Begin the exchange of `report`; call the result to wait, before any other exchange."""
+        """Begin to exchange losses, data digests and requests to stop or save, once a step.
+
+        Call the result to wait, before any other exchange. Collective over the control group.
+        """
         asked = int(stop) + 2 * int(save)
         gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), asked])
 

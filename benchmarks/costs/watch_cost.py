@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.costs.step_checks_cost import SEQ_LEN, SEQUENCES, WARMUP, Step, figures
 from benchmarks.pages import tables
 from harness.capture import run as runs, watch
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from tests.support.factory import small_config
 from tests.support.spawn import run_ranks
 

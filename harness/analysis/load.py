@@ -15,7 +15,6 @@ import pandas as pd
 
 from harness.store import checksums, planned, provenance, status
 from harness.store.errors import StoreError
-from harness.store.judged import outcomes
 from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
@@ -66,7 +65,6 @@ RESULTS = (
     "planned_sent_bytes",
     "leaves_plan",
     "wall_s",
-    "verdict",
 )
 
 RUN_COLUMNS = (
@@ -117,7 +115,6 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
     `run` is `study/name`, `mesh` the ranks by axis, `microbatches` k, `step_time_s` a median without warm-up.
     `exposed_comm_s`, `rss_bytes` and `sent_bytes` are rank 0's medians or maxima over the last `NEWEST` steps.
     `peak_bytes` is the largest tensor storage of any rank, `accounted_bytes` rank 0's engine storage between steps.
-    `verdict` is the last one on this very run.
     """
     store = Store(root)
     rows = [_run_row(run) for run in store.runs(study)]
@@ -125,10 +122,8 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
         mine = {row["path"]: (row, config) for row, config in rows if row["study"] == name}
         known = {path: config for path, (_, config) in mine.items() if config and "watched.version" not in config}
         named = labels(known) if len(known) > 1 or len(mine) == 1 else {}
-        judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
         for path, (row, _) in mine.items():
-            found = None if row["state"] == DAMAGED else judged.get(path)
-            row |= {"label": named.get(path, Path(path).name), "verdict": found}
+            row["label"] = named.get(path, Path(path).name)
     return pd.DataFrame([row for row, _ in rows], columns=list(RUN_COLUMNS))
 
 

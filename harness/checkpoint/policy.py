@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from harness.checkpoint import folder as folders
 from harness.checkpoint.manifest import Damaged, Manifest
 from harness.checkpoint.storage import Comparer, LoadPlanner, Reader, SavePlanner, Snapshots, Writer, dtype_of
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.config.schema import Config
 from harness.control import Control, gather_json
 from harness.engines.protocol import Engine, Ranks

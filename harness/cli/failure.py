@@ -6,18 +6,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from harness.config.doc import settings
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store import screen
 from harness.store.errors import Busy, StoreError
-from harness.store.redaction import without_secrets
+from harness.store.redaction import redacted
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 
@@ -32,15 +30,14 @@ def explained(error: Exception) -> str:
     return str(explain(error))
 
 
-def tell(error: Exception, words: Sequence[str] = ()) -> int:
+def tell(error: Exception) -> int:
     """Print the message of one of REQUEST_ERRORS; returns the exit code.
 
-    A terminal folds lines to its width; in a pipe or a file a line stays one, for grep. Secrets, typed or in the
-    environment, are masked.
+    Lines stay whole: a command can be copied, and grep finds all of one. Secrets of the environment are masked.
     """
-    message = screen.visible(without_secrets(explained(error), words, settings()))
+    message = screen.visible(redacted(explained(error)))
     try:
-        print(screen.message(message, sys.stderr), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     except OSError:  # a log on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is left would be tried again at the end
     return exit_code(error)

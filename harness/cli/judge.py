@@ -17,7 +17,6 @@ from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
 from harness.parity.series import MEASURES, against_history
 from harness.store import commands
-from harness.store.judged import keep
 from harness.store.rundir import CONFIG, Store
 from harness.store.screen import fold, show, width
 
@@ -130,10 +129,8 @@ def _verdict(arguments: Namespace) -> int:
         return _beside_history(arguments)
     if arguments.margin or arguments.window:
         raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
-    root, found = _judged(arguments)
+    found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
-    if found.study:
-        keep_verdict(Store(root).root, found)
     answer = study_text(found, explained=arguments.explain)
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
@@ -175,24 +172,15 @@ def runs_in(store: Store, words: Sequence[str]) -> list[Path]:
     return found
 
 
-def keep_verdict(root: Path, found: StudyVerdict) -> None:
-    try:
-        keep(root, found.study, [(Path(arm.arm), Path(arm.control), arm.outcome.value) for arm in found.arms])
-    except OSError as error:
-        print(f"the outcomes were not kept: {error.filename}: {error.strerror}", file=sys.stderr)
-
-
-def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
+def _judged(arguments: Namespace) -> StudyVerdict:
     words: list[str] = arguments.words
     if arguments.control is not None:
         store = Store(arguments.root)
-        found = against(runs_in(store, words), _found(store, arguments.control))
-        return arguments.root, found
+        return against(runs_in(store, words), _found(store, arguments.control))
     if len(words) > 1:
         fix = commands.verb("verdict RUN ... --control RUN")
         raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
-    root, name = located(arguments.root, words[0])
-    return root, verdict(root, name)
+    return verdict(*located(arguments.root, words[0]))
 
 
 COMPARE = Implementation(_compare_arguments, _compare)

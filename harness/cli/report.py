@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.cli.gate import write
-from harness.cli.judge import keep_verdict
 from harness.cli.runs import located, say_next
 from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
@@ -43,8 +42,6 @@ def _report(arguments: Namespace) -> int:
         ) from None
     sources = {"sources": None} if arguments.archived else {}
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
-    if found.verdict is not None and not found.missing:
-        keep_verdict(Store(root).root, found.verdict)
     report = contents(found, root, _command(arguments, root, name))
     if not arguments.markdown:
         from harness.report.page import page

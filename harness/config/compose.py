@@ -21,8 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import own, rules
 from harness.config.catalog import ROOT, load_catalog, own_folder
-from harness.config.errors import BadRequest, Violation, refuse
-from harness.config.fixes import completed
+from harness.config.errors import BadRequest, Violation, completed, refuse
 from harness.config.option import declared_option
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.schema import Config, TrainConfig

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 from harness.config.own import capabilities_of
-from harness.config.projections import held_in_8_bits
 from harness.config.schema import (
     Backend,
     Config,
@@ -19,8 +17,9 @@ from harness.config.schema import (
     ModelConfig,
     ModelFamily,
     OptimizerName,
+    Schedule,
 )
-from harness.fsdp import Placements, options
+from harness.fsdp import options
 
 
 def global_microbatches(cfg: Config) -> int:
@@ -184,31 +183,16 @@ def state_bytes(cfg: Config) -> int:
     return parameter_count(cfg) * cfg.dtype.main_params.bytes * (1 + optimizer_states(cfg))
 
 
-def persistent_bytes_per_rank(cfg: Config) -> int:
-    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients.
+def lr_at(config: Config, step: int) -> float:
+    """Learning rate of step `step` (counted from 1): linear warm-up, then the schedule.
 
-    Shares come from the engine's table of placements; vectors are replicated over tensor-parallel ranks and count too
-    low.
+    Warm-up reaches the peak at step `warmup_steps`; cosine and linear reach `min_lr_ratio` of it at the last step.
     """
-    whole, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
-    count = whole // max(1, cfg.mesh.tp)
-    sizes = max(1, data_ranks(cfg) // outer_size), outer_size
-    placed = Placements.of(cfg.sharding.strategy, cfg.sharding.outer if outer_size > 1 else None)
-
-    def kept(share: Fraction, num_bytes: int, of: int = count) -> int:
-        return int(of * num_bytes * share)
-
-    compute, main = cfg.dtype.compute.bytes, cfg.dtype.main_params.bytes
-    in_8_bits = held_in_8_bits(cfg) // max(1, cfg.mesh.tp)
-    payloads = 1 if cfg.dtype.fp8 is None else cfg.dtype.fp8.payloads
-    weights = 0
-    for of, width, is_main in (
-        (count - in_8_bits, compute, cfg.dtype.compute is cfg.dtype.main_params),
-        (in_8_bits, payloads, False),
-    ):
-        if placed.resting_weights_are_kept:
-            weights += kept(placed.resting_weights.share(*sizes), width, of)
-        if not placed.resting_weights_are_kept or not is_main:
-            weights += kept(placed.main_weights.share(*sizes), main, of)
-    grads = kept(placed.accumulated_grads.share(*sizes), cfg.dtype.main_grads.bytes)
-    return weights + grads + kept(placed.optimizer_state.share(*sizes), main * optimizer_states(cfg))
+    train, peak = config.train, config.optimizer.lr
+    if step <= train.warmup_steps:
+        return peak * step / train.warmup_steps
+    if train.schedule is Schedule.constant:
+        return peak
+    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if train.schedule is Schedule.cosine else 1.0 - done
+    return peak * (train.min_lr_ratio + (1.0 - train.min_lr_ratio) * remaining)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.config.schema import Config, Fp8, ModelConfig, ModelFamily
+from harness.config.schema import Fp8, ModelConfig, ModelFamily
 
 NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
@@ -57,9 +57,3 @@ def tp_shard(of: Projection, tp: int) -> tuple[int, int]:
 def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
     sizes = [size for each in projections(m) for size in tp_shard(each, tp)]
     return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]
-
-
-def held_in_8_bits(cfg: Config) -> int:
-    if cfg.dtype.fp8 is None:
-        return 0
-    return sum(each.rows * each.columns * each.how_many for each in projections(cfg.model))

@@ -322,8 +322,6 @@ class LaunchConfig(Group):
     """Run the only rank inside this process, so that a debugger works."""
     rerun: Rerun = Rerun.never
     """Which finished cells to run again."""
-    fail_fast: Flag = False
-    """Once a run of a request has failed, start no further run of it. Runs that have started go on."""
     hang_timeout_s: Annotated[float, Range(1, 10**7, "seconds")] = 1800.0
     """After this time without a step, every rank's stack is dumped and the run ends."""
     stop_grace_s: Annotated[float, Range(0, 86_400, "seconds")] = 20.0

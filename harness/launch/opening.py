@@ -13,7 +13,7 @@ from harness.launch.plan import Action, Decision, decide
 from harness.launch.snapshot import own_copy
 from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
-from harness.store.files import Lock, SameFiles
+from harness.store.files import Lock
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
@@ -71,13 +71,10 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
     return f"its record is damaged ({damaged[0]})" if damaged else ""
 
 
-def open_attempt(
-    store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status, same: SameFiles | None = None
-) -> Opened:
+def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status) -> Opened:
     """Make the next attempt of a run and write its first status. The caller holds the study's lock.
 
-    Args: decision: one that starts. first: initial status, without attempt number. same: group of cells opened
-    together.
+    Args: decision: one that starts. first: initial status, without attempt number.
     """
     run = store.create(cell)
     attempt = run.new_attempt()
@@ -87,7 +84,7 @@ def open_attempt(
     mine = own.facts(cell.typed)
     if first.keeper is Keeper.slurm:  # a job starts later: from the files as they are now
         mine = [own_copy(store.root, each) for each in mine]
-    provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff, same)
+    provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff)
     status.write(run.path, replace(first, attempt=attempt, steps=cell.config["train"]["steps"]))
     return Opened(cell, run, attempt, decision.why if decision.action is Action.start_over else "")
 

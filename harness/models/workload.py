@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 from abc import ABC, abstractmethod
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config import projections
 from harness.config.derived import may_leave_unused
-from harness.config.schema import Config
+from harness.config.schema import Config, ModelFamily
 from harness.fsdp import Fp8Linear
 from harness.models import llama, llama_plan
 
@@ -122,3 +123,20 @@ def seed_of(seed: int, name: str) -> int:
     """A 63-bit seed for one parameter, independent between names."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+WORKLOADS = {
+    ModelFamily.llama: "harness.models.workload:LlamaWorkload",
+    ModelFamily.moe: "harness.models.moe:MoeWorkload",
+    ModelFamily.odd: "harness.models.odd:OddWorkload",
+}
+
+
+def workload_for(config: Config) -> TokenWorkload:
+    """Raises `ValueError`: model.family=ext without a target."""
+    own = config.model.family is ModelFamily.ext
+    if own and config.model.target is None:
+        raise ValueError("model=ext needs model.target=package.module:Class")
+    module, _, name = str(config.model.target if own else WORKLOADS[config.model.family]).partition(":")
+    workload: TokenWorkload = getattr(import_module(module), name)(config)
+    return workload

@@ -26,8 +26,7 @@ from harness.fsdp.storage.codec import LAYER, mark_weights
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import ParamSpec
 from harness.fsdp.vocabulary import Numerics, Transport
-from harness.models.registry import workload_for
-from harness.models.workload import TokenWorkload
+from harness.models.workload import TokenWorkload, workload_for
 from harness.private_torch import fake_store
 
 Shapes = tuple[tuple[int, ...], ...]

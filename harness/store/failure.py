@@ -6,13 +6,11 @@ line.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.store.errors import StoreError
 from harness.store.files import write_atomic
 from harness.store.reading import folder_names, read_text
 
@@ -112,25 +110,3 @@ def report(failures: Sequence[Failure]) -> str:
 
 def write_report(attempt: Path, failures: Sequence[Failure]) -> None:
     write_atomic(attempt / REPORT, report(failures))
-
-
-LAST_FAILED = ".failed"
-"""File of a study with the name of the run that failed last: others need not start (launch.fail_fast)."""
-
-
-def tell_study(run: Path) -> None:
-    write_atomic(run.parent / LAST_FAILED, f"{run.name}\n")
-
-
-def failed_since(run: Path, attempt: int) -> str:
-    """Name of a run of the same study that failed since this attempt was submitted; may be empty.
-
-    Times are the file system's own, independent of hosts' clocks.
-    """
-    marker = run.parent / LAST_FAILED
-    try:
-        submitted = os.stat(run / "attempts" / str(attempt) / "submit.sh")
-        later = os.stat(marker).st_mtime_ns > submitted.st_mtime_ns
-        return (read_text(marker) or "another").strip() if later else ""
-    except (OSError, StoreError):
-        return ""

@@ -40,38 +40,6 @@ def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
         raise
 
 
-class SameFiles:
-    """Files of several folders with mostly equal text: written and flushed once, then linked.
-
-    For reading only: an in-place write changes all. `write_atomic` replaces one alone.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[Path, int]] = {}
-        """By text: a file that holds it, and its inode."""
-
-    def write(self, path: Path, text: str, *, mode: int = 0o666) -> None:
-        """`write_atomic`, or a link to an earlier file with the same text, where possible."""
-        if text not in self._first or not _linked(*self._first[text], path):
-            write_atomic(path, text, mode=mode)
-            self._first[text] = path, path.stat().st_ino
-
-
-def _linked(first: Path, inode: int, path: Path) -> bool:
-    """True if `path` is now a link to the inode of `first`."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        os.link(first, temporary)
-        if os.stat(temporary).st_ino == inode:
-            os.replace(temporary, path)
-            return True
-    except OSError:
-        pass
-    with contextlib.suppress(OSError):
-        os.unlink(temporary)
-    return False
-
-
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON, atomically. Raises `ValueError` on a non-finite float."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

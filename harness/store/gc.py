@@ -1,4 +1,4 @@
-"""Garbage of a store: leftovers of crashes, ended submissions and, on request, checkpoints. Never a record."""
+"""Garbage of a store: unfinished checkpoints, ended submissions and, on request, checkpoints. Never a record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.reading import folder_names, read_text
-from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, RunDir, Store
+from harness.store.rundir import CODE, CODE_OF, MARK, RunDir, Store
 from harness.store.screen import counted, size
 from harness.store.status import MOVING, SUBMISSIONS, JobProbe, State, Status
 
@@ -42,9 +42,7 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
             f"{store.root} is no store of runs: it has no file {MARK}; give the folder of launch.root as --root (a "
             "store of an older version gets its mark when a run is started in it)"
         )
-    folders = list(_run_folders(store.root))
-    found = [item for folder in folders for item in (*_temporary(folder), *_half_made(folder))]
-    found += _submissions(store, jobs)
+    found = [*_unfinished(store), *_submissions(store, jobs)]
     if checkpoints:
         found += _checkpoints(store, jobs)
     return found
@@ -97,33 +95,11 @@ def _size(path: Path) -> int:
     return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
-def _run_folders(root: Path) -> Iterator[Path]:
-    for path in sorted(root.glob("*/*/")):
-        hidden = path.name.startswith(".") or path.parent.name.startswith(".")
-        linked = path.is_symlink() or path.parent.is_symlink()
-        if not hidden and not linked and os.path.isfile(path / status.WRITE_LOCK):
-            yield path
-
-
-_TEMPORARY = re.compile(r"\.[A-Za-z0-9_.-]+\.[0-9a-f]{12}\.tmp")
-_MADE_BEFORE_CONFIG = frozenset({status.WRITE_LOCK, status.OWNER_LOCK, "overrides.txt"})
-
-
-def _temporary(run: Path) -> Iterator[Item]:
-    attempts = run / "attempts"
-    for folder in (run, attempts, *(attempts / name for name in folder_names(attempts))):
-        for name in sorted(folder_names(folder)):
-            if _TEMPORARY.fullmatch(name) and _old(folder / name):
-                yield _item(folder / name, "left by a crash")
-    for path in RunDir(run).checkpoints():
-        if path.suffix == ".tmp" and _old(path) and not is_held(run / status.OWNER_LOCK):  # a large one takes long
-            yield _item(path, "left by a crash")
-
-
-def _half_made(run: Path) -> Iterator[Item]:
-    others = [n for n in folder_names(run) if n not in _MADE_BEFORE_CONFIG and not _TEMPORARY.fullmatch(n)]
-    if not others and not os.path.lexists(run / CONFIG) and _old(run):
-        yield _item(run, f"a run without {CONFIG}, left by a crash")
+def _unfinished(store: Store) -> Iterator[Item]:
+    for run in store.runs():
+        for path in run.checkpoints():
+            if path.suffix == ".tmp" and _old(path) and not is_held(run.path / status.OWNER_LOCK):  # may take long
+                yield _item(path, "left by a crash")
 
 
 def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
@@ -140,9 +116,6 @@ def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
     for path in sorted(store.root.glob(f"{CODE}/*")):
         if _COPY.fullmatch(path.name) and path.name not in kept and not path.is_symlink() and _old(path):
             yield _item(path, "code that no submission runs from")
-    for path in sorted(store.root.glob(f"*/{DRY_RUN}/*.sh")):
-        if _TOKEN.fullmatch(path.stem) and not path.is_symlink() and _old(path):
-            yield _item(path, "script of a dry run")
 
 
 def _lines(path: Path) -> list[str]:

@@ -81,6 +81,9 @@ RENAMED: dict[tuple[str, str], str] = {
 }
 """Names of settings today, by the former ones, which stored runs and all signatures have."""
 
+REMOVED = (("launch", "fail_fast"),)
+"""Settings of stored runs that are none today."""
+
 SHORT = 8
 
 MAX_NAME = 100
@@ -116,10 +119,13 @@ def canonical(config: dict[str, Any]) -> str:
 
 
 def current(config: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration under today's names of settings."""
+    """A stored configuration under today's names of settings, without those that are gone."""
     for (group, former), name in RENAMED.items():
         if isinstance(config.get(group), dict) and former in config[group]:
             config = config | {group: {(name if key == former else key): v for key, v in config[group].items()}}
+    for group, name in REMOVED:
+        if isinstance(config.get(group), dict) and name in config[group]:
+            config = config | {group: {key: value for key, value in config[group].items() if key != name}}
     return config
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic
 from harness.store.reading import open_regular
-from harness.store.shapes import STEP, fault
+from harness.store.shapes import STEP, Shape, fault
 
 TAIL_BYTES = 65536
 """Bytes read from a file's end: some fifty steps."""
@@ -35,10 +35,10 @@ def encode(record: Mapping[str, Any]) -> str:
 
 def decode(line: str) -> dict[str, Any]:
     """Record of a line, with non-finite floats restored. Raises `ValueError`: the line is no JSON object."""
-    value = json.loads(line)
+    value = json.loads(line, object_hook=_restored)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {line[:60]!r}")
-    return {key: _restore(item) for key, item in value.items()}
+    return value
 
 
 def _plain(value: Any) -> Any:
@@ -51,14 +51,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _restored(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value if type(value) is float else _restore(value) for key, value in table.items()}
+
+
 def _restore(value: Any) -> Any:
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _restore(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_restore(item) for item in value]
-    return value
+    return [_restore(item) for item in value] if isinstance(value, list) else value
 
 
 class MetricsWriter:
@@ -106,15 +106,15 @@ def _cut_torn_end(path: Path) -> None:
         return
 
 
-def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def iter_metrics(path: Path, shape: Mapping[str, Shape] = STEP) -> Iterator[dict[str, Any]]:
     """Records of a run in order, without a torn last line; empty without a file. Raises `StoreError`: a line is no
-    record."""
+    record of this shape."""
     file = open_regular(path)
     if file is None:
         return
     with file:
         for number, line in _lines(file, path):
-            yield _record(line, f"{path}, line {number}")
+            yield _record(line, f"{path}, line {number}", shape)
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
@@ -126,13 +126,13 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
             raise StoreError(f"{path}, line {number} is longer than {MAX_LINE} bytes, as no record of a step is")
 
 
-def _record(line: bytes, where: str) -> dict[str, Any]:
+def _record(line: bytes, where: str, shape: Mapping[str, Shape] = STEP) -> dict[str, Any]:
     """Raises `StoreError`: the line is no record of a step."""
     try:
         record = decode(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not a record: {error}") from error
-    wrong = fault(record, STEP)
+    wrong = fault(record, shape)
     if wrong:
         raise StoreError(f"{where} is not a record of a step: {wrong}")
     return record
@@ -141,31 +141,14 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 def read_columns(path: Path, keys: Sequence[str]) -> dict[str, list[Any]]:
     """Fields of all records, a list a field; None where a record lacks one.
 
-    100,000 records take a hundredth of their memory this way. Raises `StoreError`: a line is no record, or a field has
-    another kind than in `STEP`.
+    Raises `StoreError`: a line is no record, or one of these fields has another kind than in `STEP`.
     """
     columns: dict[str, list[Any]] = {key: [] for key in keys}
-    file = open_regular(path)
-    if file is None:
-        return columns
-    with file:
-        for number, line in _lines(file, path):
-            try:
-                record = json.loads(line)
-                values = [record.get(key) for key in keys]
-            except (ValueError, AttributeError, RecursionError):
-                values = [_record(line, f"{path}, line {number}").get(key) for key in keys]
-            for key, value in zip(keys, values, strict=True):
-                columns[key].append(NON_FINITE.get(value, value) if type(value) is str else value)
-    for name, shape in STEP.items():
-        key = name.removesuffix("?")
-        for number, value in enumerate(columns.get(key, ()), start=1):
-            if type(value) not in _NUMBERS and (wrong := fault(value, shape, key)):
-                raise StoreError(f"{path}, line {number} is not a record of a step: {wrong}")
+    shape = {name: of for name, of in STEP.items() if name.removesuffix("?") in columns}
+    for record in iter_metrics(path, shape):
+        for key, values in columns.items():
+            values.append(record.get(key))
     return columns
-
-
-_NUMBERS = (float, int)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -196,7 +179,7 @@ def last_numbers(path: Path, names: Sequence[str], count: int) -> dict[str, list
             value = record
             for key in keys:
                 value = value.get(key) if isinstance(value, dict) else None
-            if type(value) in _NUMBERS:
+            if type(value) in (float, int):
                 found[name].append(value)
     return found
 

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.store.files import PRIVATE, SameFiles, write_json
+from harness.store.files import PRIVATE, write_atomic, write_json
 from harness.store.reading import read_json
 from harness.store.shapes import PROVENANCE
 
@@ -33,7 +33,7 @@ ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
 
 SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
-    *("config/derived.py", "config/schedule.py", "config/data_source.py"),
+    *("config/derived.py", "config/data_source.py"),
 )
 """Sources that can change a number, relative to the package; not meters, records and the front end."""
 
@@ -167,16 +167,9 @@ def cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return _sysctl_cpu() or platform.processor() or platform.machine()
+        return platform.processor() or platform.machine()
     match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
-
-
-def _sysctl_cpu() -> str:
-    if sys.platform != "darwin":
-        return ""
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def source_files(package: Path = PACKAGE) -> list[Path]:
@@ -283,14 +276,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
-def record_start(run: Path, facts: Mapping[str, Any], diff: str, same: SameFiles | None = None) -> None:
+def record_start(run: Path, facts: Mapping[str, Any], diff: str) -> None:
     """Write the front end's part of `provenance.json`, and `diff.patch` with changes to the commit.
 
-    Args: facts: `desk_facts`, and the user's own classes. same: shared by runs that start together.
+    Args: facts: `desk_facts`, and the user's own classes.
     """
     write_json(run / "provenance.json", facts)
     if diff:
-        (same or SameFiles()).write(run / "diff.patch", diff, mode=PRIVATE)
+        write_atomic(run / "diff.patch", diff, mode=PRIVATE)
     else:
         (run / "diff.patch").unlink(missing_ok=True)
 

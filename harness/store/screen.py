@@ -26,11 +26,6 @@ COLOURS = {
     "36": ("queued", "running"),
 }
 _CODE = {word: code for code, words in COLOURS.items() for word in words}
-_WHOLE = re.compile(
-    r"`[^`\n]*`|(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|(?<!\S)(\S*python[\d.]* |harness [a-z]|pip |git )[^;`\n]*"
-)
-"""Unbreakable parts: quotes, and commands up to the continuation of the sentence."""
-_HEAD = re.compile(r" *(?:(?:valid|fix|about): +)?")
 _WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
 
 
@@ -148,27 +143,6 @@ def fold(text: str, columns: int, indent: str = "", head: str = "") -> list[str]
     whole."""
     wrapper = textwrap.TextWrapper(columns, head, indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [""]
-
-
-def message(text: str, out: IO[str]) -> str:
-    """Lines of an error folded to the columns of a terminal, unchanged elsewhere.
-
-    A line continues below its first word; paths, addresses and commands stay whole.
-    """
-    if not out.isatty():
-        return text
-    variable = os.environ.get("COLUMNS", "")
-    columns = (int(variable) if variable.isdecimal() else 0) or os.get_terminal_size(out.fileno()).columns or UNLIMITED
-    return "\n".join(each for line in text.split("\n") for each in _folded(line, max(columns, 40)))
-
-
-def _folded(line: str, columns: int) -> list[str]:
-    if len(line) <= columns:
-        return [line]
-    head = line[: len(line) - len(_HEAD.sub("", line, count=1))]
-    below = " " * len(head) if head.strip() else f"{head}    "
-    whole = _WHOLE.sub(lambda found: found[0].replace(" ", "\0"), line[len(head) :])
-    return [each.replace("\0", " ") for each in fold(whole, columns, below, head)]
 
 
 def table(

@@ -7,7 +7,6 @@ that owner lives: `effective` checks, and calls the run lost otherwise.
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from harness.store.errors import StoreError
 from harness.store.files import held, is_held, write_json
-from harness.store.reading import open_regular, read_json
+from harness.store.reading import read_json
 from harness.store.shapes import STATUS
 
 FILE = "status.json"
@@ -29,11 +28,6 @@ FULL_BYTES = 2**20
 
 SUBMISSIONS = ".submit"
 """Folder under a study: scripts and logs of its submissions."""
-
-TAIL_BYTES = 1 << 16
-
-_MEMORY = re.compile(rb"exceeded (?:job |step )?memory limit|oom[-_ ]kill", re.IGNORECASE)
-"""Words of slurmstepd for its own memory limit (`OverMemoryKill`), and for the kernel's (cgroups)."""
 
 
 class State(Enum):
@@ -197,9 +191,7 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
     newest = read(run)
     if newest != status:  # it moved on while the scheduler was asked
         return newest
-    more = ""
-    if answer[0] in (State.failed, State.lost):
-        more = _if_out_of_memory(run, status.submission, status.job) + _if_full(run)
+    more = _if_full(run) if answer[0] in (State.failed, State.lost) else ""
     return replace(status, state=answer[0], reason=answer[1] + more)
 
 
@@ -220,17 +212,3 @@ def _if_full(run: Path) -> str:
     except OSError:
         return ""
     return f"; its disk is full ({free} bytes left): make room, then ask again" if free < FULL_BYTES else ""
-
-
-def _if_out_of_memory(run: Path, submission: str, job: str) -> str:
-    """From the batch script's log: SLURM calls a job FAILED whose step it killed for its memory."""
-    try:
-        file = open_regular(run.parent / SUBMISSIONS / submission / f"{job}_0_log.out")
-    except (OSError, StoreError):
-        return ""
-    if file is None:
-        return ""
-    with file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        found = _MEMORY.search(file.read(TAIL_BYTES))
-    return "; SLURM ended it for the memory it used: ask for more (cluster.mem_gb)" if found else ""

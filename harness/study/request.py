@@ -171,7 +171,7 @@ def _study(master: DictConfig, words: Sequence[Word]) -> StudyConfig:
         raise BadRequest(replace(each, subject=f"{file}{each.subject}") for each in error.violations) from None
 
 
-SHARED = ("root", "dry_run", "wait", "fail_fast")
+SHARED = ("root", "dry_run", "wait")
 
 
 def _carried_out_as_one(cells: Sequence[Cell]) -> None:

@@ -36,8 +36,7 @@ from harness.engines.plain import plain_model
 from harness.engines.protocol import Microbatch, Seen
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import Fp8Linear
-from harness.models.registry import workload_for
-from harness.models.workload import TokenWorkload
+from harness.models.workload import TokenWorkload, workload_for
 from harness.probe.memory import free_bytes
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.sketch import Signs, Sketch

@@ -18,7 +18,7 @@ from harness.config.update_rule import Rule
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch, Seen
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe import structure
 from harness.probe.capture import beside, json_number, raw_bytes, write_final, write_plan, write_rounding, write_step
 from harness.probe.rounding import COMPUTED, moves

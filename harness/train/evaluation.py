@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from harness.config.held_out import held_out_batches
+from harness.config.data_source import held_out_batches
 from harness.control import Control, gather_json
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.checkpoint.policy import Checkpoints
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.control import Control, StepReport
 from harness.engines.protocol import Microbatch

@@ -39,7 +39,7 @@ from harness.control import Control
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.hooks import named_modules
 from harness.probe.step_checks.forward import ForwardWatch
 from harness.probe.step_checks.local import LocalWatch

@@ -43,7 +43,7 @@ USED_BY_ALL = (
     "harness.engines.adapters.native",
     "harness.engines.adapters.ddp",
     "harness.engines.adapters.single",
-    "harness.models.registry",
+    "harness.models.workload",
     "harness.probe.meters",
     "harness.train",
 )

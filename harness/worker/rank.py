@@ -6,7 +6,6 @@ that import.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -20,8 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.config.typed import load_config
-from harness.store import failure
-from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
@@ -58,16 +55,9 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
-        _mark_failure(RunDir(run_dir), place)
         return FAILED
     finally:
         stop.restore()
-
-
-def _mark_failure(run: RunDir, place: RankPlace) -> None:
-    with contextlib.suppress(OSError, StoreError):
-        if place.job and run.setting("launch.fail_fast"):
-            failure.tell_study(run.path)
 
 
 def _after_interrupt(place: RankPlace) -> Any:
@@ -87,10 +77,6 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
     config = load_config(run.config())
     _check_size(config, place)
     if reporter.is_superseded():
-        return INTERRUPTED
-    decides = config.launch.fail_fast and place.job and place.rank == 0  # srun ends the other ranks
-    if decides and (other := failure.failed_since(run.path, reporter.attempt)):
-        reporter.ended(State.cancelled, f"launch.fail_fast: {other} failed before this run started")
         return INTERRUPTED
     reporter.started()
     reporter.pipe.send("phase", name="importing torch")
@@ -210,7 +196,7 @@ def _train(
 
     from harness.data.loader import Loader
     from harness.engines.registry import engine_class
-    from harness.models.registry import workload_for
+    from harness.models.workload import workload_for
     from harness.probe.meters import Meters
     from harness.train import Session, run as train, timed_workload
     from harness.train.faults import build_session

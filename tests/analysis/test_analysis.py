@@ -336,7 +336,7 @@ def test_runs_are_labelled_by_what_differs_between_them() -> None:
 def test_a_table_has_what_a_comparison_needs(store: Path) -> None:
     runs = load.runs(store)
     assert list(runs.columns) == list(load.RUN_COLUMNS)
-    needed = {"study", "model", "mesh", "nccl_ub", "sharp", "peak_bytes", "exposed_comm_s", "verdict", "label"}
+    needed = {"study", "model", "mesh", "nccl_ub", "sharp", "peak_bytes", "exposed_comm_s", "label"}
     assert needed <= set(runs.columns)
     assert set(runs["mesh"]) == {"2"}
     assert set(runs["study"]) == {"lab"}

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.capture import watch
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.config.schema import Config
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load

@@ -47,7 +47,7 @@ def _gradients(run: Path) -> str:
 
 def _table(run: Path) -> str:
     row = tables.runs(run.parents[1]).iloc[0]
-    return str(row.reason) if row.state == "damaged" and row.verdict is None else ""
+    return str(row.reason) if row.state == "damaged" else ""
 
 
 def _steps(run: Path) -> str:

@@ -24,7 +24,7 @@ import yaml
 
 from harness.cli.main import main
 from harness.launch.terminal import Terminal
-from harness.store import checksums, forward, judged, screen, status
+from harness.store import checksums, forward, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.cli.random_damages import DAMAGE, MORE_DAMAGE, Dice
@@ -47,7 +47,7 @@ FILES = (
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
     *("capture/rounding-000001.json", "step_checks/stream.json", "step_checks/steps.f64", "step_checks/tensors.f64"),
-    *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store"),
+    *("../study.json", "../.lock", "../../.last", "../../.store"),
 )
 
 LIST = "checksums.json"
@@ -74,7 +74,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         forward.write(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
         (run.ckpt / "step-000006").mkdir(parents=True)
     (root / "lab" / ".lock").touch()
-    judged.keep(root, "lab", [(other, control, "EQUAL")])
     _timed(root)
     store.remember(store.runs()[0])
     return root
@@ -234,8 +233,8 @@ def test_a_summary_that_is_a_text_makes_no_verb_fall(
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\x9b1m\r\u202e\x1b[8m"
 TEXTS = {
     "facts": (
-        *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json", "../verdict.json"),
-        *("../../.last", "../.failed"),
+        *("status.json", "overrides.txt", "attempts/0/error.txt", "provenance.json", "summary.json"),
+        "../../.last",
     ),
     "settings": (
         *("config.yaml", "../study.json", "metrics.jsonl", "capture/step-000001.json", "capture/witness-000001.json"),

@@ -13,7 +13,7 @@ from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from tests.fsdp.trial import Case, Record, run_case, run_cases
 from tests.support.composing import compose
 from tests.support.spawn import run_ranks

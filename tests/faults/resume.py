@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from tests.faults.corpus import ZERO2, ZERO3
 from tests.faults.site import Site, blend, fault, rounded, share
 from tests.support.layouts import local_of

@@ -13,7 +13,7 @@ import torch
 from harness.config.schema import GradBuffer
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches
 from tests.support.covering import Cover, once

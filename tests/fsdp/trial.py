@@ -22,7 +22,7 @@ from harness.config.schema import (
 )
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 

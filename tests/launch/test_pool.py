@@ -157,19 +157,6 @@ def test_a_record_without_its_configuration_is_not_gone_on_with(tmp_path: Path) 
         look(Store(tmp_path), cell, Sources({"sources_digest": ""}, ""), None)
 
 
-@pytest.mark.parametrize("fail_fast", [True, False])
-def test_after_a_failure_nothing_more_is_started_if_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
-) -> None:
-    watched = Watched(tmp_path, monkeypatch)
-    monkeypatch.setenv("FAKE", "raise|done")
-    flag = f"launch.fail_fast={str(fail_fast).lower()}"
-    cells = [make_cell(tmp_path, "cluster.slots=2", flag, f"train.replicate={n}") for n in range(3)]
-    assert watched.pool.run(cells) == ([1] if fail_fast else [1, 1, 1])
-    assert watched.decisions == ["not started: launch.fail_fast, and a run has failed"] * (2 if fail_fast else 0)
-    assert len(Store(tmp_path).runs()) == (1 if fail_fast else 3)
-
-
 def test_a_cell_that_cannot_be_started_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [make_cell(tmp_path, "cluster.slots=2", f"train.replicate={n}") for n in range(4)]
     damaged, stranger = (Store(tmp_path).create(cells[n]).path for n in (1, 2))

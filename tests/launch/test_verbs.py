@@ -224,36 +224,30 @@ def test_gc_finds_leftovers_and_no_record(store):
     for one in (run, living):
         (one.ckpt / "step-000003").mkdir(parents=True)
         (one.ckpt / "step-000003" / "x").write_bytes(b"0" * 1000)
-    temporary = run.path / ".metrics.jsonl.0123456789ab.tmp"
-    temporary.write_text("x")
+    temporary = run.ckpt / "step-000002.tmp"
+    temporary.mkdir()
     submission = store.root / "adhoc" / ".submit" / "0badcafe"
     submission.mkdir(parents=True)
-    half = store.root / "adhoc" / "half-made"
-    half.mkdir()
-    (half / ".status.lock").touch()
     version = store.root / ".code" / "0123456789abcdef"
     (version / "files").mkdir(parents=True)
     used, unused = (store.root / ".snapshots" / name for name in ("a" * 16, "own-" + "b" * 16))
     for path in (used, unused):
         path.mkdir(parents=True)
-    dry = store.root / "adhoc" / ".dry_run" / "0badcafe.sh"
-    dry.parent.mkdir()
-    dry.touch()
     newer = store.root / "adhoc" / ".submit" / "1badcafe"
     newer.mkdir()
     (newer / "code").write_text(f"{used.name}\n")
     assert garbage(store) == [], "all of it is young"
-    for path in (temporary, submission, half, version, used, unused, dry):
+    for path in (temporary, submission, version, used, unused):
         age(path)
     with Lock.acquire(living.path / ".lock"):
-        assert {item.path for item in garbage(store)} == {temporary, submission, half, unused, dry}
+        assert {item.path for item in garbage(store)} == {temporary, submission, unused}
         said: list[str] = []
         gc(store, checkpoints=True, say=said.append)
-        assert said[-1].startswith("6 items")
+        assert said[-1].startswith("4 items")
         assert run.ckpt.exists(), "said, not done"
         left: list[bool] = []
         gc(store, checkpoints=True, apply=True, say=lambda _: left.append(run.ckpt.exists()))
-    assert left == [True] * 6 + [False], "everything is named before anything goes"
+    assert left == [True] * 4 + [False], "everything is named before anything goes"
     assert not run.ckpt.exists()
     assert (living.ckpt / "step-000003").exists()
     assert run.metrics.exists()

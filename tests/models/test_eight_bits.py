@@ -15,15 +15,14 @@ from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.policy import Checkpoints
 from harness.checkpoint.storage import whole_tensor
-from harness.config.derived import persistent_bytes_per_rank
-from harness.config.projections import NAMES, held_in_8_bits
+from harness.config.projections import NAMES, projections
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
 from harness.control import Control
 from harness.data.loader import Loader
 from harness.engines.protocol import Microbatch
 from harness.engines.registry import engine_class
 from harness.fsdp import Fp8Linear
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
 from tests.support.factory import ranks_of, small_config, stopping, train
@@ -209,6 +208,10 @@ def test_tp_shards_are_multiplied_alike_whoever_shards_them(tmp_path: Path) -> N
                 assert torch.equal(states[2][key], value), key
 
 
+def held_in_8_bits(config: Config) -> int:
+    return sum(each.rows * each.columns * each.how_many for each in projections(config.model))
+
+
 def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:
     """ZeRO-1 with whole weights in 8 bits: what a rank keeps, to the byte, padding and buffers apart."""
     _, told = trained
@@ -218,7 +221,9 @@ def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:
     rest = sum(value.numel() for key, value in told[0][2][0].items() if key.startswith("weights/")) - in_8_bits
     assert {each["compute_weights"] for each in kept} == {in_8_bits + 2 * rest}
     roles = ("compute_weights", "main_weights", "main_grads", "gradient_sums", "optimizer")
-    assert sum(each.get(role, 0) for each in kept for role in roles) == 2 * persistent_bytes_per_rank(config), kept
+    count = in_8_bits + rest  # whole weights and gradients on each of two ranks; main weights and moments once
+    wanted = 2 * (in_8_bits + 2 * rest + 4 * count) + (4 + 8) * count
+    assert sum(each.get(role, 0) for each in kept for role in roles) == wanted, kept
 
 
 def test_facts_of_recipes_are_said_alike() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.config.derived import parameter_count
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.flops import flops_per_token
 from tests.models.families import filled, joined, mean_gradient, option, rows
 

@@ -14,8 +14,7 @@ from harness.config.derived import parameter_count
 from harness.config.schema import Config, ModelConfig
 from harness.config.typed import load_config
 from harness.models.llama import Attention, Block, Embedding, Head, Llama, RMSNorm, rotary_tables, rotate
-from harness.models.registry import workload_for
-from harness.models.workload import LlamaWorkload
+from harness.models.workload import LlamaWorkload, workload_for
 from tests.support.factory import small_config
 
 PUBLISHED = {"gpt_125m": 124e6, "llama_1b": 1.236e9, "llama_8b": 8.03e9, "llama_70b": 70.55e9}

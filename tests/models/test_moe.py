@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from harness.models.moe import RoutedFeedForward, Router
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from tests.models.families import filled, mean_gradient, option, rows
 
 

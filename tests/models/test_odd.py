@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.data.loader import Loader
 from harness.models.odd import Block, Frozen, Odd
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from tests.models.families import filled, joined, mean_gradient, option, rows
 
 RANKS = (2, 4, 8, 16)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OuterStrategy, Strategy
 from harness.engines.registry import engine_class
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.store.metrics import read_metrics
 from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, train, with_dtypes

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.engines.protocol import Microbatch
-from harness.models.registry import workload_for
-from harness.models.workload import TokenWorkload
+from harness.models.workload import TokenWorkload, workload_for
 from harness.probe.rounding import _gradients, moves
 from tests.models.families import filled, option, rows
 

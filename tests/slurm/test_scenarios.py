@@ -320,20 +320,6 @@ def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: 
 
 
 @ACCOUNTING
-def test_fail_fast_starts_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.hold()
-    words = ["-m", "train.replicate=0,1,2", "launch.fail_fast=true", "cluster.array_parallelism=1"]
-    assert request(tmp_path, *words).returncode == 0
-    first, *others = Store(tmp_path).runs()
-    first.capture.write_text("a file where the run needs a folder")
-    cluster.go()
-    until(cluster, lambda: {state(run) for run in others} == {State.cancelled}, PATIENCE_S)
-    assert state(first) is State.failed
-    assert all(f"{first.path.name} failed" in reason(run) for run in others)
-    assert [step_of(run) for run in others] == [0, 0]
-
-
-@ACCOUNTING
 def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
-
 import pytest
 
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.rundir import RunDir
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    x\n'
 
@@ -71,17 +66,3 @@ def test_the_report_has_the_cause_whole_and_the_others_in_a_line(tmp_path):
 def test_among_causes_the_earlier_is_first():
     late, early = Failure(0, "KeyError: late", 2.0), Failure(1, "KeyError: early", 1.0)
     assert failure.ordered([late, early]) == [early, late]
-
-
-def test_a_failure_counts_for_what_was_submitted_before_it(tmp_path: Path) -> None:
-    failing, other = (RunDir(tmp_path / "s" / name) for name in "ab")
-    attempt = other.new_attempt()
-    script = other.attempt_dir(attempt) / "submit.sh"
-    script.touch()
-    failing.path.mkdir()
-    assert failure.failed_since(other.path, attempt) == ""
-    failure.tell_study(failing.path)
-    os.utime(script, (time.time() - 60,) * 2)
-    assert failure.failed_since(other.path, attempt) == "a"
-    os.utime(script, (time.time() + 60,) * 2)
-    assert failure.failed_since(other.path, attempt) == "", "asked for again since"

@@ -11,7 +11,7 @@ import pytest
 
 from harness.store import files
 from harness.store.errors import StoreError
-from harness.store.files import Lock, SameFiles, held, is_held, write_atomic, write_json
+from harness.store.files import Lock, held, is_held, write_atomic, write_json
 from harness.store.reading import read_json
 from tests.support.disk import small_disk
 
@@ -22,25 +22,6 @@ def test_replaces_whole_and_leaves_nothing_else(tmp_path):
     write_atomic(path, "new\n")
     assert path.read_text() == "new\n"
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_the_same_text_is_one_file_under_several_names_until_one_is_replaced(tmp_path, monkeypatch):
-    same = SameFiles()
-    paths = [tmp_path / name for name in "abcd"]
-    for path, text in zip(paths, ["one", "one", "other", "one"], strict=True):
-        same.write(path, text, mode=0o600)
-    assert [path.stat().st_nlink for path in paths] == [3, 3, 1, 3]
-    write_atomic(paths[0], "new")
-    assert [path.read_text() for path in paths] == ["new", "one", "other", "one"]
-    same.write(tmp_path / "e", "one")
-    monkeypatch.setattr(files.os, "link", refuse)  # as some file systems do
-    same.write(tmp_path / "f", "one")
-    assert [(tmp_path / name).read_text() for name in "ef"] == ["one", "one"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == list("abcdef")
-
-
-def refuse(*_):
-    raise PermissionError("no links here")
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])

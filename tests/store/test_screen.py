@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 
-from harness.store import labels, screen
+from harness.store import labels
 from harness.store.labels import named
-from harness.store.screen import UNLIMITED, counted, cut, fold, message, painted, shorten, table, width
+from harness.store.screen import UNLIMITED, counted, cut, fold, painted, shorten, table, width
 from tests.support.mutants import Slip, kills
 
 table_of = table
@@ -151,34 +150,3 @@ class Screen(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-PATH = "/a/very/long/path/of/a/store/that/nobody/would/break/in/two/runs/adhoc/tiny-native-fp32-0123abcd/config.yaml"
-COMMAND = "python -m harness compare --root /a/store 0123abcd 89abcdef --json"
-ERROR = f"""bad request, 2 problems:
-  {PATH}: engine.zaps=3 is no setting of this version of the code: was it edited, or made by another one?
-      valid: one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen, fifteen
-      fix:   ask for it anew: {COMMAND}; or run it with the code that made it, https://example.org/commit/0123456789
-  short: is out of range"""
-
-
-@pytest.mark.parametrize("columns", [60, 80, 100])
-def test_an_error_is_folded_on_a_terminal_and_nowhere_else(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert message(ERROR, io.StringIO()) == ERROR, "grep finds all of a line"
-    lines = message(ERROR, Screen()).splitlines()
-    assert " ".join(" ".join(lines).split()) == " ".join(ERROR.split()), "nothing is lost"
-    assert lines[1].startswith(f"  {PATH}:")
-    assert any(COMMAND in line for line in lines), "a command can be copied"
-    assert [line for line in lines if len(line) > columns and PATH not in line and COMMAND not in line] == []
-    valid = next(place for place, line in enumerate(lines) if "valid:" in line)
-    assert lines[valid + 1].startswith(" " * 13), "below the first word, not below its label"
-    monkeypatch.setenv("COLUMNS", "10000")
-    assert message(ERROR, Screen()) == ERROR
-
-
-@kills("The terminal", "a command in two", "An error's line is folded within a command that is to be copied")
-def test_a_broken_command_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "_WHOLE", re.compile("(?!)"))
-    with pytest.raises(AssertionError):
-        test_an_error_is_folded_on_a_terminal_and_nowhere_else(60, monkeypatch)

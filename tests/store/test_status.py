@@ -134,26 +134,3 @@ def test_the_jobs_number_is_added_without_touching_what_the_job_did_meanwhile(tm
     put(tmp_path, State.running, attempt=1)
     status.note_job(tmp_path, 0, "7_3")
     assert status.read(tmp_path).job == ""
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("slurmstepd-n1: error: StepId=7.0 exceeded memory limit (3892289536 > 2147483648), being killed", True),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.",
-            True,
-        ),
-        ("srun: error: n1: task 0: Killed", False),
-    ],
-)
-def test_a_job_that_slurm_ended_for_its_memory_says_so(tmp_path, line, told):
-    """Its state is FAILED like any other: only the log of the batch script tells."""
-    run = tmp_path / "run"
-    put(run, State.running, keeper=Keeper.slurm, job="7", submission="abc")
-    log = tmp_path / ".submit" / "abc" / "7_0_log.out"
-    log.parent.mkdir(parents=True)
-    log.write_text(f"{line}\n")
-    found = status.effective(run, lambda _: (State.failed, "SLURM job 7 is FAILED"))
-    assert found is not None
-    assert ("ask for more (cluster.mem_gb)" in found.reason) is told

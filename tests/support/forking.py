@@ -29,7 +29,7 @@ PRELOADED = (
     "torch.testing",
     "harness.engines.adapters.native",
     "harness.checkpoint.policy",
-    "harness.models.registry",
+    "harness.models.workload",
 )
 SERVER = "forking server"
 """Name of the process whose forks the ranks are, for modules that import more there."""

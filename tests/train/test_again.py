@@ -22,7 +22,7 @@ from harness.data import loader
 from harness.data.sources import SyntheticSource
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Engine, Microbatch, Seen
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.parity.alone import every_step
 from harness.parity.outcome import Grade, Stage
 from harness.parity.record import Record, load

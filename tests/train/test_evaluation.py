@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config.held_out import held_out_batches
+from harness.config.data_source import held_out_batches
 from harness.config.schema import EngineName, Fp8, Strategy
 from harness.engines.adapters import native
 from harness.engines.adapters.single import SingleEngine

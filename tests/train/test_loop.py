@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.config.schema import CkptPolicy, DataKind, Dtype
 from harness.control import Control
 from harness.data.loader import global_digest

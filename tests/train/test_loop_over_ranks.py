@@ -42,7 +42,7 @@ def exchange(rank: int) -> StepReport:
     """What both ranks know when each reports two losses, rank 1 was asked to stop, and rank 0 finds a save due."""
     with closing(CollectiveMeter()) as meter:
         control = Control(ranks_of(ddp_config(), rank), dist.new_group(backend="gloo"), meter)
-        report = control.report([rank + 0.1, rank + 0.2], (1 << 64) - 1 - rank, rank, rank == 1, rank == 0)
+        report = control.begin_report([rank + 0.1, rank + 0.2], (1 << 64) - 1 - rank, rank, rank == 1, rank == 0)()
         assert meter.take() == []
     return report
 

@@ -29,7 +29,7 @@ from harness.config.schema import (
 from harness.engines import optim
 from harness.engines.adapters.single import SingleEngine
 from harness.models import workload
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.parity.alone import optimizer
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.config.schema import Schedule
 from tests.support.factory import small_config
 

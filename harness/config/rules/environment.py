@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
+from harness.config.derived import may_leave_unused, state_bytes
 from harness.config.devices import visible_devices
 from harness.config.disk import free_bytes, nearest, written
 from harness.config.errors import Violation
@@ -154,16 +154,15 @@ def _at_least(version: str, wanted: tuple[int, int]) -> bool:
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
 
 
-@rule(*_SIZES, "mesh.world_size", "mesh.dp_outer")
+@rule(*_SIZES)
 def model_fits_in_memory(request: Request) -> Iterator[Violation]:
+    """One copy of main weights and optimizer state is the least that all ranks together keep; `plan` has all of it."""
     cfg = request.config
     if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
         return
-    if cfg.mesh.world_size % cfg.mesh.dp_outer:  # said elsewhere
-        return
-    need, have = persistent_bytes_per_rank(cfg) * cfg.mesh.world_size, _memory_bytes()
+    need, have = state_bytes(cfg), _memory_bytes()
     if have and need > have:
-        problem = f"needs {size(need)} without activations, for all its ranks; this machine has {size(have)}"
+        problem = f"needs {size(need)} for weights and optimizer alone; this machine has {size(have)}"
         yield Violation(f"model={cfg.model.name}", problem, fix="model=tiny, or a cluster with more machines")
 
 

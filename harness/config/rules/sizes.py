@@ -6,10 +6,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from harness.config.data_source import SourceFacts, describe, inspect
+from harness.config.data_source import SourceFacts, describe, held_out_batches, inspect
 from harness.config.derived import data_ranks
 from harness.config.errors import Violation
-from harness.config.held_out import held_out_batches
 from harness.config.own import described
 from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, rule

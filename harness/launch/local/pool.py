@@ -28,7 +28,7 @@ from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
 from harness.store.rank_place import STOP_SIGNALS, stop_reason
 from harness.store.rundir import Store
-from harness.store.status import JobProbe, State
+from harness.store.status import JobProbe
 
 TICK_S = 0.1
 TIMING = "timing.lock"
@@ -93,7 +93,6 @@ class Pool:
         self._codes: list[int] = []
         self._timing: Lock | None = None
         self._told_to_wait = False
-        self._failed = False
         self._several = False
         self._asked = Asked()
 
@@ -118,8 +117,6 @@ class Pool:
                     self._try(waiting.pop(0))
                 self._wait()
                 self._reap()
-                if self._failed:
-                    self._leave(waiting)
                 if asked.interrupts > 1:
                     self._cancel_all()
                     break
@@ -128,11 +125,6 @@ class Pool:
                     waiting.clear()
                     self._stop_all(asked.stops[-1])
             return [*self._codes, 130 if asked.interrupts else 75] if asked.stops else self._codes
-
-    def _leave(self, waiting: list[Cell]) -> None:
-        for cell in waiting:
-            self._on_decision(cell, Decision(Action.leave, "not started: launch.fail_fast, and a run has failed"))
-        waiting.clear()
 
     def _fits(self, cell: Cell) -> bool:
         if is_timed(cell) or self._timing is not None:
@@ -165,7 +157,6 @@ class Pool:
                 raise
             self._on_decision(cell, Decision(Action.leave, f"not started: {error}"))
             self._codes.append(EXIT_BUSY if isinstance(error, Busy) else 1)
-            self._failed |= cell.config["launch"]["fail_fast"] and not isinstance(error, Busy)
 
     def _start(self, cell: Cell) -> None:
         opened = open_here(self._store, cell, self._sources, self._jobs)
@@ -200,7 +191,6 @@ class Pool:
             if ended is not None:
                 self._running.remove(run)
                 self._codes.append(ended.exit_code)
-                self._failed |= ended.state is State.failed and run.opened.cell.config["launch"]["fail_fast"]
                 self._on_end(run.opened, ended)
 
     def _stop_all(self, asked: signal.Signals) -> None:

@@ -24,7 +24,7 @@ from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
 from harness.store import provenance, status
 from harness.store.errors import StoreError
-from harness.store.files import SameFiles, private_folder, write_atomic
+from harness.store.files import private_folder, write_atomic
 from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CODE_OF, Store
 from harness.store.status import JobProbe, Keeper, State, Status
@@ -97,16 +97,15 @@ def _wanted(
 
 
 def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
-    same = SameFiles()
     opened = [
-        open_attempt(store, cell, decision, sources, _first_status(batch.token, index), same)
+        open_attempt(store, cell, decision, sources, _first_status(batch.token, index))
         for index, (cell, decision) in enumerate(batch.wanted)
     ]
     store.remember(opened[-1].run)
     private_folder(batch.folder)
     try:
         write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
-        jobs = _sbatch(batch, opened, same)
+        jobs = _sbatch(batch, opened)
     except Exception as error:
         jobs = _taken(batch, len(opened))
         if not jobs:
@@ -158,10 +157,10 @@ def _first_status(token: str, index: int) -> Status:
     return Status(State.queued, "being submitted", 0, Keeper.slurm, submission=token, index=index)
 
 
-def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str]:
+def _sbatch(batch: Batch, opened: Sequence[Opened]) -> list[str]:
     text, script = batch.script(), batch.folder / "submission.sh"
     for one in opened:
-        same.write(one.run.attempt_dir(one.attempt) / "submit.sh", text)
+        write_atomic(one.run.attempt_dir(one.attempt) / "submit.sh", text)
     script.write_text(text, encoding="utf-8")  # not by `write_atomic`, which replaces secrets
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
     answer = ask("sbatch", str(script), environment=sbatch_environment(text, os.environ))

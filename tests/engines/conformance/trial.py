@@ -15,7 +15,7 @@ from harness.config.schema import Config, Numerics
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.registry import engine_class
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.models.registry import workload_for
+from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import LEARNING_RATES, Case
 
