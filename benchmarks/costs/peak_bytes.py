@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.pages import tables
 from harness.config.compose import compose
-from harness.engines.protocol import Microbatch
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Microbatch, engine_class
 from harness.models.workload import LlamaWorkload
 from harness.probe.storage import StorageMeter
 from tests.support.factory import ranks_of

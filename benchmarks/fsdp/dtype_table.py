@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.pages.tables import DOCS, made
 from harness.config.schema import Dtype, DtypeConfig
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Fp8, Fp8Linear, MixedPrecisionPolicy, Strategy, fully_shard
 from harness.fsdp.comm import reduction
 from tests.support.spawn import run_ranks

@@ -61,7 +61,7 @@ def devices() -> dict[str, Any]:
     """GPUs as torch and the driver see them, and the NCCL that is loaded."""
     import torch
 
-    from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version, version_facts
+    from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version, version_facts
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     sums = None

@@ -28,7 +28,7 @@ from harness.config.errors import BadRequest, refuse
 from harness.parity import StudyVerdict, Verdict, verdict
 from harness.parity.outcome import Outcome, percent
 from harness.parity.record import Record, load
-from harness.parity.tiers.admissible import microbatches_per_rank
+from harness.parity.tiers.comparable import microbatches_per_rank
 from harness.parity.tiers.gradients import compare
 from harness.store import provenance
 from harness.store.labels import strategy_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.pages import tables
 from harness.parity import Verdict, compare
-from harness.parity.telling.usual import TABLE
+from harness.parity.telling.render import TABLE
 
 STUDY = "usual_ratios"
 CELL = (

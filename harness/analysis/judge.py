@@ -13,7 +13,7 @@ from harness.analysis.drawing import Style
 from harness.config.errors import BadRequest, Violation
 from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
 from harness.parity.study import absence
-from harness.parity.telling.usual import farthest
+from harness.parity.telling.render import farthest
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
@@ -105,7 +105,7 @@ def _sentence(refused: Violation) -> str:
 def verdicts(of: Study) -> pd.DataFrame:
     """One row an arm: `run`, `label`, `control` (label), `verdict`, `tier`, `used`, `check`, `resolution`, `sentence`.
 
-    `check` is the check that is farthest out beside what clean pairs show of it (`harness.parity.telling.usual`),
+    `check` is the check that is farthest out beside what clean pairs show of it (`harness.parity.telling.render`),
     `used` its share of its bound (1 is the bound). `resolution` is the smallest
     detectable relative error in the scale of all gradients.
     """

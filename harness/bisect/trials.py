@@ -11,7 +11,7 @@ from harness.config.doc import settings
 from harness.config.errors import refuse
 from harness.parity import Grade, Outcome, Stage, Verdict
 from harness.parity.telling.wording import describe
-from harness.parity.tiers.admissible import REPEATABLE
+from harness.parity.tiers.comparable import REPEATABLE
 from harness.store import commands
 
 

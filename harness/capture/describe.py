@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from harness.capture import graph
-from harness.capture.names import INSIDE, OUTSIDE
-from harness.capture.watching import Watching
+from harness.capture.shards import INSIDE, OUTSIDE
+from harness.capture.watching import Watching, of_model
 from harness.probe.step_checks.pieces import local_part
 from harness.store import provenance, status
 from harness.store.files import write_atomic, write_json
@@ -79,7 +78,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         "sharded": any(sum(b.numel for b in s.blocks) < math.prod(s.shape) for s in watching.shards.values()),
         "compute": _coarsest(watching.compute or {local_part(first).dtype}),
         "grads": _coarsest(watching.grads),
-        "depth": graph.of_model(watching.models, watching.counted, 1)._asdict(),
+        "depth": of_model(watching.models, watching.counted, 1)._asdict(),
         "optimizer": _optimizer(watching),
         **_machine(local_part(first).device),
     }

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 
-from harness.capture.names import named, plain_name
 from harness.probe.step_checks.pieces import Piece, local_part
 from harness.probe.step_checks.sketch import Place, Range
 
@@ -66,6 +65,24 @@ class Shard:
     trained: bool = True
     whole: tuple[int, int] | None = None
     """Elements of the parameter's whole gradient that are this tensor's; None: it has only some of them."""
+
+    @property
+    def numel(self) -> int:
+        return sum(each.numel for each in self.blocks)
+
+    @property
+    def begin(self) -> int:
+        """Place of the first element in the flattened tensor, of one block that is whole or a range."""
+        place = self.blocks[0].place
+        return place.begin if isinstance(place, Range) else 0
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """One block of the holder or a moment. Args: name: of the piece."""
+        if not self.blocks:
+            return Piece(name, self.shape, tensor, None)
+        (block,) = self.blocks
+        covers = block.numel == local_part(tensor).numel()  # then found anew each time: engines replace its memory
+        return Piece(name, self.shape, tensor if covers else self.pieces(tensor)[0], block.place)
 
     def pieces(self, tensor: Tensor) -> list[Tensor]:
         """Blocks of the holder, its gradient or a moment; flat views."""
@@ -116,6 +133,21 @@ def find(models: Sequence[nn.Module], optimizer: Any, parts: Parts | None = None
                 found.shards[shard.name] = replace(shard, trained=param.requires_grad)
             own = [found.shards[shard.name] for shard in shards]
             found.by_parameter[plain_name(raw) if name == plain else name] = base.shape, own
+    return found
+
+
+def flat_pieces(model: nn.Module, optimizer: Any, states: Mapping[Any, Mapping[str, Any]]) -> dict[str, Piece]:
+    """This rank's pieces of weights and moments, as `weights/NAME` and `optimizer/NAME/ENTRY`.
+
+    Args: optimizer: as `find`. states: entries of the optimizer by the holder that it steps.
+    """
+    found = {}
+    for name, shard in find([model], optimizer).shards.items():
+        found[f"weights/{name}"] = shard.piece(name, shard.holder)
+        for entry, value in states.get(shard.holder, {}).items():
+            if local_part(value).shape == local_part(shard.holder).shape:  # no count of steps
+                key = f"optimizer/{name}/{entry}"
+                found[key] = shard.piece(key, value)
     return found
 
 
@@ -282,3 +314,36 @@ def _moved(base: Shard, part: Part, rows: tuple[int, int], shape: Shape) -> Iter
             yield from _block(shape, start + shift, stop + shift, begin + start - of.begin)
         else:
             raise ValueError(f"{base.name} is cut in its columns, and {part.name} has rows of another length")
+
+
+INSIDE = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Names under which `torch.compile`, checkpointing and FSDP1 keep the module that they wrap."""
+OUTSIDE = "module"
+"""Name under which DDP and others keep it, stripped where it begins every parameter's name."""
+
+
+def models_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def named(models: Iterable[nn.Module]) -> dict[str, tuple[str, nn.Parameter]]:
+    """By plain name: the name in the wrapped model, and the parameter; a tied one once. Raises `ValueError`: two
+    pipeline stages have one name."""
+    found: dict[str, tuple[str, nn.Parameter]] = {}
+    for model in models:
+        for raw, plain, param in _of_one(model):
+            if plain in found:
+                raise ValueError(f"two models have a parameter {plain}: watch each with a run of its own")
+            found[plain] = raw, param
+    return found
+
+
+def plain_name(raw: str) -> str:
+    return ".".join(part for part in raw.split(".") if part not in INSIDE)
+
+
+def _of_one(model: nn.Module) -> list[tuple[str, str, nn.Parameter]]:
+    params = [(raw, plain_name(raw).split("."), param) for raw, param in model.named_parameters()]
+    while params and all(len(parts) > 1 and parts[0] == OUTSIDE for _, parts, _ in params):
+        params = [(raw, parts[1:], param) for raw, parts, param in params]
+    return [(raw, ".".join(parts), param) for raw, parts, param in params]

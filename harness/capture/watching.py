@@ -1,25 +1,33 @@
-"""Observations of one rank: gradients as autograd hands them over and as the optimizer takes them, and weights."""
+"""Observations of one rank: gradients as autograd hands them over and as the optimizer takes them, and weights.
+
+Roundings in series through a model, counted on the graph that autograd keeps of one forward.
+
+[Note: Counted graph] Bounds of a verdict need the number of operations through which a signal passes in turn. The
+graph of a forward has them: the longest chain of its nodes, without those that only move numbers. A node of torch may
+round more than once (a softmax, a norm), so each counts as `ROUNDINGS`. A compiled region, or a checkpoint that is
+re-entrant, hides its operations in one node; without any product in the graph the matrices of the model are counted,
+`BY_MATRIX` roundings each.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from harness.capture import graph, shards
-from harness.capture.names import named, plain_name
+from harness.capture import shards
 from harness.capture.parts import COLUMNS, empty_rows
-from harness.capture.shards import Parts, Shard
-from harness.capture.weights import digest
+from harness.capture.shards import Parts, Shard, named, plain_name
 from harness.probe.hooks import ParameterHooks
 from harness.probe.step_checks.pieces import local_part
-from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Place, Range, Signs, Sketch
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -42,7 +50,7 @@ class Watching:
         self.lr: float | None = None
         """Learning rate of the first parameter group in the last update."""
         self.signs = Signs()
-        self.counted = graph.Counted()
+        self.counted = Counted()
         self.compute: set[torch.dtype] = set()
         """Dtypes of what modules gave in the first forward."""
         self.grads: set[torch.dtype] = set()
@@ -72,7 +80,7 @@ class Watching:
             self._handles.append(model.register_forward_hook(guard(self._forward_ended)))
             hooks = ParameterHooks(model, guard(self._local_gradient), lambda name, weight: None)
             hooks.__enter__()
-            self._handles.append(_Hooks(hooks))
+            self._handles.append(hooks)
             leaves = [module for module in model.modules() if not [*module.children()]]
             self._first += [leaf.register_forward_hook(guard(self._leaf_ended)) for leaf in leaves]
 
@@ -88,7 +96,7 @@ class Watching:
     def _forward_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.forwards += torch.is_grad_enabled()
         if not self.counted.roundings:
-            self.counted = graph.count(output)
+            self.counted = count(output)
 
     def _local_gradient(self, raw: str, gradient: Tensor) -> None:
         shape, held = self.found.by_parameter.get(plain_name(raw), ((), []))
@@ -255,14 +263,6 @@ class Watching:
         row[at : at + len(values)] = row[at : at + len(values)].nan_to_num(0.0) + values.cpu()
 
 
-class _Hooks:
-    def __init__(self, hooks: ParameterHooks) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        self._hooks.__exit__()
-
-
 def _has_moved(optimizer: Optimizer) -> bool:
     states = [value for state in optimizer.state.values() for value in state.values()]
     return any(bool(local_part(value).any()) for value in states if isinstance(value, Tensor))
@@ -282,3 +282,99 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
         if isinstance(chosen, Optimizer):
             found.append(chosen)
     return found
+
+
+AT_ONCE = 1 << 20
+"""Elements of a part; a part takes some 40 bytes an element meanwhile."""
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""Odd factors with bits everywhere: of splitmix64 and murmur3, as signed numbers."""
+
+
+def digest(name: str, piece: Tensor, place: Place | Range, width: int) -> int:
+    """Sum over a piece's elements modulo 2**64; pieces of a tensor add up to the whole. Args: width: of its rows."""
+    if isinstance(place, Range):
+        return sum(digest(name, elements, block, width) for block, elements in place.blocks(piece, width)) % 2**64
+    (top, _), (left, right) = place.rows, place.columns
+    wide = right - left
+    bits = piece.detach().contiguous().view(BITS[piece.element_size()]).reshape(-1)
+    total, seed = 0, zlib.crc32(name.encode())
+    for begin in range(0, bits.numel(), AT_ONCE):
+        part = bits[begin : begin + AT_ONCE].to(torch.int64)
+        at = torch.arange(begin, begin + part.numel(), device=part.device)
+        index = (top + at // wide) * width + left + at % wide
+        mixed = part * ODD[0] + (index + seed) * ODD[1]
+        mixed = (mixed ^ (mixed >> 29)) * ODD[2]
+        mixed = (mixed ^ (mixed >> 32)) * ODD[0]
+        total += int((mixed ^ (mixed >> 31)).sum())
+    return total % 2**64
+
+
+ROUNDINGS = 2
+BY_MATRIX = 6
+MOVING = (
+    "Alias", "AsStrided", "Clone", "Detach", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
+    "T", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View", "Cat", "Stack", "AccumulateGrad", "Embedding",
+)  # fmt: skip
+"""Beginnings of names of nodes that round nothing."""
+PRODUCTS = ("Mm", "Bmm", "Addmm", "Baddbmm", "Convolution", "Linear", "ScaledDotProduct", "Mv", "Dot")
+
+
+class Depth(NamedTuple):
+    roundings: int
+    products: int
+    inner: int
+    """Terms of an inner sum, at most."""
+
+
+class Counted(NamedTuple):
+    roundings: int = 0
+    products: int = 0
+
+
+def of_model(model: Iterable[nn.Module], counted: Counted, tokens: int) -> Depth:
+    """Depth by a graph, or by the matrices of a model where the graph shows less. Args: tokens: of a microbatch."""
+    matrices = [param.shape for each in model for param in each.parameters() if param.ndim > 1]
+    inner = max([tokens, *(max(shape[0], shape[1:].numel()) for shape in matrices)])
+    least = Counted(BY_MATRIX * len(matrices), len(matrices)) if counted.products < 1 else Counted(1, 1)
+    return Depth(max(counted.roundings, least.roundings), max(counted.products, least.products), inner)
+
+
+def count(output: Any) -> Counted:
+    """Longest chains behind the tensors of a module's output."""
+    longest: dict[Any, Counted] = {}
+    roots = [found.grad_fn for found in _tensors(output) if found.grad_fn is not None]
+    waiting = list(roots)
+    while waiting:
+        node = waiting[-1]
+        behind = [found for found, _ in node.next_functions if found is not None]
+        missing = [found for found in behind if found not in longest]
+        if missing:
+            waiting += missing
+            continue
+        waiting.pop()
+        if node not in longest:
+            own, below = _own(node.name()), [longest[found] for found in behind]
+            roundings = max((each.roundings for each in below), default=0)
+            products = max((each.products for each in below), default=0)
+            longest[node] = Counted(roundings + own.roundings, products + own.products)
+    found = [longest[root] for root in roots]
+    return Counted(max((f.roundings for f in found), default=0), max((f.products for f in found), default=0))
+
+
+def _own(name: str) -> Counted:
+    kind = name.rpartition("::")[2].partition("Backward")[0]
+    if kind.startswith(PRODUCTS):
+        return Counted(ROUNDINGS, 2 if kind.startswith("Scaled") else 1)
+    return Counted() if kind in MOVING else Counted(ROUNDINGS)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for each in output.values():
+            yield from _tensors(each)
+    elif isinstance(output, list | tuple):
+        for each in output:
+            yield from _tensors(each)

@@ -11,7 +11,7 @@ from harness.cli.verb import Implementation, path
 from harness.config.errors import refuse
 from harness.parity import text
 from harness.parity.gate import changes, gate, made
-from harness.parity.telling.pull_request import junit, markdown
+from harness.parity.telling.render import junit, markdown
 from harness.store import commands, screen
 from harness.store.files import write_atomic
 from harness.store.rundir import Store

@@ -1,22 +1,24 @@
 """The interface of an engine, as the training loop, the probes and the conformance suite use it.
 
 An engine owns the model, its gradients and its optimizer. The loop passes it microbatches and a learning rate, and it
-returns losses and the gradient norm. It never reads data, logs or saves; it only exposes its state by name.
-"""
+returns losses and the gradient norm. It never reads data, logs or saves; it only exposes its state by name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.config.schema import Config
+from harness.config import capabilities
+from harness.config.schema import Config, Dtype, EngineName
 from harness.fsdp import SharpOwnership
+from harness.probe.step_checks.pieces import Piece
 
 
 class Microbatch(NamedTuple):
@@ -66,17 +68,6 @@ class Scaled(NamedTuple):
     scale: float
     skipped: bool
     """True if gradients overflowed and the update was skipped, on all ranks."""
-
-
-class FlatPiece(NamedTuple):
-    """This rank's elements of a tensor, where an engine cuts flattened tensors without regard to rows."""
-
-    shape: Sequence[int]
-    """Shape of the whole tensor."""
-    source: Tensor
-    """The elements, in whichever shape; or a parameter whose `data` they are."""
-    begin: int
-    """Place of the first one in the flattened tensor."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +206,9 @@ class Engine(ABC):
         """Where local gradients and the weights of the forward can be observed; None if they cannot."""
         return None
 
-    def flat_pieces(self) -> Mapping[str, FlatPiece] | None:
-        """This rank's weights and moments by the keys of a portable state, frozen weights too; None where `state` says
-        it or nothing can."""
+    def flat_pieces(self) -> Mapping[str, Piece] | None:
+        """This rank's weights and moments by the keys of a portable state, frozen weights too, of an engine that cuts
+        flattened tensors without regard to rows; None where `state` says it or nothing can."""
         return None
 
     def local_gradients(self) -> Mapping[str, Tensor] | None:
@@ -247,3 +238,18 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Remove hooks and end threads."""
+
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {each: getattr(torch, each.torch_name) for each in Dtype}
+
+
+ENGINES: dict[EngineName, str] = {name: can.adapter for name, can in capabilities.ENGINES.items() if can.adapter}
+
+
+def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:
+    """Raises `ValueError`: engine=ext without an adapter."""
+    if name is EngineName.ext and adapter is None:
+        raise ValueError("engine=ext needs engine.adapter=package.module:Class")
+    module, _, attribute = (adapter if name is EngineName.ext and adapter else ENGINES[name]).partition(":")
+    found: type[Engine] = getattr(import_module(module), attribute)
+    return found

@@ -9,16 +9,15 @@
     scripted(*verdicts)    write the minimal script of each that found something, beside the arm's record
     text, study_text       a verdict for the terminal; `.as_json()` and `.exit_code` are its methods
 
-Readers load numpy inside functions and torch never. docs/verdicts.md says what each tier demands and where every bound
+They load numpy, and torch never. docs/verdicts.md says what each tier demands and where every bound
 comes from.
 """
 
 from harness.parity.compare import CHECKOUT, compare, loss_bounds
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, StudyVerdict, Verdict
 from harness.parity.study import against, so_far, verdict
-from harness.parity.telling.render import study_text, text
+from harness.parity.telling.render import study_text, text, zoom
 from harness.parity.telling.script import scripted
-from harness.parity.telling.zoom import zoom
 
 __all__ = [
     "CHECKOUT",

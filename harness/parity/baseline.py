@@ -14,19 +14,18 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from harness.config.errors import refuse
+from harness.parity.tensors import Float64
 from harness.store.check_stream import MOMENTS, CheckedTensor, Stream, step_columns, tensor_columns
 from harness.store.errors import StoreError
 from harness.store.forward import Forward
 from harness.store.metrics import decode, encode
 from harness.store.reading import REPAIR, read_json
 from harness.store.screen import counted
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 VERSION = 1
 LIMIT_BYTES = 1_000_000
@@ -57,8 +56,6 @@ def encoded(name: str, facts: Mapping[str, Any], stream: Stream) -> str:
 
 def _stream(stream: Stream, room: int) -> dict[str, Any]:
     """Args: room: most steps whose tensors are kept: half of them the first ones, the rest evenly up to the last."""
-    import numpy as np
-
     steps, rows = stream.kept()
     dense = min(len(steps), (room + 1) // 2)
     chosen = np.arange(dense) if room < len(steps) else np.arange(len(steps))
@@ -75,7 +72,7 @@ def _stream(stream: Stream, room: int) -> dict[str, Any]:
     }
 
 
-def _of_numbers(values: NDArray[np.float64]) -> str:
+def _of_numbers(values: Float64) -> str:
     return _packed(values.reshape(len(values), -1).T.astype("<f8").tobytes())  # by columns: those of NaN take no room
 
 
@@ -123,8 +120,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _read_stream(path: Path, facts: Mapping[str, Any]) -> Stream:
-    import numpy as np
-
     sketches = int(facts["sketches"])
     found = Stream(path, tuple(CheckedTensor(name, tuple(shape)) for name, shape in facts["tensors"]), sketches, 1)
     kept = np.array(facts["kept"], dtype=np.int64)
@@ -135,10 +130,8 @@ def _read_stream(path: Path, facts: Mapping[str, Any]) -> Stream:
     return found
 
 
-def _numbers(text: str, columns: int) -> NDArray[np.float64]:
+def _numbers(text: str, columns: int) -> Float64:
     """[rows, columns]"""
-    import numpy as np
-
     held = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8")
-    found: NDArray[np.float64] = np.ascontiguousarray(held.reshape(columns, -1).T)
+    found: Float64 = np.ascontiguousarray(held.reshape(columns, -1).T)
     return found

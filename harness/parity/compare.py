@@ -14,13 +14,12 @@ from pathlib import Path
 from harness.config.errors import refuse
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Verdict
-from harness.parity.record import Record, load
-from harness.parity.reference import unbounded, with_reach
+from harness.parity.record import Record, load, unbounded, with_reach
 from harness.parity.series import compare_series, is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
-from harness.parity.tiers.admissible import Admission
-from harness.parity.tiers.clipped import as_stepped
+from harness.parity.tiers.comparable import Admission
+from harness.parity.tiers.watched import as_stepped
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"

@@ -16,35 +16,21 @@ from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from harness.config.roundoff import SIXTEEN_BITS
-from harness.parity.alone import ending as own_ending, every_step, fed, optimizer, structure, witness
+from harness.parity.alone import every_step, optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import (
-    alike,
-    bitwise,
-    divergence,
-    ending,
-    finite,
-    forward,
-    numeric,
-    placing,
-    sketched,
-    trajectory,
-    updates,
-    watched,
-)
-from harness.parity.tiers.admissible import Admission, admissible
+from harness.parity.tiers import bitwise, divergence, forward, numeric, trajectory, watched
 from harness.parity.tiers.apart import Apart
 from harness.parity.tiers.arithmetic import Arithmetic
-from harness.parity.tiers.comparable import unlisted
+from harness.parity.tiers.comparable import Admission, admissible, unlisted
 from harness.parity.tiers.divergence import Divergence
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.graded import listed
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
-from harness.parity.tiers.stability import grown, stable_until
-from harness.parity.tiers.trajectory import Perturbation, Span
+from harness.parity.tiers.trajectory import Perturbation, Span, grown, listed, stable_until
 
 CAST_FIRST = "casts weights before it quantizes them, by design of FSDP2: forwards are not held to the same bits"
 
@@ -62,12 +48,12 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
 def _judged_alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> Iterator[Finding]:
     seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     yield from (
-        *fed.check(run),
+        *structure.check_data(run),
         *witness.restored(run),
         *structure.check(run),
         *optimizer.check(run),
         *every_step.check(run, arithmetic),
-        *own_ending.check(run),
+        *structure.check_ending(run),
         *(finding for step in seen if not run.is_watched for finding in witness.check(run, step, arithmetic, factors)),
     )
 
@@ -183,11 +169,11 @@ class Judgement:
 
     @cached_property
     def broken(self) -> list[Finding]:
-        return finite.check(self.arm, self.control, self.pairs, self.last_stable)
+        return bitwise.finite_values(self.arm, self.control, self.pairs, self.last_stable)
 
     @cached_property
     def last(self) -> int:
-        broken_at = finite.first_step(self.broken)
+        broken_at = bitwise.first_step(self.broken)
         return self.control.length if broken_at is None else broken_at - 1
 
     @cached_property
@@ -214,7 +200,7 @@ class Judgement:
         usable = [step for step in self.steps if step <= self.last]
         kinds: list[list[Finding]] = []
         if self._sketched is not None and self.arm.stream and self.control.stream and self.last:
-            kinds += sketched.first_step(self.arm.stream, self.control.stream, self._sketched, self.envelope)
+            kinds += numeric.first_step_sketched(self.arm.stream, self.control.stream, self._sketched, self.envelope)
         if 1 in usable:
             factors = numeric.suspects(self.envelope)
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
@@ -233,7 +219,7 @@ class Judgement:
             kinds += [divergence.losses(self.arm, self.control, self.envelope, until, self.last_stable)]
         if self.last == self.control.length:
             sketches = None if self.divergence is None else self.divergence.found
-            kinds += [ending.check(self.arm, self.control, self.envelope, sketches)]
+            kinds += [divergence.last_weights(self.arm, self.control, self.envelope, sketches)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
@@ -256,12 +242,10 @@ class Judgement:
         for step, pairs in updated.items():
             if not self._is_certain(step):
                 runs = (self.arm, self.control)
-                kinds += [updates.check(step, pairs, self.envelope, runs, first, bounds[step])]
+                kinds += [numeric.update_sizes(step, pairs, self.envelope, runs, first, bounds[step])]
         return kinds
 
     def _grown(self, pairs: Mapping[int, Sequence[TensorPair]]) -> dict[int, float]:
-        import numpy as np
-
         steps = np.array(sorted(pairs), dtype=np.int64)
         off = [max((p.distance for p in pairs[step] if math.isfinite(p.distance)), default=0.0) for step in steps]
         bounds = grown(np.array(off), trajectory.ROUNDED, steps)
@@ -288,7 +272,7 @@ class Judgement:
                 finding = replace(finding, since=Stage.forward, stage=Stage.optimizer)
             if finding.since is None:
                 return finding
-            return placing.narrowed(finding, placing.cleared((self.arm, self.control), step, own))
+            return every_step.narrowed(finding, every_step.cleared((self.arm, self.control), step, own))
 
         return [[place(finding) for finding in kind] for kind in kinds]
 
@@ -327,7 +311,7 @@ class Judgement:
     @cached_property
     def blindness(self) -> list[Finding]:
         if self._sketched is not None:
-            return sketched.blindness(self.envelope)
+            return numeric.sketched_blindness(self.envelope)
         if 1 not in self.steps and self.certain and self.divergence is not None and self.divergence.sees_gradients:
             return []
         if 1 not in self.steps:
@@ -394,7 +378,7 @@ class Judgement:
         own = [f.step or 0 for kind in self.alone for f in kind if f.grade is Grade.bad]
         return [
             f
-            for f in alike.check(self.arm, self.control)
+            for f in divergence.after_equal_gradients(self.arm, self.control)
             if f.grade is Grade.ok or (f.step or 0) < min([*own, math.inf])
         ]
 

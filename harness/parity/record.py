@@ -1,4 +1,9 @@
-"""Record of a run, read once and checked: the only module of this package that opens a run's files."""
+"""Record of a run, read once and checked: the only module of this package that opens a run's files.
+
+Roundings of a foreign model are not counted, so their effect must be observed: by a run of `experiment=oracle`, one
+fp64 process that repeats its first step with an error after every operation (`harness.probe.rounding`). One run serves
+every pair with the same weights and first batch.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.doc import unknown_settings, unknown_words
-from harness.parity import baseline, captured
-from harness.parity.captured import Recomputed
-from harness.parity.tensors import Capture
+from harness.config.schema import ModelFamily
+from harness.parity import baseline, tensors
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.tensors import Capture, Recomputed
 from harness.store import check_stream, checksums, forward, provenance, status
 from harness.store.check_stream import Stream
 from harness.store.errors import StoreError
@@ -87,7 +93,7 @@ class Record:
     files: str = "not known"
     """Unmodified files: `whole`, `all but ...`, or `not known` of a run that listed none."""
     as_recorded: Record | None = None
-    """The run as it was recorded, of one whose gradients are those after clipping (`tiers.clipped`)."""
+    """The run as it was recorded, of one whose gradients are those after clipping (`tiers.watched.as_stepped`)."""
     is_baseline: bool = False
     """True of a golden file, which has sketches of a run's tensors and none of them whole."""
 
@@ -180,7 +186,7 @@ def _load(run: RunDir, sources: str | None, assumed: Mapping[str, Any]) -> Recor
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
     problems += _step_problems(columns, int(config["train.steps"]), () if watched else (*NUMBERS, "data_digest"))
     problems += _summary_problems(run, summary, () if watched else WEIGHTS)
-    of = captured.read(run.capture, config["measure.capture_steps"], config["measure.update_steps"])
+    of = tensors.read(run.capture, config["measure.capture_steps"], config["measure.update_steps"])
     problems += of.problems
     config |= {"measure.capture_steps": list(of.plan.gradients), "measure.update_steps": list(of.plan.updates)}
     return Record(
@@ -276,3 +282,36 @@ def _rounding(run: RunDir, problems: list[str]) -> tuple[Mapping[str, Any], int]
         problems.append(f"{path} is damaged: draws is {facts['draws']}")
         return {}, 0
     return facts["moves"], facts["draws"]
+
+
+BOUNDS = "verdict bounds"
+
+
+def with_reach(arm: Record, control: Record) -> Record:
+    if control.config.get("model.family") != ModelFamily.ext.name or arm.moves or control.moves:
+        return control
+    folders = dict.fromkeys((control.path.parent, arm.path.parent))
+    paths = [path for folder in folders for path in sorted(folder.glob("*/capture/rounding-000001.json"))]
+    for path in paths:
+        try:
+            found = load(path.parents[1])
+        except StoreError:
+            continue
+        if found.moves and _begins_with(found) == _begins_with(control):
+            return replace(control, moves=found.moves, draws=found.draws)
+    return control
+
+
+def _begins_with(run: Record) -> tuple[object, ...]:
+    own = [(each["kind"], each["digest"]) for each in run.provenance.get("own", ()) if each["kind"] == "model"]
+    first = run.columns["data_digest"][0] if run.length else None
+    return (run.provenance.get("sources_digest"), own, run.summary.get("initial_weights"), first)
+
+
+def unbounded(arm: Record) -> Finding:
+    model = arm.config.get("model.target")
+    note = (
+        f"nothing says how far rounding moves {model}; run its reference in double precision first, which any verdict "
+        "on the same model, seed and data then uses"
+    )
+    return Finding("T0", BOUNDS, Stage.record, Grade.bad, "unknown", "known", note=note)

@@ -16,10 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.config.errors import refuse
 from harness.parity.outcome import Finding, Grade, Outcome, SeedVerdict, Stage, Verdict, percent
+from harness.parity.tensors import Float64
 from harness.parity.tiers.equivalence import ALPHA, PairedTest, decided, paired_test, unpaired_test
 from harness.store import provenance, status
 from harness.store.errors import StoreError
@@ -28,12 +31,6 @@ from harness.store.provenance import SERIES, WATCHED
 from harness.store.rundir import RunDir, flatten
 from harness.store.screen import counted
 from harness.store.status import State
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
 
 MEASURES = ("loss", "grad_norm")
 NO_MARGIN = 1e-300
@@ -96,8 +93,6 @@ class Measure:
     @classmethod
     def of(cls, name: str, new: Sequence[Series], old: Sequence[Series], margin: float | None, window: int) -> Measure:
         """Raises `BadRequest`: fewer than two steps are common."""
-        import numpy as np
-
         steps = np.array(sorted(set.intersection(*(set(each.values[name]) for each in (*new, *old)))), dtype=np.int64)
         left, right = (np.array([[each.values[name][at] for at in steps] for each in runs]) for runs in (new, old))
         finite = np.isfinite(right).all(0)
@@ -110,8 +105,6 @@ class Measure:
     def test(self, seeds: Sequence[int] | None) -> PairedTest:
         """Test of the means over the window, relative to the earlier runs'; of a norm's logarithm. Args: seeds: place
         of each new run's earlier one; None: not paired."""
-        import numpy as np
-
         with np.errstate(divide="ignore", invalid="ignore"):
             log = np.log if self.name == "grad_norm" else np.asarray
             left, right = (log(runs)[:, -self.window :].mean(1) for runs in (self.new, self.old))
@@ -124,14 +117,10 @@ class Measure:
 
     def first(self, wrong: NDArray[np.bool_]) -> tuple[int, int] | None:
         """Place of the first step, and of a run, where a table is true."""
-        import numpy as np
-
         places = np.argwhere(wrong.T)
         return (int(places[0][0]), int(places[0][1])) if len(places) else None
 
     def broken(self) -> tuple[int, int] | None:
-        import numpy as np
-
         return self.first(~np.isfinite(self.new))
 
     def band(self, tests: int) -> tuple[Float64, Float64]:

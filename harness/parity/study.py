@@ -18,7 +18,7 @@ from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
 from harness.parity.record import load
 from harness.parity.series import is_series
-from harness.parity.tiers.seeds import Pair, over_seeds, reduced
+from harness.parity.tiers.equivalence import Pair, over_seeds, reduced
 from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten

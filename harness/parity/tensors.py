@@ -1,22 +1,32 @@
-"""Captured gradients: a safetensors file read through the page cache, tensor by tensor."""
+"""Captured steps of a run: safetensors files, read through the page cache, tensor by tensor.
+
+Of the present format ([Note: A captured step], harness/probe/capture.py) or the former. Former runs have a file and a
+description a kind: `step-`, `witness-`, `update-`, `weights-`, `moments-000001` and `final`, with `.safetensors` and
+`.json`, and `captured.json` beside them.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.captured import Captured
 from harness.store import tensor_header
 from harness.store.errors import StoreError
+from harness.store.reading import checked, read_json
+from harness.store.shapes import CAPTURED, CAPTURED_STEP, METADATA, WITNESS
 from harness.store.tensor_header import Held
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Float64 = NDArray[np.float64]
 
-    Float64 = NDArray[np.float64]
 
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Numpy's dtypes by safetensors' names; bf16 as its bits."""
@@ -49,14 +59,10 @@ class Capture:
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:
-        import numpy as np
-
         return np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)  # a subclass costs at every slice
 
     def raw(self, name: str) -> NDArray[np.generic]:
         """Stored tensor, flat, without a copy; bf16 as uint16."""
-        import numpy as np
-
         tensor = self.tensors[name]
         piece = self._bytes[tensor.start : tensor.start + tensor.size]
         dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
@@ -64,8 +70,6 @@ class Capture:
 
     def values(self, name: str) -> Float64:
         """Tensor in float64 and in its shape; every stored dtype fits exactly."""
-        import numpy as np
-
         raw = self.raw(name)
         if self.tensors[name].dtype == "BF16":
             raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -85,3 +89,241 @@ class Computed(Capture):
 
     def raw(self, name: str) -> NDArray[np.generic]:
         return self.values(name).ravel()
+
+
+FORMER = ("step-", "witness-", "update-", "weights-", "moments-")
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    capture: Capture
+    """Sum of all local gradients, averaged, by parameter; fp64."""
+    terms: Mapping[str, float]
+    """Root of the sum of the squared norms of the terms, averaged alike."""
+    kept: Mapping[str, int]
+    """Checksum of each main weight before the step, in the compute dtype."""
+    wrong_weights: tuple[Mapping[str, Any], ...]
+    """Weights of a rank's forward that differ from rank 0's main weights: rank, tensor, what."""
+
+
+@dataclass
+class Steps:
+    plan: Captured = field(default_factory=Captured)
+    gradients: dict[int, Capture] = field(default_factory=dict)
+    updates: dict[int, Capture] = field(default_factory=dict)
+    weights: dict[int, Capture] = field(default_factory=dict)
+    moments: dict[int, Capture] = field(default_factory=dict)
+    witnesses: dict[int, Recomputed] = field(default_factory=dict)
+    final: Capture | None = None
+    ends: dict[int, Capture] = field(default_factory=dict)
+    """Weights after captured updates."""
+    problems: list[str] = field(default_factory=list)
+
+
+def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | None) -> Steps:
+    """Args: steps, updates: as in the configuration, which steps were to be captured; None: those that the run chose.
+
+    What is damaged is one of `problems`.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if any(each.name.startswith(FORMER) for each in folder.glob("*.json")):
+        return _Former(folder, bool(files)).read(steps, updates)
+    found = Steps()
+    headers = {step: _header(path, found.problems) for path in files if (step := _step_of(path))}
+    plans = [header.facts["plan"] for header in headers.values() if header and "plan" in header.facts]
+    if steps is not None:
+        found.plan = Captured(tuple(steps), tuple(updates or ()))
+    elif plans or not files:
+        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems))
+    elif all(headers.values()):
+        found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
+    for step in sorted({*found.plan.gradients, *found.plan.updates}) if files else ():
+        if step not in headers:
+            found.problems.append(f"{folder / f'step-{step:06d}.safetensors'} is missing")
+        elif (header := headers[step]) is not None:
+            _take(found, step, header)
+    _take_final(found, folder)
+    return found
+
+
+@dataclass(frozen=True)
+class _Header:
+    path: Path
+    tensors: Mapping[str, Held]
+    facts: Mapping[str, Any]
+
+    def part(self, prefix: str) -> Capture | None:
+        mine = {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
+        return Capture(self.path, mine) if mine else None
+
+
+def _step_of(path: Path) -> int:
+    kind, _, number = path.stem.partition("-")
+    return int(number) if kind == "step" and number.isdecimal() else 0
+
+
+def _header(path: Path, problems: list[str]) -> _Header | None:
+    try:
+        tensors, metadata = read_header(path)
+        where = f"{path}: its description"
+        facts = checked(json.loads(metadata.get(METADATA, "null")), CAPTURED_STEP, where)
+        if "terms" in facts:
+            checked(facts, WITNESS, where)
+    except (Unreadable, StoreError, TypeError, AttributeError) as error:
+        problems.append(str(error))
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path} has a damaged description: {error}")
+    else:
+        return _Header(path, tensors, facts)
+    return None
+
+
+def _read_plan(folder: Path, problems: list[str]) -> Mapping[str, Any] | None:
+    try:
+        return read_json(folder / "captured.json", CAPTURED)
+    except StoreError as error:
+        problems.append(str(error))
+        return None
+
+
+def _planned(facts: Mapping[str, Any] | None) -> Captured:
+    if facts is None:
+        return Captured()
+    return Captured(**{**facts, "gradients": tuple(facts["gradients"]), "updates": tuple(facts["updates"])})
+
+
+def _take(found: Steps, step: int, header: _Header) -> None:
+    """Add the parts of a captured step; earlier ones are there."""
+    gradients, after = header.part("gradient/"), header.part("after/")
+    before = header.part("before/")
+    if gradients is not None:
+        found.gradients[step] = gradients
+        try:
+            _take_recomputed(found, step, header, gradients)
+        except (KeyError, ValueError) as error:
+            found.problems.append(f"{header.path} has a damaged description: {error!r}")
+    if before is not None:
+        found.weights[step] = before
+    if (moments := header.part("moment/")) is not None:
+        found.moments[step] = moments
+    start = before if before is not None else found.ends.get(step - 1)
+    if after is not None and start is not None:
+        found.updates[step] = _difference(after, start)
+        found.ends[step] = after
+
+
+def _difference(after: Capture, before: Capture) -> Capture:
+    common = {name: each for name, each in after.tensors.items() if name in before.tensors}
+    return Computed(Capture(after.path, common), lambda name: after.values(name) - before.values(name))
+
+
+def _take_recomputed(found: Steps, step: int, header: _Header, gradients: Capture) -> None:
+    local = header.part("local/")
+    if local is None:
+        return
+    whole = set(header.facts.get("whole", ()))
+
+    def values(name: str) -> Any:
+        return local.values(name) if name in whole else gradients.values(name) + local.values(name)
+
+    terms = {name: float(header.facts["terms"][name]) for name in local.tensors}
+    wrong = tuple(header.facts["wrong_weights"])
+    found.witnesses[step] = Recomputed(Computed(local, values), terms, header.facts["kept"], wrong)
+
+
+def _take_final(found: Steps, folder: Path) -> None:
+    """Last weights: those of the last step, but for those that a file of their own has."""
+    path, after = folder / "final.safetensors", found.ends.get(max(found.plan.updates, default=0))
+    if not found.plan.final:
+        return
+    try:
+        changed = Capture(path) if path.exists() or after is None else None
+    except Unreadable as error:
+        found.problems.append(str(error))
+        return
+    if after is None or changed is None:
+        found.final = changed or after
+        return
+    found.final = _Overlaid(after, changed)
+
+
+class _Overlaid(Capture):
+    """Tensors of one capture, and those of another where it has none."""
+
+    def __init__(self, under: Capture, over: Capture) -> None:
+        super().__init__(over.path, {**under.tensors, **over.tensors})
+        self._under, self._over = under, over
+
+    def raw(self, name: str) -> Any:
+        return (self._over if name in self._over.tensors else self._under).raw(name)
+
+
+class _Former:
+    def __init__(self, folder: Path, has_files: bool) -> None:
+        self._folder, self._has_files = folder, has_files
+        self._problems: list[str] = []
+
+    def read(self, steps: Sequence[int] | None, updates: Sequence[int] | None) -> Steps:
+        plan = self._plan() if steps is None else Captured(tuple(steps), tuple(updates or ()))
+        changes = self._of("update", plan.updates)
+        return Steps(
+            plan,
+            self._of("step", plan.gradients),
+            changes,
+            self._of("weights", self._there("weights", changes)),
+            self._of("moments", self._there("moments", changes)),
+            self._recomputed(plan.gradients),
+            self._final(plan),
+            problems=self._problems,
+        )
+
+    def _plan(self) -> Captured:
+        found = len(self._problems)
+        facts = _read_plan(self._folder, self._problems)
+        if facts is None and found == len(self._problems):
+            path = self._folder / "captured.json"
+            self._problems.append(f"{path} is missing: which steps were to be captured is not known")
+        return _planned(facts)
+
+    def _final(self, plan: Captured) -> Capture | None:
+        path = self._folder / "final.safetensors"
+        if not path.exists():
+            if plan.final and self._has_files:
+                self._problems.append(f"{path} is missing")
+            return None
+        return self._open(path)
+
+    def _open(self, path: Path) -> Capture | None:
+        try:
+            if read_json(path.with_suffix(".json"), dict) is None:
+                raise Unreadable(f"{path} is not complete: the description beside it is missing")
+            return Capture(path)
+        except (Unreadable, StoreError) as error:
+            self._problems.append(str(error))
+            return None
+
+    def _of(self, kind: str, wanted: Sequence[int]) -> dict[int, Capture]:
+        paths = {int(step): self._path(kind, int(step)) for step in wanted}
+        if not any(path.exists() for path in paths.values()):
+            return {}
+        opened = {step: self._open(path) for step, path in paths.items()}
+        return {step: capture for step, capture in opened.items() if capture is not None}
+
+    def _path(self, kind: str, step: int) -> Path:
+        return self._folder / f"{kind}-{step:06d}.safetensors"
+
+    def _there(self, kind: str, steps: Iterable[int]) -> list[int]:
+        return [step for step in steps if self._path(kind, step).exists()]
+
+    def _recomputed(self, wanted: Sequence[int]) -> dict[int, Recomputed]:
+        found: dict[int, Recomputed] = {}
+        for step, capture in self._of("witness", wanted).items():
+            try:
+                facts = read_json(capture.path.with_suffix(".json"), WITNESS) or {}
+                terms = {name: float(facts["terms"][name]) for name in capture.tensors}
+                found[step] = Recomputed(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
+            except StoreError as error:
+                self._problems.append(str(error))
+            except (KeyError, ValueError) as error:
+                self._problems.append(f"{capture.path.with_suffix('.json')} is damaged: {error!r}")
+        return found

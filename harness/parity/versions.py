@@ -20,7 +20,7 @@ from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade, Stage, Verdict
 from harness.parity.record import Record, load, settings_of
 from harness.parity.tiers import comparable
-from harness.parity.tiers.admissible import Admission, admissible, matters
+from harness.parity.tiers.comparable import Admission, admissible, matters
 from harness.store.identity import must_agree
 
 SOURCES = "sources"

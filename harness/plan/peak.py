@@ -16,8 +16,7 @@ from harness.fsdp.runtime.reduce import MAX_UNITS
 from harness.fsdp.storage.memory import ALIGN_BYTES
 from harness.fsdp.vocabulary import Numerics
 from harness.plan.activations import Mark
-from harness.plan.kept import INTEGER, tensors
-from harness.plan.model import Bucket, Model, Unit
+from harness.plan.model import INTEGER, Bucket, Model, Unit, tensors
 
 SHOWN = {"forward": "forward of", "left": "after the forward of", "backward": "backward of", "gradient": "backward of"}
 
@@ -32,7 +31,7 @@ class Peak:
 
 
 class Step:
-    """Buffers of one step. kept: bytes between steps, as `harness.plan.kept` has them."""
+    """Buffers of one step. kept: bytes between steps, as `harness.plan.model` has them."""
 
     def __init__(self, model: Model, kept: int) -> None:
         config, options = model.config, engine_options(model.config)

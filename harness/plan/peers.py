@@ -23,8 +23,7 @@ from harness.config.schema import Config, Device, EngineName, Numerics, Optimize
 from harness.fp8.linear import layers_of
 from harness.fp8.quantize import Column
 from harness.plan.activations import Recorded, local
-from harness.plan.kept import ROLES
-from harness.plan.model import Model
+from harness.plan.model import ROLES, Model
 from harness.plan.wire import NUMBER, Rows, summed
 
 COUNT, ADDRESS = 4, 16

@@ -20,8 +20,7 @@ from harness.config.schema import Config, Device, EngineName, ModelFamily, Optim
 from harness.config.typed import load_config
 from harness.fsdp.vocabulary import GradBuffer
 from harness.plan.activations import Recorded, record
-from harness.plan.kept import kept, on_host
-from harness.plan.model import Model, built, tensor_axis
+from harness.plan.model import Model, built, kept, on_host, tensor_axis
 from harness.plan.peak import peak
 from harness.plan.peers import PEERS, Peer, alone, beyond, ddp
 from harness.plan.wire import Rows, add, wire

@@ -21,8 +21,7 @@ from harness.fsdp.comm.fixed_point import NUM_COUNTERS
 from harness.fsdp.comm.reduction import PACKED_BYTES
 from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, WHOLE, Axis, Operation, route
 from harness.fsdp.vocabulary import Numerics
-from harness.plan.kept import INTEGER
-from harness.plan.model import Bucket, Model, Unit
+from harness.plan.model import INTEGER, Bucket, Model, Unit
 
 NUMBER = 8
 """Bytes of a count, or of a sum of squares."""

@@ -210,19 +210,12 @@ OPERATIONS: dict[str, tuple[str, Cost]] = {
     "send": ("send", _send),
 }
 
-METHODS: dict[str, tuple[str, Cost]] = {
-    "_allgather_base": ("all_gather", _all_gather),
-    "allgather": ("all_gather", _all_gather),
-    "allgather_into_tensor_coalesced": ("all_gather", _all_gather),
-    "_reduce_scatter_base": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scatter),
-    "allreduce": ("all_reduce", _all_reduce),
-    "alltoall": ("all_to_all", _all_to_all),
-    "alltoall_base": ("all_to_all", _all_to_all_base),
-    "send": ("send", _send),
-}
-"""Methods of ProcessGroup on engines' hot paths; others are counted by their operation's kernel."""
+METHODS = (
+    *("_allgather_base", "allgather", "allgather_into_tensor_coalesced", "allreduce", "alltoall", "alltoall_base"),
+    *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "send"),
+)
+"""Methods of ProcessGroup on engines' hot paths, with their operations' arguments; others are counted by the kernel of
+their operation, which has a name that ends in an underscore."""
 
 
 def _gather_parts(inputs: Any, *_: Any, size: int, rank: int) -> int:
@@ -258,7 +251,8 @@ def _install() -> None:
         kernel = _counting_kernel(name, kind, cost)
         for key in AUTOGRAD_KEYS:
             _library.impl(name, kernel, key)
-    for name, (kind, cost) in METHODS.items():
+    for name in METHODS:
+        kind, cost = OPERATIONS[name if name in OPERATIONS else f"{name}_"]
         setattr(dist.ProcessGroup, name, _counting_method(name, kind, cost))
     for name, (kind, cost) in FUNCTIONALS.items():
         packet = getattr(torch.ops._c10d_functional, name)

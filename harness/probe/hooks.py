@@ -68,6 +68,9 @@ class ParameterHooks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

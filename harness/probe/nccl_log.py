@@ -1,12 +1,11 @@
 """Facts from NCCL's INFO log. No torch here.
 
 Lines are those of NCCL 2.21 to 2.31 (`src/init.cc`, `enqueue.cc`, `ce_coll.cc`, `scheduler/symmetric_sched.cc`,
-`transport/{nvls,coll_net,p2p,net}.cc`, `register/register.cc`, `plugin/gin.cc`). Which subsystem prints what:
+`transport/{nvls,coll_net,p2p,net}.cc`, `register/register.cc`). Which subsystem prints what:
 
 | read back                                 | NCCL_DEBUG_SUBSYS |
 |-------------------------------------------|-------------------|
 | version, channels, NVLS and CollNet set up| INIT, NET         |
-| variables that took effect                | ENV               |
 | registrations, and failed ones            | REG (NVLS before 2.24) |
 | algorithm, protocol or kernel of each collective | TUNING, on rank 0 of each communicator alone |
 
@@ -29,21 +28,6 @@ MAX_WARNINGS = 20
 
 
 @dataclass
-class Choice:
-    """Execution of collectives of one kind: by an algorithm and protocol, a symmetric kernel, or the copy engines."""
-
-    count: int = 0
-    bytes: int = 0
-    max_channels: int = 0
-    """Most channels (thread blocks) of one collective; 0 without any, or if unknown."""
-
-    def add(self, num_bytes: int, channels: int) -> None:
-        self.count += 1
-        self.bytes += num_bytes
-        self.max_channels = max(self.max_channels, channels)
-
-
-@dataclass
 class Registered:
     count: int = 0
     bytes: int = 0
@@ -56,8 +40,6 @@ class NcclFacts:
 
     version: str | None = None
     """NCCL with its CUDA: "2.28.9+cuda12.9"."""
-    communicators: int = 0
-    channels: int = 0
     nvls_channels: int = 0
     """Most NVLink SHARP channels of a communicator; 0 if unused."""
     nvls_available: bool | None = None
@@ -66,13 +48,10 @@ class NcclFacts:
     collnet_connected: bool = False
     """True if a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
     collnet_refused: str | None = None
-    gin_plugin: str | None = None
-    symmetric_memory: bool | None = None
-    """True if a communicator reserved symmetric address space, False if it could not."""
-    settings: dict[str, str] = field(default_factory=dict)
     registered: dict[str, Registered] = field(default_factory=dict)
     """Registrations by kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
-    choices: dict[str, dict[str, Choice]] = field(default_factory=dict)
+    choices: dict[str, list[str]] = field(default_factory=dict)
+    """By kind of collective what ran it: an algorithm and protocol, a symmetric kernel, or the copy engines."""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -148,21 +127,12 @@ def _flag(name: str) -> Reader:
     return note
 
 
-def _complete(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.communicators += 1
-
-
 def _channels(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.channels = max(facts.channels, int(match["coll"]))
     facts.nvls_channels = max(facts.nvls_channels, int(match["nvls"] or 0))
 
 
 def _refused(facts: NcclFacts, match: re.Match[str]) -> None:
     facts.collnet_refused = facts.collnet_refused or match[0].strip()
-
-
-def _setting(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.settings[match["name"]] = match["value"]
 
 
 def _registered(kind: str, *, failed: bool = False) -> Reader:
@@ -177,28 +147,28 @@ def _registered(kind: str, *, failed: bool = False) -> Reader:
     return note
 
 
-def _choice(facts: NcclFacts, collective: str, by: str, num_bytes: str, channels: int) -> None:
-    facts.choices.setdefault(collective, {}).setdefault(by, Choice()).add(int(num_bytes), channels)
+def _choice(facts: NcclFacts, collective: str, by: str) -> None:
+    seen = facts.choices.setdefault(collective, [])
+    if by not in seen:
+        seen.append(by)
 
 
 def _algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
-    channels = int(match["high"]) - int(match["low"]) + 1
-    _choice(facts, match["kind"], f"{match['algo'].upper()}/{match['proto'].upper()}", match["bytes"], channels)
+    _choice(facts, match["kind"], f"{match['algo'].upper()}/{match['proto'].upper()}")
 
 
 def _numbered_algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
     algo, proto = int(match["algo"]), int(match["proto"])
     if algo < len(ALGORITHMS) and proto < len(PROTOCOLS):
-        _choice(facts, "(any)", f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}", match["bytes"], 0)
+        _choice(facts, "(any)", f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}")
 
 
 def _symmetric_kernel(facts: NcclFacts, match: re.Match[str]) -> None:
-    _choice(facts, match["kind"], f"symmetric {match['kernel']}", match["bytes"], int(match["channels"]))
+    _choice(facts, match["kind"], f"symmetric {match['kernel']}")
 
 
 def _copy_engine(facts: NcclFacts, match: re.Match[str]) -> None:
-    by = "copy engine over the network" if match["hierarchical"] else "copy engine"
-    _choice(facts, match["kind"], by, match["bytes"], 0)
+    _choice(facts, match["kind"], "copy engine over the network" if match["hierarchical"] else "copy engine")
 
 
 _POINTER = r"(?:0x)?[0-9a-fA-F]+"
@@ -208,19 +178,14 @@ _READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
         # the longest logs are of these: first
         (
             "-> Algo",
-            r"(?P<kind>\w+): (?P<bytes>\d+) Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+)"
-            r" channel\{Lo\.\.Hi\}=\{(?P<low>\d+)\.\.(?P<high>\d+)\}",
+            r"(?P<kind>\w+): \d+ Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+) channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}",
             _algorithm,
         ),
-        ("-> Algo", r"(?P<bytes>\d+) Bytes -> Algo (?P<algo>\d+) proto (?P<proto>\d+)", _numbered_algorithm),
-        (
-            "[Symmetric]",
-            r"(?P<kind>\w+) \[Symmetric\]: (?P<bytes>\d+) Bytes -> Kernel (?P<kernel>\w+) nchannels (?P<channels>\d+)",
-            _symmetric_kernel,
-        ),
+        ("-> Algo", r"\d+ Bytes -> Algo (?P<algo>\d+) proto (?P<proto>\d+)", _numbered_algorithm),
+        ("[Symmetric]", r"(?P<kind>\w+) \[Symmetric\]: \d+ Bytes -> Kernel (?P<kernel>\w+)", _symmetric_kernel),
         (
             "Bytes -> ",
-            r"(?P<kind>\w+) \[(?:Copy Engine|(?P<hierarchical>Hierarchical CE))\]: (?P<bytes>\d+) Bytes",
+            r"(?P<kind>\w+) \[(?:Copy Engine|(?P<hierarchical>Hierarchical CE))\]: \d+ Bytes",
             _copy_engine,
         ),
         ("register", rf"register comm {_POINTER} buffer {_POINTER} size (\d+)", _registered("user")),
@@ -238,26 +203,12 @@ _READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
         ("IPC register", r"- IPC register(?:ing)? buffer .*?size (\d+)", _registered("ipc")),
         ("IPC register", r"failed to IPC register", _registered("ipc", failed=True)),
         ("Segment size", r"Segment \d+, Type : \d+, numSegments : \d+, Segment size : (\d+)", _registered("symmetric")),
-        ("Init COMPLETE", r"Init COMPLETE", _complete),
-        (
-            "coll channels",
-            r"(?P<coll>\d+) coll channels, (?:\d+ collnet channels, )?(?:(?P<nvls>\d+) nvls channels)?",
-            _channels,
-        ),
+        ("coll channels", r"coll channels, (?:\d+ collnet channels, )?(?:(?P<nvls>\d+) nvls channels)?", _channels),
         ("NVLS multicast", r"NVLS multicast support is (?P<not>not )?available", _flag("nvls_available")),
         ("collnet plugin", r"Loaded coll(?:net|Net) plugin (?P<collnet_plugin>.+?)(?: \(v\d+\))?$", _fields),
         ("CollNet", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/", _flag("collnet_connected")),
         ("CollNet node threshold", r"Communicator has \d+ nodes which is less than CollNet node threshold.*", _refused),
         ("SHARP", r"(?:SHARP coll init error: .*|Cannot create SHARP job.*|sharp_create_job failed.*)", _refused),
-        ("GIN/Plugin", r"GIN/Plugin: Assigned plugin (?P<gin_plugin>\S+)", _fields),
-        (
-            "Symmetric",
-            r"Symmetric VA size=|Symmetric registration is (?P<not>not) supported",
-            _flag("symmetric_memory"),
-        ),
-        ("set by environment", r"(?P<name>NCCL_\w+) set by environment to (?P<value>\S+?)\.?\s*$", _setting),
-        ("environment variable", r"Parsed environment variable (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
-        ("reset to NCCL_", r"reset to (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
         ("NCCL version", r"NCCL version (?P<version>\S+)", _fields),
     )
 )

@@ -1,9 +1,17 @@
-"""Requested and effective settings of NCCL, for the record and for a warning."""
+"""Requested and effective settings of NCCL, for the record and for a warning, and its version.
+
+`torch.cuda.nccl.version()` is a constant of torch's build. LD_PRELOAD, another wheel or a newer file give the process
+another library, which is asked here.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from harness.config.schema import Config, NcclLog, Registration, SharpAxis
 from harness.probe.nccl_log import NcclFacts
@@ -108,3 +116,44 @@ def _why_missing(kind: str, log: NcclFacts) -> str:
     if log.collnet_plugin is None:
         return "infiniband: no network plugin with collectives was loaded"
     return f"infiniband: plugin {log.collnet_plugin} was loaded, and no communicator connected"
+
+
+LIBRARY = "libnccl.so.2"
+
+SEVERAL_RANKS_A_DEVICE = (2, 30)
+
+
+class NcclVersion(NamedTuple):
+    major: int
+    minor: int
+    patch: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}.{self.patch}"
+
+    @classmethod
+    def of_code(cls, code: int) -> NcclVersion:
+        """From NCCL's number: 10,000 a major version, or 1,000 before 2.9."""
+        major, rest = divmod(code, 10_000 if code >= 10_000 else 1_000)
+        return cls(major, *divmod(rest, 100))
+
+
+def loaded_version() -> NcclVersion | None:
+    """Version of the loaded NCCL; None without one, or if torch is statically linked."""
+    try:
+        library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    code = ctypes.c_int(0)
+    if library.ncclGetVersion(ctypes.byref(code)) != 0:
+        return None
+    return NcclVersion.of_code(code.value)
+
+
+def version_facts() -> dict[str, str | None]:
+    """`nccl`: the loaded version, or else that of torch's build; `nccl_built`: that of the build. None without NCCL."""
+    if not torch.cuda.is_available():
+        return {"nccl": None, "nccl_built": None}
+    built = str(NcclVersion(*torch.cuda.nccl.version()[:3]))
+    loaded = loaded_version()
+    return {"nccl": built if loaded is None else str(loaded), "nccl_built": built}

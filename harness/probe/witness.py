@@ -1,15 +1,10 @@
 """Observations of autograd and the forward in a captured step, taken down outside the engine.
 
-[Note: Witnesses] An engine cannot be asked whether it is right. Two things can be seen beside it: the gradient that
-autograd hands to a trained parameter, before the engine touches it, and the weights that a module computes with. The
-first, added in fp64 over microbatches and ranks on the harness's own group, is what the engine's reduction must give.
-The second must be the main weights, cast to the compute dtype, on every rank. So a run can be found wrong on its own,
-and a fault has a place: weights that are not the main ones (gather), a sum that is not the witnesses' (reduction);
-what the witnesses of two runs disagree about happened before (forward and backward).
-
-Hooks are there during captured steps only. What they cost there is memory traffic: nothing is copied that need not be,
-a sum has memory of its own (a step has freed pieces of that size; a large new one costs more than the adding does), and
-sums go to the first rank only.
+[Note: Witnesses] Two things can be seen beside an engine: the gradient that autograd hands to a trained parameter,
+before the engine touches it, and the weights that a module computes with. docs/verdicts.md ("Witnesses") says what is
+asked of them. Hooks are there during captured steps only. Nothing is copied that need not be, a sum has memory of its
+own (a step has freed pieces of that size; a large new one costs more than the adding does), and sums go to the first
+rank only.
 """
 
 from __future__ import annotations
@@ -237,3 +232,58 @@ def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]
             elif used not in (UNSEEN, kept[index]):
                 found.append(WrongWeights(rank, name, "computed with other weights than the main ones"))
     return found
+
+
+Range = tuple[int, int, str]
+"""First byte, one past the last, name."""
+
+
+def overlaps(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Pairs of an engine's own tensors, of more than one element each, that share bytes; neighbours in memory only.
+
+    Step counts are left out: one counter may serve many tensors.
+    """
+    ranges: dict[str, list[Range]] = {}
+    for name, tensor in state.items():
+        if tensor.numel() > 1 and tensor.is_contiguous():
+            start = tensor.data_ptr()
+            ranges.setdefault(str(tensor.device), []).append(
+                (start, start + tensor.numel() * tensor.element_size(), name)
+            )
+    return [pair for held in ranges.values() for pair in _neighbours(sorted(held))]
+
+
+def _neighbours(held: list[Range]) -> list[tuple[str, str]]:
+    found = []
+    end, owner = 0, ""
+    for start, stop, name in held:
+        if start < end:
+            found.append((owner, name))
+        if stop > end:
+            end, owner = stop, name
+    return found
+
+
+def untied(fresh: nn.Module, module: nn.Module) -> list[str]:
+    """Names of tied weights in a fresh model that are separate in this module.
+
+    Args: fresh: before an engine; may be on meta. module: the same model after an engine.
+    """
+    return [name for name, first in _ties(fresh).items() if _at(module, name) is not _at(module, first)]
+
+
+def _ties(fresh: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    for name, param in fresh.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            found[name] = first[id(param)]
+        first.setdefault(id(param), name)
+    return found
+
+
+def _at(module: nn.Module, name: str) -> object:
+    found: object = module
+    for step in name.split("."):  # not by `_modules`: a wrapper may lie between, which passes names on
+        found = getattr(found, step, None)
+    return object() if found is None else found

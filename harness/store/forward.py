@@ -3,7 +3,7 @@
     version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
     call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
 
-The sketches are those of `harness.probe.step_checks.forward`, in the order in which modules are first called.
+The sketches are those of `harness.probe.step_checks.local`, in the order in which modules are first called.
 """
 
 from __future__ import annotations

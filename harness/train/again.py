@@ -1,20 +1,15 @@
 """A step's local gradients, recomputed beside the engine with the plain model.
 
 [Note: Worked out again] Observers compare everything with autograd's gradients, but cannot know that these belong to
-the model, weights and tokens. So in chosen steps each rank builds the model in plain torch, fills it with the engine's
-main weights, reads its part of the batch again without loader and sources (`harness.data.reread`), and runs the same
-microbatches. Equal modules then see equal bits, shapes, dtypes and threads; differences come from the feed, the
-computation, a gather or a buffer. Sketches of gradients are compared rank by rank.
+the model, weights and tokens. So in captured and drawn steps each rank builds the model in plain torch, fills it with
+the engine's main weights, reads its part of the batch again (`harness.data.reread`), and runs the same microbatches.
+docs/verdicts.md ("Recomputed gradients") says what follows from that. It takes a forward, a backward and unsharded
+weights on each rank. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's
+own model, which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
 
-It takes a forward, a backward and unsharded weights on each rank. So it runs in captured steps, the last of which still
-has a persistent fault, and in a share of the others (`measure.again`), drawn by the seed: runs that are compared have
-the same. Without room for it, it is skipped. So it is where a repetition may rightly differ: for a user's own model,
-which may be random or stateful, and under tensor parallelism, where no rank has unsharded weights.
-
-[Note: The same function] These steps use the model's present code: a softcap, table, constant or custom backward that
-changed since the begin changes both alike. So each rank computes the plain model's local gradients twice more, for the
-seed's first weights and its own microbatches of step 1: before its first step, and in the last recomputed one. Equal
-modules, bits, shapes and threads must agree. Earlier changes, in a previous attempt or in step 1, are not seen.
+[Note: The same function] These steps use the model's present code, which may have changed since the begin. So each rank
+computes the plain model's local gradients twice more, for the seed's first weights and its own microbatches of step 1:
+before its first step, and in the last recomputed one. Equal modules, bits, shapes and threads must agree.
 """
 
 from __future__ import annotations
@@ -32,12 +27,11 @@ from harness.config.derived import global_microbatches
 from harness.config.schema import Config, ModelFamily
 from harness.control import Control
 from harness.data.reread import Reread
-from harness.engines.plain import plain_model
-from harness.engines.protocol import Microbatch, Seen
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.base.planned import plain_model
+from harness.engines.protocol import TORCH_DTYPES, Microbatch, Seen
 from harness.fsdp import Fp8Linear
 from harness.models.workload import TokenWorkload, workload_for
-from harness.probe.memory import free_bytes
+from harness.probe.meters import free_bytes
 from harness.probe.step_checks.local import LocalWatch
 from harness.probe.step_checks.sketch import Signs, Sketch
 from harness.train.session import Session

@@ -96,11 +96,10 @@ class Callbacks:
         self._engine, self._meters = session.engine, session.meters
         self._of = {hook: [each for each in callbacks if hook in hooks_of(type(each))] for hook in HOOKS}
 
-    def begin(self, step: int) -> None:
-        self._call("begin", step, self._engine)
-
-    def before(self, step: int, batches: Sequence[Microbatch]) -> None:
-        self._call("before", step, batches, self._engine)
+    def call(self, hook: str, *args: Any) -> list[Any]:
+        """Results of a hook of every callback; their collectives are not counted."""
+        with self._meters.paused():
+            return [getattr(each, hook)(*args, self._engine) for each in self._of[hook]]
 
     def watch(self, step: int, watches: ExitStack) -> None:
         for each in self._of["watch"]:
@@ -109,34 +108,16 @@ class Callbacks:
     def reduced(self, step: int) -> None:
         if self._of["reduced"]:
             with self._meters.timers.aside():
-                self._call("reduced", step, self._engine)
-
-    def after(self, step: int, lr: float, grad_norm: float) -> None:
-        self._call("after", step, lr, grad_norm, self._engine)
+                self.call("reduced", step)
 
     @property
     def evaluates(self) -> bool:
         return bool(self._of["evaluation"])
 
-    def evaluation(self, step: int, losses: Mapping[int, float]) -> bool:
-        """True if any callback ends the run."""
-        with self._meters.paused():
-            asked = [each.evaluation(step, losses, self._engine) for each in self._of["evaluation"]]
-        return any(asked)
-
-    def checkpoint(self, step: int) -> None:
-        self._call("checkpoint", step, self._engine)
-
-    def end(self, status: str) -> None:
-        self._call("end", status, self._engine)
-
     def close(self) -> None:
-        self._call("close")
-
-    def _call(self, hook: str, *args: Any) -> None:
         with self._meters.paused():
-            for each in self._of[hook]:
-                getattr(each, hook)(*args)
+            for each in self._of["close"]:
+                each.close()
 
     def step(self, step: int, record: Mapping[str, Any]) -> dict[str, float]:
         """Joined numbers of a step.

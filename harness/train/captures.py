@@ -19,7 +19,7 @@ from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.workload import workload_for
-from harness.probe import structure
+from harness.probe import witness
 from harness.probe.capture import beside, json_number, raw_bytes, write_final, write_plan, write_rounding, write_step
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
@@ -111,8 +111,8 @@ class Captures(Callback):
                 self._tensors[f"{prefix}/{name}"] = tensor.contiguous()
 
     def _structure(self, seen: Seen) -> dict[str, Any]:
-        aliases = structure.overlaps(self.session.engine.state_dict())
-        untied = structure.untied(workload_for(self.config).build("meta", torch.float32), seen.module)
+        aliases = witness.overlaps(self.session.engine.state_dict())
+        untied = witness.untied(workload_for(self.config).build("meta", torch.float32), seen.module)
         rows = self.control.gather([len(aliases), len(untied)])
         others = [f"rank {rank}" for rank, row in enumerate(rows) if any(row) and rank != self.session.ranks.rank]
         return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}

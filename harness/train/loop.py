@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from harness.control import Control, StepReport
 from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
-from harness.probe.timers import ASIDE
+from harness.probe.meters import ASIDE
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
 from harness.train.callbacks import Callbacks, made
@@ -49,17 +49,10 @@ def run(session: Session) -> Outcome:
         return Loop(session).run()
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     seconds: float
     """Seconds of loading on this rank."""
-    data: list[Microbatch] | None
-    error: Exception | None
-
-    def take(self) -> list[Microbatch]:
-        if self.data is None:
-            raise self.error or RuntimeError("a batch is neither there nor refused")
-        return self.data
+    data: Future[list[Microbatch]]
 
 
 class Loop:
@@ -111,7 +104,7 @@ class Loop:
                 trace.after(step)
             self.checkpoints.finish()
             status: Literal["done", "preempted"] = "done" if ended or step == self.config.train.steps else "preempted"
-            self.callbacks.end(status)
+            self.callbacks.call("end", status)
             self._finish(status, start, time.perf_counter() - began)
         finally:
             trace.close()
@@ -127,7 +120,7 @@ class Loop:
         captures = self.captures if self.captures.steps or self.captures.update_steps else None
         own = [each for each in (captures, checks) if each is not None]
         self.callbacks = Callbacks(self.session, [*own, *made(self.config)])
-        self.callbacks.begin(start)
+        self.callbacks.call("begin", start)
 
     def _begin(self) -> int:
         self.captures.write_plan()
@@ -169,7 +162,7 @@ class Loop:
         with nullcontext() if self.bench is None else self.bench.step(step):
             losses, measured = self._update(step)
         self.last_rows = measured.rows
-        self.callbacks.after(step, measured.lr, measured.grad_norm)
+        self.callbacks.call("after", step, measured.lr, measured.grad_norm)
         held_out = self.evaluation.after(step)
         digests = self.feed.digests(step, self.given)
         del self.given
@@ -192,7 +185,7 @@ class Loop:
         meters.collectives.take_waited_s()
         session.engine.counters()
         fetched, self.ahead = self.ahead or self._fetch(step), None
-        microbatches = fetched.take()
+        microbatches = fetched.data.result()
         began = time.perf_counter()
         with ExitStack() as watches:
             self._outside(lambda: self._watch(step, microbatches, watches))
@@ -214,18 +207,19 @@ class Loop:
         return losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
 
     def _watch(self, step: int, microbatches: Sequence[Microbatch], watches: ExitStack) -> None:
-        self.callbacks.before(step, microbatches)
+        self.callbacks.call("before", step, microbatches)
         self.callbacks.watch(step, watches)
         self.given = joined(microbatches)
 
     def _fetch(self, step: int) -> Fetched:
-        began, data, error = time.perf_counter(), None, None
+        """A batch, or the error that whoever takes it is to raise."""
+        began, data = time.perf_counter(), Future[list[Microbatch]]()
         with self.session.meters.timers.span("data"):
             try:
-                data = [self._to_device(microbatch) for microbatch in self.session.loader.batch(step)]
+                data.set_result([self._to_device(microbatch) for microbatch in self.session.loader.batch(step)])
             except Exception as caught:
-                error = caught
-        return Fetched(time.perf_counter() - began, data, error)
+                data.set_exception(caught)
+        return Fetched(time.perf_counter() - began, data)
 
     def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
         device = self.session.ranks.device
@@ -256,7 +250,7 @@ class Loop:
         """True if a callback of any rank ends the run after an evaluation. Collective over all ranks."""
         if step not in self.evaluation.losses or not self.callbacks.evaluates:
             return False
-        asked = self.callbacks.evaluation(step, self.evaluation.losses)
+        asked = any(self.callbacks.call("evaluation", step, self.evaluation.losses))
         return any(each for (each,) in self.control.gather([int(asked)]))
 
     def _save_if_due(self, step: int, writer: MetricsWriter | None, report: StepReport, *, ends: bool) -> None:
@@ -264,7 +258,7 @@ class Loop:
         due = report.stop or report.save or ends or step == self.config.train.steps or (every and step % every == 0)
         if not (due or step in best) or not self.keeps_checkpoints:
             return
-        self.callbacks.checkpoint(step)
+        self.callbacks.call("checkpoint", step)
         if writer is not None:
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.data.loader import Loader
-from harness.engines.protocol import Engine, Ranks
-from harness.probe.meters import Meters
+from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.probe.meters import Meters, Timers
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,24 @@ class Outcome:
     step: int
     saved: bool
     """True if ckpt/ has a checkpoint of exactly this step."""
+
+
+def timed_workload(inner: Workload, timers: Timers, alive: Callable[[], None] = lambda: None) -> Workload:
+    """The workload with its `loss` in a `forward` span, and with each of its initial weights calling `alive`."""
+    return cast("Workload", _Timed(inner, timers, alive))
+
+
+class _Timed:
+    def __init__(self, inner: Workload, timers: Timers, alive: Callable[[], None]) -> None:
+        self.inner, self.timers, self.alive = inner, timers, alive
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
+        self.alive()
+        return self.inner.initial_weight(name, shape)
+
+    def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
+        with self.timers.span("forward"):
+            return self.inner.loss(model, batch)

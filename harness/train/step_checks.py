@@ -11,7 +11,7 @@ sample, which cost a few passes over what a rank holds and nothing on the wire b
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before; of
-                Muon, a whole matrix (`harness.train.step_matrices`)
+                Muon, a whole matrix (`harness.train.pieces`)
 
 Each rank looks at what it holds. One sum and one maximum over ranks, on the loop's own group and while the next batch
 is loaded, give the first rank the numbers of the whole model, which it writes into the stream.
@@ -37,12 +37,10 @@ from harness.config.schema import Config, MeasureMode, Numerics
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch
 from harness.models.workload import workload_for
 from harness.probe.hooks import named_modules
-from harness.probe.step_checks.forward import ForwardWatch
-from harness.probe.step_checks.local import LocalWatch
+from harness.probe.step_checks.local import ForwardWatch, LocalWatch
 from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
 from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
 from harness.probe.step_checks.sketch import SKETCHES, Place, Range, Signs, Sketch
@@ -53,9 +51,8 @@ from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
 from harness.train.again import is_same_function_asked, off_by, same_function, steps_of, worked_out
 from harness.train.callbacks import Callback
-from harness.train.pieces import WEIGHTS, pieces_of
+from harness.train.pieces import WEIGHTS, WholeMatrices, pieces_of
 from harness.train.session import Session
-from harness.train.step_matrices import WholeMatrices
 
 NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
 
@@ -188,7 +185,7 @@ class StepChecks(Callback):
         self.values = self.sample.look()
         if self.matrices is not None:
             self.matrices.before(step)
-        self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
+        self.summed["moments_before"][:] = self.sample.of_moments(self.values, len(self.pieces))
         self.work_out_again(step)
 
     def _begins(self, place: int) -> Sketch:
@@ -206,7 +203,7 @@ class StepChecks(Callback):
         sketches = Sketch.stack([self.begun[place] for place in range(len(self.pieces))])
         if self.left is not None:  # squares are a scale, of what is the same where `kept` is nought
             sketches = sketches._replace(squares=self.left[0].squares)
-            self.largest.kept[:] = self._kept(sketches, self.values)
+            self.largest["kept"][:] = self._kept(sketches, self.values)
         self.summed.put("before", sketches, self.counted)
         if self.cast is None:
             self.summed.put("cast", sketches, self.counted)
@@ -221,13 +218,13 @@ class StepChecks(Callback):
             if step in self.again_at:
                 began = time.perf_counter()
                 self.again = worked_out(*of, step)
-                self.summed.part("blind")[:] = float(self.again is None)
+                self.summed["blind"][:] = float(self.again is None)
                 self.again_s[step] = time.perf_counter() - began
             is_last = step == max(self.again_at, default=0)
             if self.looks_for_drift and (is_last or step == self.done + 1):
                 now = same_function(*of)
                 self.first, self.drift = (self.first, now) if is_last else (now, None)
-                self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
+                self.summed["blind_twice"][:] = float(self.first is None or now is None)
 
     def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
         seen = engine.seen()
@@ -262,7 +259,7 @@ class StepChecks(Callback):
         if self.forward is not None:
             self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
-        self.summed.part("moments_after")[:] = self.sample.of_moments(values, len(self.pieces))
+        self.summed["moments_after"][:] = self.sample.of_moments(values, len(self.pieces))
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
         alone = self.again is not None, self.drift is not None
@@ -291,7 +288,7 @@ class StepChecks(Callback):
         if self.whole is not None:
             largest.differ_from(summed, self.whole)
         elif step > 1:
-            largest.kept[:] = torch.nan
+            largest["kept"][:] = torch.nan
         if self.moments is not None:
             largest.moments_differ_from(summed, self.moments)
             self.moments = None
@@ -299,20 +296,22 @@ class StepChecks(Callback):
 
     def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:
         assert self.gradient_sample is not None
-        self.summed.part("followed")[:, 0] = self.sample.elements(len(self.pieces))
+        self.summed["followed"][:] = self.sample.elements(len(self.pieces))
         scaled = self.session.engine.scaled()
         if scaled is not None and scaled.skipped:
             self.skipped += 1
-            self.largest.rule[:] = self.sample.largest(self.sample.moved(self.values, values), len(self.pieces)) / EXACT
+            self.largest["rule"][:] = (
+                self.sample.largest(self.sample.moved(self.values, values), len(self.pieces)) / EXACT
+            )
             return
         clipping = optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
         made = Made(step - self.skipped, lr, self.gradient_unit)
         held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
-        self.largest.rule[:] = self.sample.largest(held.ratios, len(self.pieces))
-        self.largest.clipping[:] = held.clipping
+        self.largest["rule"][:] = self.sample.largest(held.ratios, len(self.pieces))
+        self.largest["clipping"][:] = held.clipping
         told = None if self.matrices is None else self.matrices.ratio(clipping, lr)
         if told is not None:
-            self.largest.rule[told[0]] = self.largest.rule[told[0]].clamp(min=told[1])
+            self.largest["rule"][told[0]] = self.largest["rule"][told[0]].clamp(min=told[1])
 
     def _tell_forward(self, watch: ForwardWatch) -> None:
         """Sum the forward sketches of all ranks. Collective over all ranks."""
@@ -331,16 +330,16 @@ class StepChecks(Callback):
 
     def _tell_local(self, watching: LocalWatch) -> None:
         gradients, (largest, least) = watching.gradients(), watching.weights()
-        self.summed.part("local")[:] = gradients.values
-        self.summed.part("terms")[:, 0] = gradients.squares
-        self.summed.part("saw")[:] = float(watching.saw_gradients)
-        self.summed.part("hidden")[list(watching.hidden)] = 1.0
-        self.largest.used[:] = torch.cat([largest, -least], dim=1)
+        self.summed["local"][:] = gradients.values
+        self.summed["terms"][:] = gradients.squares
+        self.summed["saw"][:] = float(watching.saw_gradients)
+        self.summed["hidden"][list(watching.hidden)] = 1.0
+        self.largest["used"][:] = torch.cat([largest, -least], dim=1)
         shapes = [piece.shape for piece in self.pieces]
         if self.again is not None:
-            self.largest.again[:] = off_by(gradients, self.again, shapes)
+            self.largest["again"][:] = off_by(gradients, self.again, shapes)
         if self.drift is not None and self.first is not None:
-            self.largest.drift[:] = off_by(self.drift, self.first, shapes)
+            self.largest["drift"][:] = off_by(self.drift, self.first, shapes)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -352,10 +351,10 @@ class StepChecks(Callback):
         """Observe the last weights of a finished run."""
         if status == "done" and self.left is not None:
             self._begin()
-            self.largest.kept[:] = self._kept(self._sketches(), self.sample.look())
+            self.largest["kept"][:] = self._kept(self._sketches(), self.sample.look())
             self.control.begin_totals(self.summed.values, self.largest.values)()
             if self.writer is not None:
-                self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest.kept.numpy()))
+                self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest["kept"].numpy()))
 
     def close(self) -> None:
         if self.writer is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
-from harness.parity.telling.usual import farthest
+from harness.parity.telling.render import farthest
 from harness.store import checksums, status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics

@@ -18,8 +18,8 @@ from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
-from harness.probe.memory import note_before_rendezvous
-from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
+from harness.probe.meters import note_before_rendezvous
+from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
 from harness.worker.binding import device_index
 from harness.worker.rendezvous import LOOPBACK, interface_towards, meet

@@ -39,7 +39,7 @@ USED_BY_ALL = (
     "harness.worker.connect",
     "harness.worker.origin",
     "harness.data.loader",
-    "harness.engines.registry",
+    "harness.engines.protocol",
     "harness.engines.adapters.native",
     "harness.engines.adapters.ddp",
     "harness.engines.adapters.single",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.control import gather_json
 from harness.engines.protocol import Ranks
-from harness.probe.nccl_library import version_facts
+from harness.probe.network import version_facts
 from harness.store import provenance
 
 

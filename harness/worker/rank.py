@@ -195,7 +195,7 @@ def _train(
     import torch.distributed as dist
 
     from harness.data.loader import Loader
-    from harness.engines.registry import engine_class
+    from harness.engines.protocol import engine_class
     from harness.models.workload import workload_for
     from harness.probe.meters import Meters
     from harness.train import Session, run as train, timed_workload

@@ -100,13 +100,13 @@ from harness.config.schema import EngineName
 from harness.fsdp import Options, fully_shard
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.build import cups
-from harness.parity.tiers.admissible import WITHOUT_EFFECT
+from harness.parity.tiers.comparable import WITHOUT_EFFECT
 from harness.store.labels import strategy_of
 from harness.config.catalog import load_catalog
 from harness.config.capabilities import PACKAGES
 from harness.config.schema import OuterStrategy
 from harness.engines.adapters.native import policy_of
-from harness.engines.registry import engine_class
+from harness.engines.protocol import engine_class
 from harness.fsdp.build import lumps
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Strategy

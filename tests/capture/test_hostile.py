@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capture import graph, watch
+from harness.capture import watch, watching
 from harness.capture.__main__ import main
 from harness.capture.parts import FOLDER, Part
 from harness.capture.watching import Watching
@@ -57,7 +57,10 @@ def _full(*_: Any, **__: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "a hook of the forward": (lambda patch: patch.setattr(graph, "count", _raises), "RuntimeError: a fault of its own"),
+    "a hook of the forward": (
+        lambda patch: patch.setattr(watching, "count", _raises),
+        "RuntimeError: a fault of its own",
+    ),
     "a hook of the backward": (
         lambda patch: patch.setattr(Watching, "_add", _raises),
         "RuntimeError: a fault of its own",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.capture import data, merge, run as runs, weights
+from harness.capture import merge, run as runs, watching
 from harness.parity.alone.every_step import BETWEEN
 from harness.parity.compare import compare
 from harness.parity.outcome import Grade, Outcome, Verdict
@@ -72,27 +72,27 @@ def unknown_data_are_no_proof(parts: Path, to: Path) -> bool:
 
 
 def other_tokens_have_another_digest(parts: Path, to: Path) -> bool:
-    return data.fed(torch.tensor([[1, 2]])).rows != data.fed(torch.tensor([[1, 3]])).rows
+    return runs.fed(torch.tensor([[1, 2]])).rows != runs.fed(torch.tensor([[1, 3]])).rows
 
 
 def a_row_has_one_digest_in_every_batch(parts: Path, to: Path) -> bool:
     batch = torch.arange(12).view(4, 3)
-    halves = [row for half in batch.chunk(2) for row in data.fed(half).rows]
-    return data.fed(batch).rows == halves
+    halves = [row for half in batch.chunk(2) for row in runs.fed(half).rows]
+    return runs.fed(batch).rows == halves
 
 
 def exchanged_weights_have_another_digest(parts: Path, to: Path) -> bool:
     one = torch.tensor([[1.0, 2.0]])
     place = Place.whole(one.shape)
-    return weights.digest("w", one, place, 2) != weights.digest("w", one.flip(1), place, 2)
+    return watching.digest("w", one, place, 2) != watching.digest("w", one.flip(1), place, 2)
 
 
 def pieces_add_up_to_the_whole(parts: Path, to: Path) -> bool:
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     pieces = [
-        weights.digest("w", whole[top:bottom], Place((top, bottom), (0, 3)), 3) for top, bottom in ((0, 3), (3, 4))
+        watching.digest("w", whole[top:bottom], Place((top, bottom), (0, 3)), 3) for top, bottom in ((0, 3), (3, 4))
     ]
-    return sum(pieces) % 2**64 == weights.digest("w", whole, Place.whole(whole.shape), 3)
+    return sum(pieces) % 2**64 == watching.digest("w", whole, Place.whole(whole.shape), 3)
 
 
 def its_own_fault_reaches_nobody(parts: Path, to: Path) -> bool:
@@ -126,8 +126,8 @@ MUTANTS: dict[str, tuple[Slip, Holds]] = {
     ),
     "content of data": (
         Slip(
-            data,
-            "_digest",
+            runs,
+            "_digest_of",
             "digest.update(leaf.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())",
             "pass",
             "A digest of data holds its shape alone",
@@ -135,15 +135,15 @@ MUTANTS: dict[str, tuple[Slip, Holds]] = {
         other_tokens_have_another_digest,
     ),
     "rows of data": (
-        Slip(data, "fed", "leaf[row]) for key", "leaf[: row + 1]) for key", "A row's digest holds those before"),
+        Slip(runs, "fed", "leaf[row]) for key", "leaf[: row + 1]) for key", "A row's digest holds those before"),
         a_row_has_one_digest_in_every_batch,
     ),
     "places of weights": (
-        Slip(weights, "digest", "(index + seed)", "(0 * index + seed)", "Exchanged weights have one digest"),
+        Slip(watching, "digest", "(index + seed)", "(0 * index + seed)", "Exchanged weights have one digest"),
         exchanged_weights_have_another_digest,
     ),
     "pieces of weights": (
-        Slip(weights, "digest", "(top + at // wide)", "(at // wide)", "Each rank counts its rows from nought"),
+        Slip(watching, "digest", "(top + at // wide)", "(at // wide)", "Each rank counts its rows from nought"),
         pieces_add_up_to_the_whole,
     ),
     "a fault of its own": (

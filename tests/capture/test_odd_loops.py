@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.capture import data, describe, merge, run as runs, watch, watching
+from harness.capture import describe, merge, run as runs, watch, watching
 from harness.launch import control
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
@@ -77,8 +77,8 @@ def numbers_that_are_none_are_recorded(to: Path) -> bool:
 
 def lists_have_rows(to: Path) -> bool:
     batch = {"words": ["one", "three", "two"], "label": [1, 2, 3], "ids": torch.arange(6).view(3, 2)}
-    parts = [data.fed({key: each[rows] for key, each in batch.items()}).rows for rows in (slice(0, 1), slice(1, 3))]
-    return [*parts[0], *parts[1]] == data.fed(batch).rows and len(set(data.fed(batch).rows)) == 3
+    parts = [runs.fed({key: each[rows] for key, each in batch.items()}).rows for rows in (slice(0, 1), slice(1, 3))]
+    return [*parts[0], *parts[1]] == runs.fed(batch).rows and len(set(runs.fed(batch).rows)) == 3
 
 
 def an_earlier_error_is_not_of_the_run(to: Path) -> bool:
@@ -127,7 +127,7 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path], bool]]] = {
         numbers_that_are_none_are_recorded,
     ),
     "lists": (
-        Slip(data, "_leaves", "str | int | float", "complex", "Lists of a batch have another digest in each layout"),
+        Slip(runs, "_leaves", "str | int | float", "complex", "Lists of a batch have another digest in each layout"),
         lists_have_rows,
     ),
     "notebook": (

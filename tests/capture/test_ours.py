@@ -20,8 +20,8 @@ from harness.models.workload import workload_for
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load
-from harness.parity.tiers import clipped, watched as tiers
-from harness.parity.tiers.clipped import as_stepped
+from harness.parity.tiers import watched as tiers
+from harness.parity.tiers.watched import as_stepped
 from harness.store.rundir import RunDir
 from harness.store.show import diff
 from tests.support.composing import compose
@@ -121,11 +121,11 @@ def other_weights_are_refused(ours: Path, watched: Path) -> bool:
 
 MUTANTS: dict[str, tuple[Slip, Callable[[Path, Path], bool]]] = {
     "clipping": (
-        Slip(clipped, "as_stepped", "float(clip) / (norms + 1e-6)", "1.0", "Our gradients are held unclipped"),
+        Slip(tiers, "as_stepped", "float(clip) / (norms + 1e-6)", "1.0", "Our gradients are held unclipped"),
         same,
     ),
     "squares of clipped gradients": (
-        Slip(clipped, "_times", "* factor", "* factor**2", "Captured gradients are clipped twice"),
+        Slip(tiers, "_times", "* factor", "* factor**2", "Captured gradients are clipped twice"),
         same,
     ),
     "first weights of two rules": (

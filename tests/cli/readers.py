@@ -12,7 +12,7 @@ from harness.bench import record as bench
 from harness.config.typed import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
-from harness.parity.telling import zoom
+from harness.parity.telling import render
 from harness.report import origin
 from harness.store import provenance, show, status
 from harness.store.errors import StoreError
@@ -38,7 +38,7 @@ def refusal(ask: Callable[[], object]) -> str:
 
 
 def _zoom(run: Path) -> str:
-    return refusal(lambda: zoom.zoom(run, run, "head.norm.weight"))
+    return refusal(lambda: render.zoom(run, run, "head.norm.weight"))
 
 
 def _gradients(run: Path) -> str:
@@ -127,7 +127,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
     ),
     "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.unfit(run.path)", "else []")),
-    "--tensor": (_zoom, TOLD, Slip(zoom, "zoom", "checksums.demand(Path(path))", "pass")),
+    "--tensor": (_zoom, TOLD, Slip(render, "zoom", "checksums.demand(Path(path))", "pass")),
     "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
     "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),
 }

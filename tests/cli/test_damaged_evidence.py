@@ -16,7 +16,7 @@ import pytest
 
 from harness.bisect.snapshot import Snapshot
 from harness.parity import Outcome, Verdict, compare, record as parity
-from harness.parity.telling import deciding
+from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.store import checksums, provenance, rundir, status
 from harness.store.rank_place import RankPlace
@@ -325,7 +325,7 @@ LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
     "signed in secret": (_signed, Slip(Snapshot, "_sign", "checksums.renew(run)", "pass", "A signature is damage")),
     "asked for again": (
         _next_command,
-        Slip(deciding, "_renewed", "if damaged else", "if False else", "What cannot say what it is is asked for again"),
+        Slip(wording, "_renewed", "if damaged else", "if False else", "What cannot say what it is is asked for again"),
     ),
     "any damage": (
         _goes_on,

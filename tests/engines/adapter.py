@@ -20,8 +20,7 @@ from harness.config.capabilities import Capabilities
 from harness.config.derived import global_microbatches
 from harness.config.schema import Config, Strategy
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Workload
 from harness.fsdp import Observer, create_state
 
 

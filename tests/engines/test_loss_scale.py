@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.schema import Dtype, EngineName, Strategy
-from harness.engines.adapters.native import NativeEngine
-from harness.engines.loss_scale import LossScale
+from harness.engines.adapters.native import LossScale, NativeEngine
 from harness.engines.protocol import Ranks
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from harness.models.workload import LlamaWorkload
@@ -135,10 +134,10 @@ def _train(rank: int, run: Run) -> Trained:
         for index in range(run.k):
             model.set_model_auto_sync(index == run.k - 1)
             scale.scale(loss_of(model, step, rank, index)).backward()
-        outcome = scale.step(CLIP)
+        norm, outcome = scale.step(CLIP)
         found.scales.append(outcome.scale)
         found.skipped.append(outcome.skipped)
-        found.norms.append(outcome.norm)
+        found.norms.append(norm)
         after = model.sharded_state()
         if outcome.skipped:
             same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

@@ -16,8 +16,7 @@ from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.data.loader import Loader
 from harness.engines.adapters.single import SingleEngine
-from harness.engines.protocol import Engine, Microbatch
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Engine, Microbatch, engine_class
 from harness.models.workload import LlamaWorkload
 from tests.support.covering import once
 from tests.support.factory import ranks_of, small_config, with_dtypes

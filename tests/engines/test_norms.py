@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engines import norms
+from harness.engines import optim
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ def reference(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32), (torch.float64,)])
 def test_grouped_squares_are_the_squares(dtypes: tuple[torch.dtype, ...]) -> None:
     tensors = [*sample(*dtypes), torch.empty(0, dtype=dtypes[0])]
-    found = math.sqrt(norms.grouped_squares(tensors, CPU).item())
+    found = math.sqrt(optim.grouped_squares(tensors, CPU).item())
     assert found == pytest.approx(reference(tensors), rel=1e-6 if torch.float64 not in dtypes else 1e-14)
-    assert norms.grouped_squares([], CPU).tolist() == [0.0]
+    assert optim.grouped_squares([], CPU).tolist() == [0.0]
 
 
 def test_many_tensors_take_as_many_operations_as_two() -> None:
@@ -55,8 +55,8 @@ def test_many_tensors_take_as_many_operations_as_two() -> None:
     for number in (2, 200):
         tensors = [torch.randn(4) for _ in range(number)]
         with Count() as counted:
-            norms.grouped_squares(tensors, CPU)
-            norms.scale(tensors, 0.5)
+            optim.grouped_squares(tensors, CPU)
+            optim.scale(tensors, 0.5)
         counts.append(len(counted.names))
     assert counts[0] == counts[1] <= 10
 
@@ -68,14 +68,14 @@ def test_what_fp32_squares_cannot_hold_is_taken_again_in_fp64_by_all_ranks(
     """The device is asked for its kind alone; the arithmetic runs here."""
     tensors = [torch.full((8,), magnitude, dtype=torch.float32)]
     zeros = torch.zeros
-    monkeypatch.setattr(norms.torch, "zeros", lambda *size, device=None, **kind: zeros(*size, **kind))
+    monkeypatch.setattr(optim.torch, "zeros", lambda *size, device=None, **kind: zeros(*size, **kind))
     calls: list[float] = []
 
     def total(squares: Tensor) -> Tensor:
         calls.append(squares.item())
         return squares
 
-    found = norms.euclidean_norm(tensors, PretendCuda(), total)  # type: ignore[arg-type]
+    found = optim.euclidean_norm(tensors, PretendCuda(), total)  # type: ignore[arg-type]
     expected = math.sqrt(8) * float(torch.tensor(magnitude, dtype=torch.float32))
     assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
     assert len(calls) == 2
@@ -84,6 +84,6 @@ def test_what_fp32_squares_cannot_hold_is_taken_again_in_fp64_by_all_ranks(
 def test_scaling_is_the_product_element_by_element() -> None:
     tensors = sample(torch.float32, torch.bfloat16)
     expected = [tensor * 0.37 for tensor in tensors]
-    norms.scale(tensors, 0.37)
+    optim.scale(tensors, 0.37)
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
-    norms.scale([], 0.5)
+    optim.scale([], 0.5)

@@ -11,8 +11,7 @@ from torch import Tensor
 from harness.config.schema import Config, Dtype, EngineName, OptimizerConfig, OptimizerName
 from harness.data.loader import Loader
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Engine, Microbatch, engine_class
 from harness.fsdp import create_state
 from harness.models.workload import LlamaWorkload
 from tests.support.factory import ranks_of, small_config, with_dtypes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.config.schema import Dtype, EngineName, OuterStrategy, Strategy
-from harness.parity.captured import read
+from harness.parity.tensors import read
 from harness.probe.hooks import ParameterHooks
 from tests.support.factory import small_config, train, with_dtypes
 from tests.support.mutants import Slip, kills

@@ -11,8 +11,7 @@ import torch
 
 from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
-from harness.engines.protocol import Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
 from tests.fsdp.trial import Case, Record, run_case, run_cases
 from tests.support.composing import compose

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.schedule import lr_at
+from harness.config.derived import lr_at
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.faults.corpus import DECLARED, K2, ZERO1, ZERO2, ZERO3, Fault

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from harness.engines.protocol import Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Ranks, engine_class
 from harness.fsdp.comm.events import OUTER
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.models.workload import LlamaWorkload

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.fsdp import dtype_table
 from harness.config.schema import Dtype
 from harness.engines import optim
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.protocol import TORCH_DTYPES
 from harness.fsdp import Dtypes, MixedPrecisionPolicy, create_state, fully_shard_model
 from harness.fsdp.comm import fixed_point
 from harness.models.workload import LlamaWorkload

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from harness.config.schema import GradBuffer
-from harness.engines.protocol import Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches

@@ -20,8 +20,7 @@ from harness.config.schema import (
     Strategy,
     Transport,
 )
-from harness.engines.protocol import Microbatch, Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Microbatch, Ranks, engine_class
 from harness.models.workload import workload_for
 from tests.support.covering import once
 from tests.support.spawn import run_ranks

@@ -19,8 +19,7 @@ from harness.config.projections import NAMES, projections
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
 from harness.control import Control
 from harness.data.loader import Loader
-from harness.engines.protocol import Microbatch
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Microbatch, engine_class
 from harness.fsdp import Fp8Linear
 from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter

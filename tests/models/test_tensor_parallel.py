@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OuterStrategy, Strategy
-from harness.engines.registry import engine_class
+from harness.engines.protocol import engine_class
 from harness.models.workload import workload_for
 from harness.store.metrics import read_metrics
 from tests.support.covering import once

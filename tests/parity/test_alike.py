@@ -10,7 +10,7 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.outcome import Finding
 from harness.parity.record import load
-from harness.parity.tiers import alike
+from harness.parity.tiers import divergence
 from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS, OURS_BF16
@@ -99,7 +99,7 @@ def held(bench: Bench, name: str) -> Verdict:
 
 
 def asked(verdict: Verdict) -> list[Finding]:
-    return [row for row in verdict.evidence if row.check == alike.ALIKE]
+    return [row for row in verdict.evidence if row.check == divergence.ALIKE]
 
 
 def wrong(bench: Bench) -> Iterator[str]:
@@ -109,20 +109,22 @@ def wrong(bench: Bench) -> Iterator[str]:
         if not tensor and verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
             yield f"{name}: {verdict.sentence}"
         if tensor and [(f.check, f.step, f.tensor, f.place) for f in found[:1]] != [
-            (alike.ALIKE, AT, tensor, "between clipping and optimizer")
+            (divergence.ALIKE, AT, tensor, "between clipping and optimizer")
         ]:
             yield f"{name}: {verdict.sentence}"
     arm, control = (load(bench.run(each)) for each in CASES["a frozen row"][:2])
     elsewhere = [replace(run, config={**run.config, "cluster.device": "cuda"}) for run in (arm, control)]
-    if [f.grade for f in alike.check(*elsewhere)] != [Grade.doubt]:
+    if [f.grade for f in divergence.after_equal_gradients(*elsewhere)] != [Grade.doubt]:
         yield "on another device"
-    if alike.check(replace(arm, provenance={**arm.provenance, "sources_digest": "another"}), control):
+    if divergence.after_equal_gradients(
+        replace(arm, provenance={**arm.provenance, "sources_digest": "another"}), control
+    ):
         yield "other sources"
     own = [replace(run, config={**run.config, "optimizer.name": "ext"}) for run in (arm, control)]
-    if alike.check(*own):
+    if divergence.after_equal_gradients(*own):
         yield "one's own optimizer"
     other = replace(arm, columns={**arm.columns, "grad_norm": [1.0, *arm.columns["grad_norm"][1:]]})
-    if alike.check(other, control):
+    if divergence.after_equal_gradients(other, control):
         yield "after another norm"
 
 
@@ -151,16 +153,26 @@ def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
 MUTANTS = {
     "nobody asks": Slip(judgement.Judgement, "verdict", "own += [", "[", "Equal gradients owe nothing"),
     "whatever the gradients": Slip(
-        alike, "_steps_of_equal_gradients", "steps if equal.all()", "steps if True", "Other gradients owe equal weights"
+        divergence,
+        "_steps_of_equal_gradients",
+        "steps if equal.all()",
+        "steps if True",
+        "Other gradients owe equal weights",
     ),
     "whatever the norm": Slip(
-        alike, "_steps_of_equal_gradients", '"grad_norm", ', "", "Gradients that were clipped otherwise owe them too"
+        divergence,
+        "_steps_of_equal_gradients",
+        '"grad_norm", ',
+        "",
+        "Gradients that were clipped otherwise owe them too",
     ),
-    "any configuration": Slip(alike, "_one_configuration", "same and same_code", "same_code", "Any kernel owes bits"),
-    "any sources": Slip(alike, "_one_configuration", "same and same_code", "same", "Other code owes bits"),
-    "any optimizer": Slip(alike, "_one_configuration", "in KNOWN", "!= ''", "One's own optimizer owes bits"),
-    "all tensors": Slip(alike, "_finding", "differs.any(1)", "differs.all(1)", "One tensor is let off"),
-    "on any device": Slip(alike, "_finding", '== "cpu"', '!= ""', "Memory chooses no kernel on any device"),
+    "any configuration": Slip(
+        divergence, "_one_configuration", "same and same_code", "same_code", "Any kernel owes bits"
+    ),
+    "any sources": Slip(divergence, "_one_configuration", "same and same_code", "same", "Other code owes bits"),
+    "any optimizer": Slip(divergence, "_one_configuration", "in KNOWN", "!= ''", "One's own optimizer owes bits"),
+    "all tensors": Slip(divergence, "_finding", "differs.any(1)", "differs.all(1)", "One tensor is let off"),
+    "on any device": Slip(divergence, "_finding", '== "cpu"', '!= ""', "Memory chooses no kernel on any device"),
 }
 
 

@@ -16,8 +16,8 @@ from harness.cli.main import main
 from harness.parity import Outcome, Verdict, baseline, compare
 from harness.parity.gate import changes, gate, made
 from harness.parity.record import load
-from harness.parity.telling.pull_request import junit, markdown
-from harness.parity.tiers import sketched
+from harness.parity.telling.render import junit, markdown
+from harness.parity.tiers import numeric
 from harness.wandb_sync.series import import_series
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
@@ -215,13 +215,13 @@ def test_completion_offers_the_options(tmp_path: Path) -> None:
 
 def a_factor_is_found(bench: Bench, golden: Path) -> bool:
     wrong = judged(bench, golden, broken(ARM, reduced=scaled(1.02)))
-    return any(found.check == sketched.LENGTH for found in wrong.findings)
+    return any(found.check == numeric.LENGTH for found in wrong.findings)
 
 
 def a_direction_is_found(bench: Bench, golden: Path) -> bool:
     """Gradients of the wrong sign have the same norms."""
     wrong = judged(bench, golden, broken(ARM, reduced=scaled(-1.0)))
-    return any(found.check == sketched.DISTANCE for found in wrong.findings)
+    return any(found.check == numeric.DISTANCE for found in wrong.findings)
 
 
 def clean_passes(bench: Bench, golden: Path) -> bool:
@@ -260,13 +260,19 @@ def a_doubt_fails_a_test(bench: Bench, golden: Path) -> bool:
 Holds = Callable[[Bench, Path], bool]
 MUTANTS: dict[str, tuple[Slip, Holds]] = {
     "lengths": (
-        Slip(sketched, "first_step", "abs(left - right) / right", "0.0 * right", "Norms of gradients are not compared"),
+        Slip(
+            numeric,
+            "first_step_sketched",
+            "abs(left - right) / right",
+            "0.0 * right",
+            "Norms are not compared",
+        ),
         a_factor_is_found,
     ),
     "distances": (
         Slip(
-            sketched,
-            "first_step",
+            numeric,
+            "first_step_sketched",
             "(0, DISTANCE, distance,",
             "(0, DISTANCE, 0.0 * distance,",
             "Sketches are not compared",
@@ -275,7 +281,11 @@ MUTANTS: dict[str, tuple[Slip, Holds]] = {
     ),
     "the draw": (
         Slip(
-            sketched, "first_step", "DRAW * bound", "1e-3 * bound", "Four sketches are taken to tell a distance exactly"
+            numeric,
+            "first_step_sketched",
+            "DRAW * bound",
+            "1e-3 * bound",
+            "Four sketches tell a distance exactly",
         ),
         clean_passes,
     ),

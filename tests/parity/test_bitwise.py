@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.record import load
 from harness.parity.telling import wording
-from harness.parity.tiers.admissible import admissible
 from harness.parity.tiers.bitwise import same_float
+from harness.parity.tiers.comparable import admissible
 from harness.store.rundir import flatten
 from tests.parity.arms import Arm
 from tests.parity.conftest import Bench

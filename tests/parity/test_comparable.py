@@ -16,7 +16,7 @@ from harness.config.schema import Config
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import load
-from harness.parity.telling import deciding
+from harness.parity.telling import wording
 from harness.parity.tiers import comparable
 from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
@@ -222,7 +222,7 @@ def test_the_command_after_a_refusal_makes_the_run_again(damage: str, word: str,
     "The command after a damaged record starts nothing",
 )
 def test_a_command_that_starts_nothing_is_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(deciding, "ALWAYS", "", lambda _: "launch.rerun=stale").put(monkeypatch)
+    Slip(wording, "ALWAYS", "", lambda _: "launch.rerun=stale").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_the_command_after_a_refusal_makes_the_run_again("summary gone", "launch.rerun=always", bench, tmp_path)
 

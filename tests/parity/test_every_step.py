@@ -14,7 +14,7 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare, judgement
 from harness.parity.alone import every_step
 from harness.parity.outcome import Finding, Stage
-from harness.parity.telling import deciding, wording
+from harness.parity.telling import wording
 from harness.parity.tiers import apart, divergence
 from harness.store.check_stream import FOLDER, step_columns
 from tests.parity.arms import Arm, Params, broken
@@ -176,10 +176,10 @@ def test_a_sentence_names_the_step_in_which_a_fault_begins(bench: Bench, tmp_pat
 
 
 ONSETS = {
-    "certain alone": Slip(deciding, "onset", "f.check in JUMPS", "False", "Only the step that is certain is named"),
-    "of any stage": Slip(deciding, "onset", "set(f.stages) & set(first.stages)", "True", "Any jump begins a fault"),
+    "certain alone": Slip(wording, "onset", "f.check in JUMPS", "False", "Only the step that is certain is named"),
+    "of any stage": Slip(wording, "onset", "set(f.stages) & set(first.stages)", "True", "Any jump begins a fault"),
     "captured late": Slip(
-        deciding, "_deciding", "onset(first, findings) or first", "first", "The last step's captures are asked for"
+        wording, "_deciding", "onset(first, findings) or first", "first", "The last step's captures are asked for"
     ),
 }
 

@@ -18,8 +18,8 @@ import pytest
 
 from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.tiers import numeric
-from harness.parity.tiers.admissible import Admission
 from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.comparable import Admission
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, TensorPair
 from harness.parity.tiers.trajectory import Span
@@ -213,7 +213,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "T1 always owed": ("judgement", "admissible", lambda _: lambda *a, **k: Admission("T1", "mutant")),
     "T1 blind to weights": ("bitwise", "_weights", lambda check: lambda a, c: replace(check(a, a), count=0)),
     "bits never differ": ("bitwise", "same_float", lambda _: lambda a, c: True),
-    "NaN passes": ("finite", "check", lambda _: empty),
+    "NaN passes": ("bitwise", "finite_values", lambda _: empty),
     "no gradients": ("numeric", "first_step", lambda _: empty),
     "no distance": (
         "numeric",
@@ -225,10 +225,10 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
     "no losses": ("trajectory", "losses", lambda _: empty),
     "no norms": ("trajectory", "_norms", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),
-    "no updates": ("updates", "check", lambda _: empty),
+    "no updates": ("numeric", "update_sizes", lambda _: empty),
     "updates a hundred times as wide": (
-        "updates",
-        "_bounds",
+        "numeric",
+        "_bounds_of_size",
         lambda bounds: lambda *a: tuple(100 * bound for bound in bounds(*a)),
     ),
     "no weight norms": ("trajectory", "_weights", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),

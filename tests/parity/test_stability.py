@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from harness.parity import Outcome, compare
-from harness.parity.tiers import stability
-from harness.parity.tiers.stability import grown, stable_until
+from harness.parity.tiers import trajectory
+from harness.parity.tiers.trajectory import grown, stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_lines
@@ -68,7 +68,7 @@ def test_apart_in_a_stable_control_is_different_and_in_a_bursting_one_not(bench:
 def test_a_rule_that_looks_away_too_easily_is_noticed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stability, "UNSTABLE", 0.2)
+    monkeypatch.setattr(trajectory, "UNSTABLE", 0.2)
     assert changed(bench, tmp_path, arm_bursts=False, control_bursts=False) is not Outcome.DIFFERENT
 
 
@@ -93,7 +93,7 @@ GROWN: dict[str, tuple[list[float], list[int] | None, bool]] = {
 def wrongly_grown() -> Iterator[str]:
     """What is explained and should not be, or the reverse; lazily."""
     for name, (differences, steps, explained) in GROWN.items():
-        bounds = stability.grown(np.array(differences), FLOOR, None if steps is None else np.array(steps))
+        bounds = trajectory.grown(np.array(differences), FLOOR, None if steps is None else np.array(steps))
         if (differences[-1] <= bounds[-1]) is not explained:
             yield f"{name}: {bounds[-1]}"
 
@@ -106,22 +106,22 @@ def test_growth_is_bounded_by_what_was_seen_of_it(name: str) -> None:
 
 
 MUTANTS = {
-    "growth of 10 at least": Slip(stability, "HOT_GROWTH", "", lambda _: 10.0, "600-fold growth in a step is refuted"),
-    "growth of 200 at least": Slip(stability, "HOT_GROWTH", "", lambda _: 200.0, "A leap out of rounding is growth"),
+    "growth of 10 at least": Slip(trajectory, "HOT_GROWTH", "", lambda _: 10.0, "600-fold growth in a step is refuted"),
+    "growth of 200 at least": Slip(trajectory, "HOT_GROWTH", "", lambda _: 200.0, "A leap out of rounding is growth"),
     "growth once": Slip(
-        stability, "grown", "fastest[:-1] ** (2 * gaps[1:])", "fastest[:-1] ** gaps[1:]", "A factor is not squared"
+        trajectory, "grown", "fastest[:-1] ** (2 * gaps[1:])", "fastest[:-1] ** gaps[1:]", "A factor is not squared"
     ),
     "growth of itself": Slip(
-        stability, "grown", "largest[:-1] * fastest[:-1]", "largest[:-1] * fastest[1:]", "A leap explains itself"
+        trajectory, "grown", "largest[:-1] * fastest[:-1]", "largest[:-1] * fastest[1:]", "A leap explains itself"
     ),
     "steps between are one": Slip(
-        stability, "grown", "** (2 * gaps[1:])", "** 2", "Captures that lie apart are taken to follow each other"
+        trajectory, "grown", "** (2 * gaps[1:])", "** 2", "Captures that lie apart are taken to follow each other"
     ),
     "speed over the gap": Slip(
-        stability, "grown", "** (1 / gaps[1:])", "** 1.0", "What grew over many steps is taken to have grown in one"
+        trajectory, "grown", "** (1 / gaps[1:])", "** 1.0", "What grew over many steps is taken to have grown in one"
     ),
     "only the last factor": Slip(
-        stability, "grown", "np.maximum.accumulate(factors)", "factors", "Fast growth of long ago is forgotten"
+        trajectory, "grown", "np.maximum.accumulate(factors)", "factors", "Fast growth of long ago is forgotten"
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.parity import study_text
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
-from harness.parity.telling import render, usual
+from harness.parity.telling import render
 from harness.parity.telling.explain import CHECKS
 from harness.wandb_sync.sync import margin
 from tests.parity.conftest import Bench
@@ -25,7 +25,7 @@ def row(check: str, ratio: float, grade: Grade = Grade.ok) -> Finding:
 
 
 def test_the_table_is_of_checks_that_clean_pairs_pass() -> None:
-    shares = usual.shares()
+    shares = render.shares()
     assert shares.keys() <= CHECKS.keys()
     assert all(0 <= share < 1 for share in shares.values())
     assert 0.4 < shares[SAMPLED] < 0.6, "it named itself in nearly every table"
@@ -34,7 +34,7 @@ def test_the_table_is_of_checks_that_clean_pairs_pass() -> None:
 
 def wrong_choices() -> Iterator[str]:
     """What is named of rows whose farthest is known."""
-    shares = usual.shares()
+    shares = render.shares()
     unusual = row(SCALE, 2 * shares[SCALE])
     cases = {
         SCALE: [row(SAMPLED, shares[SAMPLED]), unusual],
@@ -43,26 +43,26 @@ def wrong_choices() -> Iterator[str]:
         "weights at the end": [row("weights at the end", 0.03), row("weights of forwards, sketched", 1e-6)],
     }
     for name, rows in cases.items():
-        found = usual.farthest(rows)
+        found = render.farthest(rows)
         if found is None or found.check != name:
             yield f"{name}: {found}"
-    found = usual.farthest(cases[SCALE])
+    found = render.farthest(cases[SCALE])
     if found is None or found.text != f"{SCALE}, 200 % of the most in clean pairs" or found.ratio != unusual.ratio:
         yield f"told: {found}"
 
 
 def test_what_is_far_for_this_pair_is_named() -> None:
     assert list(wrong_choices()) == []
-    assert usual.farthest([]) is None
-    assert usual.farthest([replace(row(SCALE, 0.1), observed="as kept", allowed="as kept")]) is None
-    alone = usual.farthest([row("a check of its own", 0.9)])
+    assert render.farthest([]) is None
+    assert render.farthest([replace(row(SCALE, 0.1), observed="as kept", allowed="as kept")]) is None
+    alone = render.farthest([row("a check of its own", 0.9)])
     assert alone is not None
     assert alone.text == "a check of its own"
 
 
 def test_a_study_names_it(bench: Bench) -> None:
     verdict = bench.judge(next(case for case in FAULTS if case.name == "bucket dropped"))
-    found = usual.farthest(verdict.evidence)
+    found = render.farthest(verdict.evidence)
     assert found is not None
     assert found.ratio > 1, "a check that failed comes first"
     assert render._farthest(verdict) == (render.percent(found.ratio), found.text)
@@ -72,14 +72,14 @@ def test_a_study_names_it(bench: Bench) -> None:
 
 SLIPS = {
     "the tightest bound": Slip(
-        usual,
+        render,
         "farthest",
         "row.ratio / max(known.get(row.check, 1.0), LEAST)",
         "row.ratio",
         "All bounds are taken to be equally wide",
     ),
-    "what passed before what failed": Slip(usual, "farthest", "grades.index(row.grade),", "0,", "Failures are hidden"),
-    "any bit is far": Slip(usual, "LEAST", "", lambda _: 1e-12, "A last bit of what is always equal is far"),
+    "what passed before what failed": Slip(render, "farthest", "grades.index(row.grade),", "0,", "Failures are hidden"),
+    "any bit is far": Slip(render, "LEAST", "", lambda _: 1e-12, "A last bit of what is always equal is far"),
 }
 
 

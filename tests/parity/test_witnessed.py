@@ -17,7 +17,7 @@ from harness.parity.alone import every_step
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
-from harness.parity.tiers import comparable, divergence, placing
+from harness.parity.tiers import comparable, divergence
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.check_stream import FOLDER, ONCE, step_columns
 from tests.parity.arms import Params, broken
@@ -169,18 +169,18 @@ def wrong_weights(it: Witnessed) -> Iterator[str]:
 
 def wrong_places(it: Witnessed) -> Iterator[str]:
     """A stage is right where both runs saw it so, at the step and before it."""
-    seen = {*placing.ALWAYS, *placing.SEEN}
+    seen = {*every_step.ALWAYS, *every_step.SEEN}
     cases: list[tuple[tuple[Record, Record], list[tuple[int | None, Stage]], set[Stage]]] = [
         ((it.clean, it.control), [], seen),
         ((it.saying("sum", AT, np.nan), it.control), [], seen - {Stage.reduction}),
         ((it.saying("sum", AT - 1, np.nan), it.control), [], seen - {Stage.reduction}),
         ((it.clean, it.saying("rule", AT, np.nan, "control")), [], seen - {Stage.optimizer}),
         ((it.clean, it.control), [(AT - 1, Stage.gather)], seen - {Stage.gather}),
-        ((it.clean, replace(it.control, stream=None)), [], {*placing.ALWAYS}),
+        ((it.clean, replace(it.control, stream=None)), [], {*every_step.ALWAYS}),
     ]
     for number, (runs, wrong, clear) in enumerate(cases):
-        if placing.cleared(runs, AT, wrong) != clear:
-            yield f"stages cleared of case {number}: {placing.cleared(runs, AT, wrong)}"
+        if every_step.cleared(runs, AT, wrong) != clear:
+            yield f"stages cleared of case {number}: {every_step.cleared(runs, AT, wrong)}"
     off = Finding("T2", "x", Stage.optimizer, Grade.bad, 1.0, 0.0, step=AT, since=Stage.weights)
     for clear, (since, stage) in (
         ({Stage.optimizer, Stage.weights}, (Stage.gather, Stage.clipping)),
@@ -188,7 +188,7 @@ def wrong_places(it: Witnessed) -> Iterator[str]:
         (set(off.stages) - {Stage.gradient}, (None, Stage.gradient)),
         (set(off.stages), (Stage.weights, Stage.optimizer)),
     ):
-        left = placing.narrowed(off, clear)
+        left = every_step.narrowed(off, clear)
         if (left.since, left.stage) != (since, stage):
             yield f"without {clear}: {left.place}"
 
@@ -334,24 +334,28 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
     ),
     "this step alone": (
         wrong_places,
-        Slip(placing, "cleared", "{max(1, step - 1), step}", "{step}", "A stage is right where this step's was seen"),
+        Slip(
+            every_step, "cleared", "{max(1, step - 1), step}", "{step}", "A stage is right where this step's was seen"
+        ),
     ),
     "one run's word": (
         wrong_places,
-        Slip(placing, "cleared", "for run in runs", "for run in list(runs)[:1]", "The arm clears a stage for both"),
+        Slip(every_step, "cleared", "for run in runs", "for run in list(runs)[:1]", "The arm clears a stage for both"),
     ),
     "what was found wrong": (
         wrong_places,
-        Slip(placing, "cleared", "stage is each", "stage is None", "A stage in which a witness found a fault is right"),
+        Slip(
+            every_step, "cleared", "stage is each", "stage is None", "A stage in which a witness found a fault is right"
+        ),
     ),
     "NaN is right": (
         wrong_places,
-        Slip(placing, "_seen", "not math.isnan(float(values[step - 1]))", "True", "What was not seen is right"),
+        Slip(every_step, "_seen", "not math.isnan(float(values[step - 1]))", "True", "What was not seen is right"),
     ),
     "the middle is taken out": (
         wrong_places,
         Slip(
-            placing,
+            every_step,
             "narrowed",
             "since=None if len(left) == 1 else left[0]",
             "since=None",

@@ -10,8 +10,7 @@ import torch
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
-from harness.engines.protocol import Microbatch, Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Microbatch, Ranks, engine_class
 from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter, by_kind
 from harness.probe.storage import StorageMeter

@@ -136,9 +136,9 @@ BY_CELL = slips(
 SLIPS = slips(
     """
     padding counted as weights: Padding is counted with the buffer that has it
-        plan.kept.tensors: cuts.param_numel(on) * => cuts.numel(on) *
+        plan.model.tensors: cuts.param_numel(on) * => cuts.numel(on) *
     runs of moments: Moments are counted with their padding
-        plan.kept._moments: layout.param_numel_on(rank) => layout.shard_numel
+        plan.model._moments: layout.param_numel_on(rank) => layout.shard_numel
     the last unit gathered twice: The unit that a forward ends with is gathered again for the backward
         plan.wire.Gathers.of: return 1 if unit is self.last => return 2 if unit is self.last
     own chunk is sent: A reduction sends a rank's own chunk to itself

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.probe.step_checks.forward import ForwardWatch
+from harness.probe.step_checks.local import ForwardWatch
 from harness.probe.step_checks.sketch import SKETCHES, Signs
 from tests.support.mutants import Slip, each
 

@@ -15,8 +15,7 @@ from harness.fsdp import Observer
 from harness.probe.capture import beside, write_step
 from harness.probe.collectives import CollectiveMeter, Row
 from harness.probe.flops import peak_flops, peak_of_name
-from harness.probe.memory import MemoryMeter
-from harness.probe.timers import ASIDE, Timers
+from harness.probe.meters import ASIDE, MemoryMeter, Timers
 from tests.support.mutants import Slip, each
 from tests.train.runs import described
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.probe.nccl_library import NcclVersion, loaded_version
+from harness.probe.network import NcclVersion, loaded_version
 from tests.support.needs import needs
 
 
@@ -29,7 +29,7 @@ def test_a_library_that_was_put_before_torchs_is_the_one(tmp_path: Path) -> None
     source, library = tmp_path / "nccl.c", tmp_path / "libnccl.slim.so"
     source.write_text("int ncclGetVersion(int* version) { *version = 23203; return 0; }\n")
     subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source], check=True)
-    words = "from harness.probe.nccl_library import loaded_version; print(loaded_version())"
+    words = "from harness.probe.network import loaded_version; print(loaded_version())"
     ran = subprocess.run(
         ["env", f"LD_PRELOAD={library}", sys.executable, "-c", words], capture_output=True, text=True, check=True
     )

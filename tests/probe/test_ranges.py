@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness.probe.step_checks.pieces import Piece, own_places, portions
 from harness.probe.step_checks.sketch import Place, Range, Signs
@@ -17,12 +18,17 @@ SHAPES = ((7, 6), (5, 4, 3), (11,), (1, 40), (9, 1), ())
 CUTS = ((), (1,), (5,), (6,), (7,), (4, 9), (2, 3, 10))
 
 
+def flat(shape: tuple[int, ...], whole: Tensor, begin: int, end: int) -> Piece:
+    place = Place.whole(shape) if end - begin == whole.numel() else Range(begin, end) if end > begin else None
+    return Piece("w", shape, whole.flatten()[begin:end], place)
+
+
 def wrong() -> Iterator[str]:
     for shape, cuts in itertools.product(SHAPES, CUTS):
         numel = math.prod(shape)
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(numel))
         bounds = [0, *(cut for cut in cuts if cut < numel), numel]
-        pieces = [Piece.flat("w", shape, whole.flatten()[a:b], a) for a, b in itertools.pairwise(bounds)]
+        pieces = [flat(shape, whole, a, b) for a, b in itertools.pairwise(bounds)]
         wanted = Signs().sketch("w", shape, whole, Place.whole(shape))
         parts = [Signs().sketch("w", shape, each.local, each.place) for each in pieces if each.place]
         if not torch.allclose(torch.stack([part.values for part in parts]).sum(0), wanted.values, rtol=0, atol=1e-12):
@@ -38,7 +44,7 @@ def wrong() -> Iterator[str]:
 def wrong_copies() -> Iterator[str]:
     """Three ranks that keep the same range look at each element of it once."""
     whole = torch.arange(30.0).view(5, 6)
-    held = [[Piece.flat("w", (5, 6), whole.flatten()[4:27], 4)] for _ in range(3)]
+    held = [[flat((5, 6), whole, 4, 27)] for _ in range(3)]
     rows = [own_places(pieces) for pieces in held]
     shares = [portions(pieces, rows, rank)[0] for rank, pieces in enumerate(held)]
     place = held[0][0].place

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.probe.structure import overlaps, untied
+from harness.probe.witness import overlaps, untied
 
 
 def test_neighbours_do_not_overlap_and_views_of_one_place_do() -> None:

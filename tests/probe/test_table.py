@@ -24,9 +24,9 @@ def sum_of(microbatches: int, alike: float, factor: float, least: float = 0.0) -
     summed, largest = SummedTable(1, M), LargestTable(1, M)
     total = alike * microbatches
     values = torch.full((1, M), total, dtype=torch.float64)
-    summed.part("local")[:] = values
-    summed.part("terms")[:] = float(microbatches)
-    summed.part("saw")[:] = 1.0
+    summed["local"][:] = values
+    summed["terms"][:] = float(microbatches)
+    summed["saw"][:] = 1.0
     mean = values * factor / microbatches
     summed.put("reduced", Sketch(mean, mean[:, 0] ** 2), torch.ones(1, dtype=torch.float64))
     row, _ = step_numbers(summed, largest, Looked(True, True, False, False, False), microbatches, alike, least)

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 from harness.config.compose import plain
 from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMode, Strategy
 from harness.data.loader import Loader
-from harness.engines.protocol import Ranks
-from harness.engines.registry import engine_class
+from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, run, timed_workload

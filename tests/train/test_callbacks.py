@@ -166,13 +166,15 @@ MUTANTS = {
     "too late": Slip(
         loop.Loop,
         "_watch",
-        "self.callbacks.before(step, microbatches)\n    self.callbacks.watch(step, watches)",
-        "self.callbacks.watch(step, watches)\n    self.callbacks.before(step, microbatches)",
+        'self.callbacks.call("before", step, microbatches)\n    self.callbacks.watch(step, watches)',
+        'self.callbacks.watch(step, watches)\n    self.callbacks.call("before", step, microbatches)',
         "A hook before the step is called within it",
     ),
     "time of hooks": Slip(Callbacks, "reduced", "self._meters.timers.aside()", "nullcontext()", "A hook's time counts"),
     "left open": Slip(loop.Loop, "run", "self.callbacks.close()", "pass", "Callbacks are not closed"),
-    "a checkpoint unheard of": Slip(loop.Loop, "_save_if_due", "self.callbacks.checkpoint(step)", "", "It is not told"),
+    "a checkpoint unheard of": Slip(
+        loop.Loop, "_save_if_due", 'self.callbacks.call("checkpoint", step)', "", "It is not told"
+    ),
 }
 
 

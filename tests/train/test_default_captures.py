@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 
 from harness.config.schema import Config
 from harness.models.workload import TokenWorkload
-from harness.parity.alone import ending as own, optimizer
+from harness.parity.alone import optimizer, structure as own
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
 from harness.parity.tensors import Capture
-from harness.parity.tiers import bitwise, ending
+from harness.parity.tiers import bitwise, divergence
 from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train
@@ -72,7 +72,7 @@ def with_last(run: Record, name: str, factor: float) -> Record:
 
 
 def ends(arm: Record, control: Record) -> list[Finding]:
-    return ending.check(arm, control, Envelope.of(arm, control), None)
+    return divergence.last_weights(arm, control, Envelope.of(arm, control), None)
 
 
 def distances(pair: tuple[Record, Record]) -> Apart:
@@ -92,13 +92,13 @@ def test_first_last_and_some_between_are_captured_whole(pair: tuple[Record, Reco
         assert [p for p in run.problems if "capture" in p or "final" in p] == []
         steps = {finding.step for finding in optimizer.check(run)}
         assert steps == set(SPREAD), "the rule is asked of whole tensors from any of them"
-        assert all(finding.grade is Grade.ok for finding in [*optimizer.check(run), *own.check(run)])
-        assert len(own.check(run)) == len(run.captures[1].tensors)
+        assert all(finding.grade is Grade.ok for finding in [*optimizer.check(run), *own.check_ending(run)])
+        assert len(own.check_ending(run)) == len(run.captures[1].tensors)
 
 
 def test_last_weights_are_compared_tensor_by_tensor(pair: tuple[Record, Record]) -> None:
     found = ends(*pair)
-    assert {finding.check for finding in found} == {ending.END}
+    assert {finding.check for finding in found} == {divergence.END}
     assert all(finding.grade is Grade.ok for finding in found)
     bits = bitwise.check(*pair, {}, {})[-1]
     assert (bits.check, bits.grade) == ("final weights", Grade.bad)
@@ -108,7 +108,7 @@ def test_last_weights_are_compared_tensor_by_tensor(pair: tuple[Record, Record])
 
 def test_weights_changed_after_the_last_step_are_found(pair: tuple[Record, Record]) -> None:
     changed = with_last(pair[0], NAME, 1.001)
-    (wrong,) = [finding for finding in own.check(changed) if finding.grade is not Grade.ok]
+    (wrong,) = [finding for finding in own.check_ending(changed) if finding.grade is not Grade.ok]
     assert (wrong.tensor, wrong.grade, wrong.step) == (NAME, Grade.bad, STEPS)
     for factor, said in ((1.001, Grade.ok), (2.0, Grade.bad)):
         graded = {finding.tensor: finding.grade for finding in ends(with_last(pair[0], NAME, factor), pair[1])}
@@ -118,8 +118,8 @@ def test_weights_changed_after_the_last_step_are_found(pair: tuple[Record, Recor
 
 def test_without_whole_weights_their_sketches_are_compared(pair: tuple[Record, Record]) -> None:
     arm, control = (replace(run, final=None) for run in pair)
-    found = ending.check(arm, control, Envelope.of(arm, control), distances(pair))
-    assert {finding.check for finding in found} == {ending.SKETCHED}
+    found = divergence.last_weights(arm, control, Envelope.of(arm, control), distances(pair))
+    assert {finding.check for finding in found} == {divergence.SKETCHED}
     whole = {finding.tensor: float(finding.observed) for finding in ends(*pair)}
     for finding in found:
         assert finding.tensor is not None
@@ -131,7 +131,7 @@ def test_without_whole_weights_their_sketches_are_compared(pair: tuple[Record, R
 def test_adam_moves_no_weight_farther_than_its_reach() -> None:
     """The largest of many pasts, the worst one by Cauchy and Schwarz among them."""
     beta1, beta2 = 0.9, 0.95
-    bound = ending.steepest(beta1, beta2)
+    bound = divergence.steepest(beta1, beta2)
     rng, worst = np.random.default_rng(0), 0.0
     worst_past = (beta1 / beta2) ** np.arange(200)[::-1]
     for past in [worst_past, np.ones(50), np.eye(1, 50)[0], *rng.standard_normal((50, 60))]:
@@ -141,7 +141,7 @@ def test_adam_moves_no_weight_farther_than_its_reach() -> None:
             second = beta2 * second + (1 - beta2) * gradient**2
             worst = max(worst, abs(first / (1 - beta1**step)) / np.sqrt(second / (1 - beta2**step)))
     assert 0.99 * bound < worst <= bound
-    assert ending.steepest(0.99, 0.9) == np.inf
+    assert divergence.steepest(0.99, 0.9) == np.inf
 
 
 def test_weights_decay_where_the_workload_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_weights_that_changed_after_the_last_step_have_a_file(runs: tuple[Path, 
     changed = load(tmp_path / "run")
     assert changed.final is not None
     assert changed.final.tensors.keys() == last.tensors.keys()
-    assert {f.tensor for f in own.check(changed) if f.grade is not Grade.ok} == {NAME}
+    assert {f.tensor for f in own.check_ending(changed) if f.grade is not Grade.ok} == {NAME}
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def walked(pair: tuple[Record, Record], share: float) -> tuple[Record, Record]:
     arm, control = pair
     assert control.final is not None
     farthest = (
-        2 * ending.steepest(*control.config["optimizer.betas"]) * sum(rate or 0.0 for rate in control.series("lr"))
+        2 * divergence.steepest(*control.config["optimizer.betas"]) * sum(rate or 0.0 for rate in control.series("lr"))
     )
     values = {name: control.final.values(name) + share * farthest for name in control.final.tensors}
     return replace(arm, final=Changed(control.final, **values)), control
@@ -222,13 +222,16 @@ def broken_expectations(pair: tuple[Record, Record]) -> Iterator[str]:
     """What is not as it is tested above, lazily."""
     arm, control = pair
     for run in pair:
-        if not own.check(run) or any(finding.grade is not Grade.ok for finding in own.check(run)):
+        if not own.check_ending(run) or any(finding.grade is not Grade.ok for finding in own.check_ending(run)):
             yield "clean weights do not follow from the last update"
-        if own.check(replace(run, updates={step: update for step, update in run.updates.items() if step < STEPS})):
+        earlier = {step: update for step, update in run.updates.items() if step < STEPS}
+        if own.check_ending(replace(run, updates=earlier)):
             yield "weights follow from an update that is not the last"
     for factor in (1 + 1e-7, 1.001):
         wrong = [
-            (f.tensor, f.grade, f.step) for f in own.check(with_last(arm, NAME, factor)) if f.grade is not Grade.ok
+            (f.tensor, f.grade, f.step)
+            for f in own.check_ending(with_last(arm, NAME, factor))
+            if f.grade is not Grade.ok
         ]
         if wrong != [(NAME, Grade.bad, STEPS)]:
             yield f"weights times {factor}: {wrong}"
@@ -237,11 +240,12 @@ def broken_expectations(pair: tuple[Record, Record]) -> Iterator[str]:
             yield f"{share} of what both can walk is not {grade}"
     arm, control = (replace(run, final=None) for run in pair)
     found = distances(pair)
-    allowed = {f.tensor: float(f.allowed) for f in ending.check(*walked(pair, 0.0), Envelope.of(*pair), None)}
+    held = divergence.last_weights(*walked(pair, 0.0), Envelope.of(*pair), None)
+    allowed = {f.tensor: float(f.allowed) for f in held}
     for factor, grade in ((2.0, Grade.ok), (10.0, Grade.bad)):
         weights = found.weights.copy()
         weights[-1] = [factor * allowed[name] for name in found.names]
-        told = ending.check(arm, control, Envelope.of(*pair), replace(found, weights=weights))
+        told = divergence.last_weights(arm, control, Envelope.of(*pair), replace(found, weights=weights))
         if {(finding.grade, finding.step) for finding in told} != {(grade, STEPS)}:
             yield f"sketches {factor} times as far apart as weights may be are not {grade}"
 
@@ -249,29 +253,29 @@ def broken_expectations(pair: tuple[Record, Record]) -> Iterator[str]:
 MUTANTS = slips(
     """
     without the last update: Weights of the end are held to those before the last step
-        parity.alone.ending.check: range(begin, run.length + 1) => range(begin, run.length)
+        parity.alone.structure.check_ending: range(begin, run.length + 1) => range(begin, run.length)
     any captured update: The last captured update is taken for the last
-        parity.alone.ending._begin: step = run.length => step = max(run.updates)
+        parity.alone.structure._begin: step = run.length => step = max(run.updates)
     rounding of the weights: Weights of the end are allowed a rounding of their own
-        parity.alone.ending.check: unit * moved / norm => unit
+        parity.alone.structure.check_ending: unit * moved / norm => unit
     one run walks: The control is taken to stand still
-        parity.tiers.ending.reach: for run in runs => for run in runs[:1]
+        parity.tiers.divergence.reach: for run in runs => for run in runs[:1]
     Adam walks lr a step: C is left out
-        parity.tiers.ending.reach: max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * =>
+        parity.tiers.divergence.reach: max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * =>
     one tensor walks for all: A tensor is allowed what all may walk
-        parity.tiers.ending._graded: runs[1].config["optimizer.name"] != "sgd" => False
+        parity.tiers.divergence._graded_weights: runs[1].config["optimizer.name"] != "sgd" => False
     elements for tensors: The share of a tensor is its number of weights, and not its root
-        parity.tiers.ending._graded: math.sqrt(numel / envelope.control.parameters)
+        parity.tiers.divergence._graded_weights: math.sqrt(numel / envelope.control.parameters)
             => numel / envelope.control.parameters
     Adam's path in one element: One weight walks
         parity.tiers.trajectory.path_lengths: np.cumsum(rates) * math.sqrt(parameters) => np.cumsum(rates)
     no doubt: What no run can walk is never refuted
-        parity.tiers.ending._graded: since=Stage.weights) => since=Stage.weights, refuted=1e9 * allowed)
+        parity.tiers.divergence._graded_weights: since=Stage.weights) => since=Stage.weights, refuted=1e9 * allowed)
     sketches of the first step: Sketches are those of the beginning
-        parity.tiers.ending.check: found.weights[-1].tolist() => found.weights[0].tolist()
+        parity.tiers.divergence.last_weights: found.weights[-1].tolist() => found.weights[0].tolist()
     """
 ) | {
-    "sketches are exact": Slip(ending, "DRAW", "", lambda _: 1.0, "The error of four sketches is left out"),
+    "sketches are exact": Slip(divergence, "DRAW", "", lambda _: 1.0, "The error of four sketches is left out"),
 }
 
 

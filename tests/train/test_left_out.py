@@ -15,7 +15,7 @@ from harness.parity.alone import every_step, optimizer
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Grade, Outcome
 from harness.parity.record import Record, load
-from harness.parity.tiers import finite
+from harness.parity.tiers import bitwise
 from harness.parity.tiers.arithmetic import Arithmetic
 from tests.support.factory import freeze, small_config, stopping, train
 from tests.support.mutants import Slip, each
@@ -118,18 +118,18 @@ def wrong_pairs(runs: Mapping[str, Record]) -> Iterator[str]:
     """Left out in both, an update is no difference; in one alone, nothing is known of what comes after."""
     clean = runs["clean"]
     first = min(clean.skipped)
-    if found := finite.check(clean, runs["resumed"], {}):
+    if found := bitwise.finite_values(clean, runs["resumed"], {}):
         yield f"left out in both: {found}"
     verdict = Judgement(clean, runs["resumed"], []).verdict()
     if verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
         yield f"a resumed run: {verdict.sentence}"
     made = replace(clean, columns={**clean.columns, "skipped": [False] * STEPS})
-    told = [(f.check, f.step, f.grade) for f in finite.check(made, clean, {})]
+    told = [(f.check, f.step, f.grade) for f in bitwise.finite_values(made, clean, {})]
     if ("update is made", first, Grade.doubt) not in told or any(grade is Grade.bad for *_, grade in told):
         yield f"left out in one: {told}"
     losses = [float("nan") if step == first else 1.0 for step in range(1, STEPS + 1)]
     odd = replace(clean, columns={**clean.columns, "loss": losses})
-    if [(f.check, f.step) for f in finite.check(odd, odd, {})] != [("loss is finite", first)]:
+    if [(f.check, f.step) for f in bitwise.finite_values(odd, odd, {})] != [("loss is finite", first)]:
         yield "a loss that is no number passes where an update was left out"
 
 
@@ -149,11 +149,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     ),
     "one alone": (
         wrong_pairs,
-        Slip(finite, "_left_out", "arm.skipped ^ control.skipped", "()", "One run alone may leave an update out"),
+        Slip(bitwise, "_left_out_once", "arm.skipped ^ control.skipped", "()", "One run alone may leave an update out"),
     ),
     "no loss": (
         wrong_pairs,
-        Slip(finite, "_logged", 'if key == "grad_norm" else frozenset()', "", "Losses may be no numbers then"),
+        Slip(bitwise, "_not_finite", 'if key == "grad_norm" else frozenset()', "", "Losses may be no numbers then"),
     ),
 }
 

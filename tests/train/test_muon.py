@@ -37,7 +37,7 @@ from harness.parity.record import load
 from harness.store import check_stream
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
-from harness.train import step_matrices
+from harness.train import pieces
 from harness.worker.describe import Unusable, try_model
 from tests.config.test_rules import violations
 from tests.study import short
@@ -149,8 +149,8 @@ def test_a_whole_matrix_is_looked_at_in_a_step_that_nobody_captured(tmp_path: Pa
 
 
 SLIPS = {
-    "no matrix": Slip(step_matrices, "MOST", "", lambda _: 0, "No matrix is small enough to be worked out"),
-    "after": Slip(step_matrices.WholeMatrices, "ratio", "self.left * (1", "weight.local.double() * (1", "None moves"),
+    "no matrix": Slip(pieces, "MOST", "", lambda _: 0, "No matrix is small enough to be worked out"),
+    "after": Slip(pieces.WholeMatrices, "ratio", "self.left * (1", "weight.local.double() * (1", "None moves"),
 }  # fmt: skip
 
 

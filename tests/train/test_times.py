@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from harness.config.schema import EngineName, Strategy
-from harness.probe.step_checks.forward import ForwardWatch
-from harness.probe.step_checks.local import LocalWatch
-from harness.probe.timers import ASIDE, Timers
+from harness.probe.meters import ASIDE, Timers
+from harness.probe.step_checks.local import ForwardWatch, LocalWatch
 from harness.store.metrics import read_metrics
 from harness.train import again
 from harness.train.again import local_gradients
@@ -143,7 +142,7 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = slips(
     gradients looked at: Looks at gradients count
         probe.hooks.ParameterHooks._handed: self._aside() => nullcontext()
     outputs looked at: Looks at outputs count as forwards
-        probe.step_checks.forward.ForwardWatch._hook: self._aside() => nullcontext()
+        probe.step_checks.local.ForwardWatch._hook: self._aside() => nullcontext()
     left in the step: What looks take is taken off the parts, not off the step
         train.loop.Loop._update:  - spans[ASIDE] =>
     forwards counted twice: Parts overlap
@@ -153,11 +152,11 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = slips(
     wrong_timers,
     """
     left in the spans: What looks take is taken off the step, not off its parts
-        probe.timers.Timers.aside: in self._open: => in ():
+        probe.meters.Timers.aside: in self._open: => in ():
     counted twice: A look within a look is taken off twice
-        probe.timers.Timers.aside: if self._is_aside: => if False:
+        probe.meters.Timers.aside: if self._is_aside: => if False:
     spans of one's own: What the harness computes for itself is a forward
-        probe.timers.Timers.span: if self._is_aside: => if False:
+        probe.meters.Timers.span: if self._is_aside: => if False:
     """,
 )
 

@@ -9,7 +9,7 @@ import torch
 
 from harness.config.devices import visible_devices
 from harness.config.schema import Config, Device, MeasureMode, Numerics
-from harness.probe.nccl_library import NcclVersion
+from harness.probe.network import NcclVersion
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
 from harness.worker.binding import device_index

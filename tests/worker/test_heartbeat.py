@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from harness.train.record import weights_digest
-from harness.train.timed import timed_workload
+from harness.train.session import timed_workload
 from harness.worker import rank
 from harness.worker.rank import heartbeat
 

@@ -22,19 +22,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, Dtype, Numerics, Strategy
 from harness.engines.base.replicated import ReplicatedEngine
-from harness.engines.protocol import Microbatch, Ranks, Workload
+from harness.engines.protocol import Ranks, Workload
 
 COMPRESSION: dict[Dtype, Callable[..., Any]] = {
     # In a lambda, because DDP refuses torch's hook by its *name* where there is no NCCL; gloo sums bf16 well enough.
@@ -55,11 +53,10 @@ class DdpEngine(ReplicatedEngine):
                 f"dtype.main_grads={config.dtype.main_grads.name}; make them equal or use engine=native"
             )
         super().__init__(workload, config, ranks, fused=True)
-        self.microbatches_per_rank = microbatches_per_rank(config)
         with warnings.catch_warnings():
             # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-            self.replica = DistributedDataParallel(
+            self.wrapped = replica = DistributedDataParallel(
                 self.model,
                 process_group=None if self.grid is None else self.grid.get_group("dp_shard"),
                 device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
@@ -69,9 +66,9 @@ class DdpEngine(ReplicatedEngine):
                 find_unused_parameters=workload.may_leave_unused or config.numerics.mode is not Numerics.fast,
             )
         if wire is not config.dtype.main_grads:
-            self.replica.register_comm_hook(None, COMPRESSION[wire])
+            replica.register_comm_hook(None, COMPRESSION[wire])
 
-    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
         if self.config.sharding.strategy is not Strategy.optim:
             return whole, whole
         sharded = ZeroRedundancyOptimizer(
@@ -84,10 +81,6 @@ class DdpEngine(ReplicatedEngine):
         )
         return sharded, sharded.optim
 
-    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """Loss scaled by 1 / k; DDP divides by the number of ranks."""
-        with nullcontext() if last else self.replica.no_sync():
-            loss = self.workload.loss(self.replica, batch)
-            (loss / self.microbatches_per_rank).backward()
-        self.reduced = last
-        return loss.detach()
+    def _rhythm(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.wrapped, DistributedDataParallel)
+        return nullcontext() if last else self.wrapped.no_sync()

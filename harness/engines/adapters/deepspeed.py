@@ -25,31 +25,22 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from harness.capture.shards import find, flat_pieces
 from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Device, Strategy
-from harness.engines import norms, optim
-from harness.engines.evaluating import evaluating
-from harness.engines.protocol import Engine, FlatPiece, Microbatch, Ranks, Seen, Workload
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines import optim
+from harness.engines.base.planned import evaluating
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, Workload
 from harness.fsdp import create_state
+from harness.probe.step_checks.pieces import Piece
 
 STAGES = {strategy: stage for stage, strategy in enumerate(Strategy)}
 MAIN_BYTES = 4
-
-
-class _Part(NamedTuple):
-    """A rank's elements of a parameter, in the flat main weights of a group."""
-
-    group: str
-    offset: int
-    numel: int
-    begin: int
-    """Place of the first one in the flattened parameter."""
 
 
 class DeepspeedEngine(Engine):
@@ -77,6 +68,7 @@ class DeepspeedEngine(Engine):
             self._fill_main_weights()
         with self._listed():
             create_state(self.base)
+        self.shards = find([self.engine], self.engine.optimizer).shards
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         with _surroundings(self.ranks):
@@ -95,10 +87,10 @@ class DeepspeedEngine(Engine):
     def step(self, lr: float) -> float:
         """Norm before clipping; `inf` where the step was skipped."""
         optim.set_lr(self.base, lr)
-        norm = norms.euclidean_norm(self._gradients_here(), self.ranks.device) if self.stage == 0 else 0.0
+        norm = optim.euclidean_norm(self._gradients_here(), self.ranks.device) if self.stage == 0 else 0.0
         if self.stage == 0:
             coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-            norms.scale(self._gradients_here(), coefficient)
+            optim.scale(self._gradients_here(), coefficient)
         with _surroundings(self.ranks):
             self.engine.step()
         return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
@@ -143,64 +135,31 @@ class DeepspeedEngine(Engine):
         optim.load_state(self.state_dict(), state)
         self._publish()
 
-    def flat_pieces(self) -> dict[str, FlatPiece]:
-        moments = {key: value for key, value in self.state_dict().items() if key.startswith("optimizer/")}
-        found = {}
-        for name, param in self.params.items():
-            shape, part = self.shapes[name], self._part(name)
-            if name not in self.trained:
-                source = param if self.stage < 3 else param.ds_tensor[: part.numel]
-                found[f"weights/{name}"] = FlatPiece(shape, source, part.begin)
-                continue
-            for key, flat in ((f"weights/{name}", self.main[part.group]), *self._moments(moments, name, part)):
-                if flat.numel() == self.main[part.group].numel():  # no count of steps
-                    here = flat.detach().view(-1)[part.offset : part.offset + part.numel]
-                    found[key] = FlatPiece(shape, here, part.begin)
-        return found
+    def flat_pieces(self) -> dict[str, Piece]:
+        with self._listed():
+            return flat_pieces(self.engine, self.engine.optimizer, create_state(self.base))
 
     def local_gradients(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_local_grad
 
         found = {}
         for name, param in self.trained.items():
-            part = self._part(name)
-            if not part.numel:
-                continue
+            shard = self.shards[name]
             if self.stage == 0:
                 found[name] = param.grad
-            elif self.stage == 3:
-                found[name] = safe_get_local_grad(param)[: part.numel]
-            else:  # BF16_Optimizer keeps the whole gradient
+            elif self.stage == 3 and shard.numel:
+                found[name] = safe_get_local_grad(param)[: shard.numel]
+            elif shard.numel:  # BF16_Optimizer keeps the whole gradient
                 here = param._hp_mapping.get_lp_grad_fragment(param._index_in_param_group).view(-1)
-                found[name] = here if here.numel() == part.numel else here[part.begin : part.begin + part.numel]
+                begin = 0 if here.numel() == shard.numel else shard.begin
+                found[name] = here[begin : begin + shard.numel]
         return found
-
-    def _moments(self, moments: Mapping[str, Tensor], name: str, part: _Part) -> Iterator[tuple[str, Tensor]]:
-        for key, value in moments.items():
-            _, group, entry = key.split("/")
-            if group == part.group:
-                yield f"optimizer/{name}/{entry}", value
-
-    def _part(self, name: str) -> _Part:
-        param, numel = self.params[name], self.shapes[name].numel()
-        if self.stage == 0 or (self.stage < 3 and name not in self.trained):
-            return _Part(name, 0, numel, 0)
-        if self.stage < 3:
-            mapped = param._hp_mapping
-            if mapped is None:  # another rank's alone
-                return _Part(next(iter(self.main)), 0, 0, 0)
-            of_flat, of_param = mapped.hp_fragment_address, mapped.lp_fragment_address
-            return _Part(f"group{mapped.param_group_index}", of_flat.start, of_flat.numel, of_param.start)
-        share = -(-numel // self.ranks.world_size)
-        begin = min(share * self.ranks.rank, numel)
-        group, offset, _ = self.engine.optimizer.grad_position.get(param.ds_id, (0, 0, 0))
-        return _Part(f"group{group}", offset, min(share, numel - begin), begin)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role. ZeRO-1 keeps the full gradient between microbatches, ZeRO-2 and 3 this rank's share."""
         trained = sum(self.shapes[name].numel() for name in self.trained)
         flat = sum(tensor.numel() for tensor in self.main.values())
-        spare = self._padding_here()
+        spare = flat - sum(self.shards[name].numel for name in self.trained)
         moments = {key: t for key, t in self.state_dict().items() if key.startswith("optimizer/")}
         per_element = sum(t.element_size() for key, t in moments.items() if not key.endswith("/step")) // len(self.main)
         optimizer = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
@@ -270,28 +229,10 @@ class DeepspeedEngine(Engine):
     def _gradients_here(self) -> list[Tensor]:
         return [param.grad for param in self.trained.values() if param.grad is not None]
 
-    def _padding_here(self) -> int:
-        rank, size = self.ranks.rank, self.ranks.world_size
-        if self.stage == 0:
-            return 0
-        if self.stage == 3:
-            parts = [(self.shapes[name].numel(), -(-self.shapes[name].numel() // size)) for name in self.trained]
-        else:
-            counts = [sum(p.numel() for p in group) for group in self._groups()]
-            parts = [(count, flat.numel()) for count, flat in zip(counts, self.main.values(), strict=True)]
-        return sum(part - max(min(count - part * rank, part), 0) for count, part in parts)
-
-    def _groups(self) -> list[list[nn.Parameter]]:
-        optimizer = self.engine.optimizer
-        found: list[list[nn.Parameter]] = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
-        return found
-
     def _compute_elements(self) -> int:
         if self.stage < 3:
             return sum(shape.numel() for shape in self.shapes.values())
-        rank, size = self.ranks.rank, self.ranks.world_size
-        counts = [shape.numel() for shape in self.shapes.values()]
-        return sum(max(min(count - -(-count // size) * rank, -(-count // size)), 0) for count in counts)
+        return sum(shard.numel for shard in self.shards.values())
 
     def _kept_elements(self) -> int:
         if self.stage < 3:
@@ -303,9 +244,8 @@ class DeepspeedEngine(Engine):
         if self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32):
             return 0
         if self.stage == 3:
-            return sum(-(-shape.numel() // self.ranks.world_size) for shape in self.shapes.values()) - (
-                self._compute_elements()
-            )
+            padded: int = sum(param.ds_tensor.numel() for param in self.params.values())
+            return padded - self._compute_elements()
         flat = sum(tensor.numel() for tensor in self.main.values()) * self.ranks.world_size
         return flat - sum(self.shapes[name].numel() for name in self.trained)
 

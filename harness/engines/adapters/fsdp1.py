@@ -41,10 +41,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, Strategy
-from harness.engines import optim
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
-from harness.engines.protocol import FlatPiece, Ranks, Seen, Workload
+from harness.engines.protocol import Ranks, Seen, Workload
+from harness.fsdp import create_state
+from harness.probe.step_checks.pieces import Piece
 
 STRATEGIES = {
     Strategy.no_shard: (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
@@ -113,18 +115,8 @@ class Fsdp1Engine(ShardedEngine):
         """The wrapped module: in a forward its slots have views of gathered flat parameters."""
         return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
 
-    def flat_pieces(self) -> dict[str, FlatPiece]:
-        rank = 0 if self.group is None else self.group.rank()
-        begins = {name: sum(extents[:rank]) for name, extents in self.extents.items()}
-        found = {f"weights/{name}": FlatPiece(self.shapes[name], w, begins[name]) for name, w in self.weights.items()}
-        for key, value in optim.optimizer_state(self.optimizer, self.names).items():
-            name = key.rpartition("/")[0]
-            if value.shape == self.weights[name].shape:  # no count of steps
-                found[f"optimizer/{key}"] = FlatPiece(self.shapes[name], value, begins[name])
-        return found
-
-    def _piece(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def flat_pieces(self) -> dict[str, Piece]:
+        return flat_pieces(self.model, self.optimizer, create_state(self.optimizer))
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.model, FullyShardedDataParallel)

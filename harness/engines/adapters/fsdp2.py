@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.eight_bits import scales_of
+from harness.engines.base.planned import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard
@@ -102,9 +102,9 @@ class Fsdp2Engine(ShardedEngine):
         for name, weight in weights.items():
             self._fill(weight, tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
         shard_group = mesh.get_group("dp_shard")
-        fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
+        self.is_fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
         group = shard_group if shard_group.size() > 1 else None
-        self._finish(weights, shapes, group, fused=fused, tp_shards=tp_shards, tensor=tensor)
+        self._finish(weights, shapes, group, fused=self.is_fused, tp_shards=tp_shards, tensor=tensor)
 
     def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
         """Data-parallel mesh, and tensor-parallel ranks after cutting the model. Collective over all ranks."""
@@ -122,6 +122,12 @@ class Fsdp2Engine(ShardedEngine):
         local = weight.to_local()
         begin = self.mesh.get_local_rank("dp_shard") * -(-value.shape[0] // self.mesh["dp_shard"].size())
         local.copy_(value[begin : begin + local.shape[0]])
+
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        if not self.is_fused:
+            for table in whole.param_groups:
+                table["foreach"] = True
+        return whole, whole
 
     def _piece(self, tensor: Tensor) -> Tensor:
         # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.

@@ -22,6 +22,7 @@ that step is taken with a learning rate of 0, because all engines start from the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -29,22 +30,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from harness.config.derived import microbatches_per_rank
+from harness.capture.shards import flat_pieces
 from harness.config.schema import Config, OptimizerName, OuterStrategy, Registration, Strategy
-from harness.engines import norms, optim
+from harness.engines import optim
 from harness.engines.adapters import megatron_on_cpu
-from harness.engines.evaluating import evaluating
-from harness.engines.protocol import Engine, FlatPiece, Microbatch, Ranks, Seen, Workload
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.base.sharded import ShardedEngine
+from harness.engines.protocol import TORCH_DTYPES, Ranks, Seen, Workload
+from harness.fsdp import TpShard
+from harness.probe.step_checks.pieces import Piece, local_part
 
 OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
 """Names of the mesh's axes; the package requires a tensor-parallel one, even of size 1."""
 
 
-class MegatronEngine(Engine):
+class MegatronEngine(ShardedEngine):
     """All four strategies, HSDP of the sharded ones, HFSDP of `optim_grads_params`."""
+
+    model: Any
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         """Build on meta where possible, shard, and wrap the optimizer.
@@ -54,15 +57,11 @@ class MegatronEngine(Engine):
         if ranks.device.type == "cpu":
             megatron_on_cpu.install()
         package = import_module("megatron_fsdp")
-        self.workload = workload
-        self.config = config
-        self.ranks = ranks
-        self.microbatches_per_rank = microbatches_per_rank(config)
+        super().__init__(workload, config, ranks)
         self.shards_state = config.sharding.strategy is not Strategy.no_shard
-        self.is_reduced = False
         module = self._build()
         mesh, outer = self._mesh()
-        self.model = package.fully_shard_model(
+        self.model = self.wrapped = package.fully_shard_model(
             module,
             device_mesh=mesh,
             dp_shard_dim=INNER,
@@ -84,58 +83,40 @@ class MegatronEngine(Engine):
             **_user_buffers(config, ranks.device),
         )
         workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
-        self.weights: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.weights = dict(module.named_parameters())
+        self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        self.tp_shards = {name: TpShard(tuple(weight.shape)) for name, weight in self.weights.items()}
         self.buckets = Buckets(self.model.param_and_grad_buffer, self.shards_state, ranks)
-        self.shard_group = self._shard_group(mesh)
+        self.group, self.tensor = self._shard_group(mesh), None
         self.optimizer = self._optimizer(package)
 
-    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        """Loss scaled by 1 / k; the package divides by the number of ranks."""
+    def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         self.model.is_last_microbatch = last
-        loss = self.workload.loss(self.model, batch)
-        (loss / self.microbatches_per_rank).backward()
+        return nullcontext()
+
+    def _after_backward(self, last: bool) -> None:
         if last:
             self.model.finish_grad_sync()
-            self.is_reduced = True
-        return loss.detach()
 
-    def evaluate(self, batches: Iterable[Microbatch]) -> list[float]:
-        with evaluating(self.model, self.ranks.device):
-            return [self.workload.loss(self.model, batch).item() for batch in batches]
-
-    def step(self, lr: float) -> float:
-        """Norm before clipping. Raises `RuntimeError`: no microbatch was marked as the last one."""
-        if not self.is_reduced:
-            raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
-        gradients = [_local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
-        norm = self._norm(gradients)
-        coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-        norms.scale(gradients, coefficient)
-        optim.set_lr(self.optimizer, lr)
+    def _update(self) -> None:
         self.optimizer.step(sync_grad_before_optimizer_step=False)  # again, it would take unclipped ones
-        self.optimizer.zero_grad()
-        self.is_reduced = False
-        return norm
+
+    def _piece(self, tensor: Tensor) -> Tensor:
+        return local_part(tensor)
 
     def seen(self) -> Seen:
         return Seen(self.model.module, self.ranks.world_size, TORCH_DTYPES[self.config.dtype.compute])
 
-    def flat_pieces(self) -> dict[str, FlatPiece]:
-        found = {}
-        for name, weight in self.weights.items():
-            begin = self.buckets.begin(name) if self.shards_state else 0
-            found[f"weights/{name}"] = FlatPiece(weight.shape, weight, begin)
-            for entry, value in self.optimizer.state.get(weight, {}).items():
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    found[f"optimizer/{name}/{entry}"] = FlatPiece(weight.shape, value, begin)
-        return found
+    def flat_pieces(self) -> dict[str, Piece]:
+        return flat_pieces(self.model, self.optimizer, self.optimizer.state)
 
-    def local_gradients(self) -> dict[str, Tensor]:
-        return {name: _local(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
+    def _gradients(self) -> dict[str, Tensor]:
+        """Those that a rank has any elements of."""
+        self._demand_reduced()
+        return {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.is_reduced:
-            raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
+        self._demand_reduced()
         return self.buckets.gather(lambda group: group.main_grad_buffer, self.weights)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -145,19 +126,16 @@ class MegatronEngine(Engine):
         if self.shards_state:
             whole = self.buckets.gather(lambda it: it.main_weight_buffer or it.model_weight_buffer, self.weights)
         else:
-            whole = ((name, _local(weight).cpu().clone()) for name, weight in self.weights.items())
+            whole = ((name, self._piece(weight).cpu().clone()) for name, weight in self.weights.items())
         return ((name, tensor.to(dtype)) for name, tensor in whole)
-
-    def weight_norm(self) -> float:
-        return self._norm([_local(weight) for weight in self.weights.values()])
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's shards of main weights and optimizer state by parameter name; not copied."""
-        state = {f"weights/{name}": _local(weight) for name, weight in self.weights.items()}
+        state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             for entry, value in self.optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
-                    state[f"optimizer/{name}/{entry}"] = _local(value)
+                    state[f"optimizer/{name}/{entry}"] = self._piece(value)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -220,22 +198,12 @@ class MegatronEngine(Engine):
         return group
 
     def _optimizer(self, package: Any) -> Any:
-        trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
-        shapes = {name: weight.shape for name, weight in trained.items()}
+        shapes = {name: weight.shape for name, weight in self.trained.items()}
         config = self.config.optimizer
-        groups = optim.groups_of(config, self.workload, trained, shapes)
+        groups = optim.groups_of(config, self.workload, self.trained, shapes)
         optimizer = optim.make_optimizer(config, groups, fused=config.name is not OptimizerName.sgd)  # DTensors lack it
         optim.set_lr(optimizer, 0.0)
         return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
-
-    def _norm(self, tensors: list[Tensor]) -> float:
-        return norms.euclidean_norm(tensors, self.ranks.device, self._total)
-
-    def _total(self, squares: Tensor) -> Tensor:
-        """Sum over the shard group, in place. Collective over it."""
-        if self.shard_group is not None:
-            dist.all_reduce(squares, group=self.shard_group)
-        return squares
 
 
 class Buckets:
@@ -274,13 +242,6 @@ class Buckets:
             left[number] -= 1
             if not left[number]:
                 del whole[number]
-
-    def begin(self, name: str) -> int:
-        """Place of this rank's first element in the flattened parameter."""
-        number, item = self.places[name]
-        group = self.groups[number]
-        begin: int = (group.main_weight_buffer or group.model_weight_buffer).locate_item_in_global_item(item)[0]
-        return begin
 
     def bytes(self) -> dict[str, int]:
         """Bytes of persistent storage by role, padding apart."""
@@ -335,11 +296,6 @@ def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:
 def _used(buffer: Any) -> int:
     spans = (buffer.locate_item_in_global_item(item) for item in range(len(buffer.params)))
     return sum(end - start for start, end in spans)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return part.detach()
 
 
 def _has_ties(module: nn.Module) -> bool:

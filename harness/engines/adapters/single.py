@@ -57,14 +57,13 @@ class SingleEngine(ReplicatedEngine):
         if self.sums is not None:
             self.sums.finish(self.num_microbatches)
             return
-        for _, gradient in self._gradients():
+        for gradient in self._gradients().values():
             gradient.div_(self.num_microbatches)
 
-    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
+    def _norm(self, pieces: Mapping[str, Tensor]) -> float:
         if self.sums is None:
-            return super()._norm(tensors)
-        counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
-        return FixedPoint.norm(counted, self.ranks.device, self.planned.total)
+            return super()._norm(pieces)
+        return FixedPoint.norm(self._counted(pieces), self.ranks.device, self._total)
 
 
 class IntegerSums:

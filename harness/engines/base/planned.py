@@ -1,13 +1,15 @@
-"""Tensor-parallel plans for engines with plain parameters only.
+"""Modules of engines with plain parameters only: tensor-parallel plans, casts, FP8 layers, and evaluation.
 
-Each rank's part becomes an ordinary parameter of the module. Before every forward a DTensor of it, cast to the compute
-dtype, shadows it, and autograd returns plain gradients, summed over the axis where they are partial. So gradients,
-optimizer and DDP see ordinary tensors.
+Each tensor-parallel rank's part becomes an ordinary parameter of the module. Before every forward a DTensor of it, cast
+to the compute dtype, shadows it, and autograd returns plain gradients, summed over the axis where they are partial. So
+gradients, optimizer and DDP see ordinary tensors. Weights of FP8 layers are ordinary ones too, quantized at each use;
+delayed scaling is updated here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from harness.fsdp import TpShard
+from harness.config.schema import Config
+from harness.engines.protocol import TORCH_DTYPES, Ranks, Workload
+from harness.fsdp import Fp8Linear, TpShard
 
 Slots = list[tuple[nn.Module, str, nn.Parameter]]
 
@@ -33,25 +37,11 @@ class Planned:
     group: dist.ProcessGroup | None = None
     specs: Mapping[str, DTensorSpec] = field(default_factory=dict)
 
-    def whole(self, name: str, value: Tensor) -> Tensor:
-        """Unsharded tensor of a weight's shape from every rank's part. Collective over the axis."""
-        return self.tp_shards[name].join(value.detach(), self.group)
-
     def described(self, name: str, value: Tensor) -> Tensor:
         spec = self.specs.get(name)
         if spec is None or tuple(value.shape) != self.tp_shards[name].here:
             return value
         return _described(value, spec)
-
-    def is_counted(self, name: str) -> bool:
-        """True if this rank counts a weight's elements in sums over ranks."""
-        return self.tp_shards[name].is_counted_here
-
-    def total(self, counters: Tensor) -> Tensor:
-        """Sum over the ranks of the axis, in place. Collective over the axis."""
-        if self.group is not None:
-            dist.all_reduce(counters, group=self.group)
-        return counters
 
 
 def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
@@ -101,3 +91,58 @@ def _described(value: Tensor, spec: DTensorSpec) -> Tensor:
         value, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
     return made
+
+
+FP8 = "fp8/"
+
+
+def end_step(model: nn.Module, ranks: Ranks) -> None:
+    """Close a step of delayed scaling. Collective over all ranks, if any layer uses it."""
+    Fp8Linear.update_scales(model, _take_largest if ranks.world_size > 1 else None)
+
+
+def scales_of(model: nn.Module) -> dict[str, Tensor]:
+    return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(model).items()}
+
+
+def uncast(model: nn.Module) -> set[int]:
+    """Ids of parameters quantized from the main weights' dtype: a cast to the compute dtype would round twice."""
+    return {id(layer.weight) for layer in model.modules() if isinstance(layer, Fp8Linear) and layer.is_held}
+
+
+def _take_largest(amaxes: Tensor) -> None:
+    dist.all_reduce(amaxes, op=dist.ReduceOp.MAX)
+
+
+@contextmanager
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context in which modules evaluate; modes, random numbers and scales of FP8 are then as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    scales = [(buffer, buffer.clone()) for buffer in Fp8Linear.delayed_state(model).values()]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in scales:
+                buffer.copy_(before)
+
+
+@contextmanager
+def plain_model(workload: Workload, config: Config, device: torch.device) -> Iterator[nn.Module]:
+    """Unsharded model with uninitialised parameters in the main dtype, cast to the compute dtype before each forward.
+
+    Its memory is freed with the last reference.
+    """
+    compute, main = TORCH_DTYPES[config.dtype.compute], TORCH_DTYPES[config.dtype.main_params]
+    model = workload.build(device, main)
+    workload.quantize(model, device)
+    if compute is not main:
+        shadow_weights(model, compute, uncast=uncast(model))
+    try:
+        yield model
+    finally:
+        model._forward_pre_hooks.clear()  # the one that casts holds the model: a cycle would wait for its collector

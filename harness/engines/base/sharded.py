@@ -1,17 +1,18 @@
-"""Base of torch's two FSDP engines after wrapping: step, norm, full tensors, and state by name.
+"""Base of engines whose optimizer steps the module's own parameters: step, norm, full tensors, and state by name.
 
-Between steps a parameter holds this rank's piece of each main weight: consecutive elements of the flattened weight, in
-rank order, possibly none. Adapters define how pieces arise and when gradients are reduced into them.
+Between steps a parameter holds this rank's piece of each main weight: all of it, or consecutive elements of the
+flattened weight, in rank order, possibly none. Adapters define how pieces arise and when gradients are reduced into
+them.
 
-The norm sums local squares in fp64 over the ranks that share one copy of the model (`harness.engines.norms`). Torch's
+The norm sums local squares in fp64 over the ranks that share one copy of the model (`harness.engines.optim`). Torch's
 `clip_grad_norm_` costs the same, but sums ranks in the gradient's dtype, and FSDP1's needs the root wrapper.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
-from harness.engines import norms, optim
-from harness.engines.base.eight_bits import end_step, scales_of
-from harness.engines.evaluating import evaluating
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines import optim
+from harness.engines.base.planned import end_step, evaluating, scales_of
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Workload
 from harness.fsdp import TpShard, create_state
 
 
@@ -35,6 +34,8 @@ class ShardedEngine(Engine):
     """
 
     model: nn.Module
+    wrapped: nn.Module
+    """What is called in a forward: the model, unless a subclass wraps it."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
@@ -59,36 +60,39 @@ class ShardedEngine(Engine):
         """Make the optimizer, and exchange the extents of pieces. Collective over `group`.
 
         Args: weights: parameters in model order, each once; pieces lie on `group`'s ranks, unsharded where it is None.
-        shapes: full shapes. fused: one kernel a group, else torch's foreach operations. tp_shards: of which pieces
-        are cut; None: full weights. tensor: tensor-parallel ranks, or None.
+        shapes: full shapes. fused: one kernel a group. tp_shards: of which pieces are cut; None: full weights. tensor:
+        tensor-parallel ranks, or None.
         """
+        self.wrapped = self.model
         self.tp_shards = tp_shards or {name: TpShard(tuple(shape)) for name, shape in shapes.items()}
         self.tensor = tensor
         self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
         self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
         self.trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
         groups = optim.groups_of(self.config.optimizer, self.workload, self.trained, shapes)
-        self.optimizer = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
-        if not fused:
-            for table in self.optimizer.param_groups:
-                table["foreach"] = True
-        create_state(self.optimizer)
+        made = optim.make_optimizer(self.config.optimizer, groups, fused=fused)
+        self.optimizer, self.local_optimizer = self._place_optimizer(made)
+        create_state(self.local_optimizer)
         self.extents = self._exchange_extents()
 
-    @abstractmethod
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[Any, torch.optim.Optimizer]:
+        """Optimizer of all ranks, and the one that has this rank's state."""
+        return whole, whole
+
     def _piece(self, tensor: Tensor) -> Tensor:
         """This rank's elements of a weight, gradient or moment, as a plain tensor sharing memory."""
+        return tensor.detach()
 
-    @abstractmethod
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         """Context of one microbatch's forward and backward."""
+        return nullcontext()
 
     def _after_backward(self, last: bool) -> None:
         """Hook after a microbatch's reductions, if `_rhythm` arranged any."""
 
-    @abstractmethod
     def _padding_elements(self) -> tuple[int, int]:
         """Padding elements of this rank's weights, and of its gradients."""
+        return 0, 0
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Loss scaled by 1 / k; the wrapper divides by the number of ranks, as documented.
@@ -97,7 +101,7 @@ class ShardedEngine(Engine):
         PREMUL_SUM, which gloo lacks, and a group of one divides fp64 twice.
         """
         with self._rhythm(last):
-            loss = self.workload.loss(self.model, batch)
+            loss = self.workload.loss(self.wrapped, batch)
             (loss / self.microbatches_per_rank).backward()
         self._after_backward(last)
         self.reduced = last
@@ -111,13 +115,16 @@ class ShardedEngine(Engine):
         gradients = {name: self._piece(gradient) for name, gradient in self._gradients().items()}
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-        norms.scale(list(gradients.values()), coefficient)
+        optim.scale(list(gradients.values()), coefficient)
         optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
-        end_step(self.model, self.ranks)
+        self._update()
         self.optimizer.zero_grad(set_to_none=True)
         self.reduced = False
         return norm
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        end_step(self.model, self.ranks)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, gradient in self._gradients().items():
@@ -136,7 +143,7 @@ class ShardedEngine(Engine):
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
         state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
-        moments = optim.optimizer_state(self.optimizer, self.names)
+        moments = optim.optimizer_state(self.local_optimizer, self.names)
         state |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
         return state | scales_of(self.model)
 
@@ -149,7 +156,7 @@ class ShardedEngine(Engine):
 
         Gathered weights in the compute dtype are gone after the step's last backward, under every strategy.
         """
-        moments = optim.optimizer_state(self.optimizer, self.names).values()
+        moments = optim.optimizer_state(self.local_optimizer, self.names).values()
         itemsize = self.main_dtype.itemsize
         return {
             "compute_weights": 0,
@@ -163,9 +170,7 @@ class ShardedEngine(Engine):
     def _gradients(self) -> dict[str, Tensor]:
         """Reduced gradients by name; zeros where unused in the step. Raises `RuntimeError`: the last microbatch has not
         been run."""
-        if not self.reduced:
-            first = next(iter(self.trained), "any weight")
-            raise RuntimeError(f"no gradient for {first}: no microbatch was marked as the step's last one")
+        self._demand_reduced()
         found = {}
         for name, weight in self.trained.items():
             if weight.grad is None:
@@ -173,9 +178,17 @@ class ShardedEngine(Engine):
             found[name] = weight.grad
         return found
 
+    def _demand_reduced(self) -> None:
+        if not self.reduced:
+            first = next(iter(self.trained), "any weight")
+            raise RuntimeError(f"no gradient for {first}: no microbatch was marked as the step's last one")
+
     def _norm(self, pieces: Mapping[str, Tensor]) -> float:
-        counted = [piece for name, piece in pieces.items() if self.tp_shards[name].is_counted_here]
-        return norms.euclidean_norm(counted, self.ranks.device, self._total)
+        return optim.euclidean_norm(self._counted(pieces), self.ranks.device, self._total)
+
+    def _counted(self, pieces: Mapping[str, Tensor]) -> list[Tensor]:
+        """Pieces that this rank counts in sums over ranks, of which others may have copies."""
+        return [piece for name, piece in pieces.items() if self.tp_shards[name].is_counted_here]
 
     def _total(self, squares: Tensor) -> Tensor:
         """Sum over ranks with other pieces and parts, in place. Collective over them."""

@@ -1,86 +1,32 @@
 """Checks of one run at every step by its own stream (`harness.store.check_stream`), without another run.
 
-Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; two
-more once:
-
-    sum        the engine's gradient against the sum of what autograd handed out           reduction
-    gather     the weights that the forward used against the main weights                  gather
-    kept       weights and moments before the step against those that the last one left    weights
-    replicas   what ranks hold after it that keep copies of one piece       from gradient to optimizer
-    rule       what the optimizer did to a sample of elements against its rule             optimizer
-    norm       the norm that is logged and clipped by against that of the gradient         clipping
-    again      in captured and drawn steps, a rank's gradients against those of the plain   forward and gradient
-               model with the same weights and tokens (`harness.train.again`)
-    drift      in that step, what the plain model makes of the seed's weights and step 1's  forward and gradient
-               tokens against what it made of them before the first (`harness.train.again`)
-
-[Note: Bounds of the stream] `gather`, `kept` and `replicas` compare numbers that were copied or cast, and a cast has
-one result: all that may be left is the fp64 sum of a sketch, `EXACT` (sqrt(n) roundings of 2^-53 of n terms, 1e-11 for
-10^10 weights). `rule` is measured in units of an elementwise worst case: 1 is the bound. `norm` is a sum of squares in
-the main gradients' dtype (`Arithmetic.logged_norm`).
-
-`sum` is the largest of m sketches of T tensors. A reduction errs by e = `Arithmetic.reduction` of the norm of its
-terms or of their sum, whichever is longer, in the mean square, and no more than SAFETY e of any tensor
-(docs/verdicts.md, Witnesses). A sketch of an error
-is a signed sum of it: normal, with the error's norm as its deviation. The largest of n = m T steps draws exceeds
-z(1 - p / 2n) deviations with probability p, so
-
-    allowed = SAFETY e z(1 - RARE / (2 m T steps)),     refuted = twice that
-
-which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2. Under numerics=exact e has FINEST added
-to it: a gradient smaller than what integers hold to that accuracy is told relative to one that is not
-(`integer_floor`).
-
-`again` is the largest of m sketches of T tensors on N ranks in S steps, of two gradients that the same modules made of
-the same bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in
-`tiers.forward`), all bits are; where a library may choose by more than shapes, each of the two errs by e =
-`Arithmetic.local`, so
-
-    refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N S))
-
-Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
-doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A parameter that a forward uses twice may
-have its two gradients added in the compute dtype or in fp32, and lie one rounding off. Wider dtypes are allowed SAFETY
-SIGMAS roundings there, 4e-7 in fp32, as products of unaligned memory may add in another order; refuted is as elsewhere.
-An engine of one's own may have kernels of its own, and 8 bits may be made of weights that were cast before: these are
-held to e. Where routers choose and kernels may be others, a choice that rounding turned changes an expert's gradient by
-anything, and nothing is refuted.
-
-`drift` is held to the same. Both times it is one process and its plain model: on a CPU, what differs at all in any
-dtype is in doubt.
+`LOOKS` places what each column finds; docs/verdicts.md ("Checks at every step") says what it compares and derives its
+bound. Under numerics=exact the error of a sum has FINEST added to it: a gradient smaller than what integers hold to
+that accuracy is told relative to one that is not (`integer_floor`).
 
 [Note: Routes that cannot flip] On CPUs a router's scores have the same bits twice. Only memory that lies otherwise may
 add in another order, by a rounding in a product: a flip is then expected of fewer routes than `RARE` (of 512 in fp32,
 2e-5), and what is refuted of other models is refuted. Where more routes could flip, as in 16 bits, s of the T K / N
 tokens of an expert change its gradient by sqrt(2 s N / T K), s = max(1, 2 n / N) for n flips, and twice that is refuted
-as well.
-
-DeepSpeed's ZeRO-3 adds up a residual stream's gradients in another order by design, in fp32 by 7e-7 and more, and is
-allowed that. Kernels may add in another order each time, as some of attention do. Then both differ from the first step
-on, the plain model from itself too: a code that changed later leaves the first step alone, an engine that is wrong
-`drift`. Such a run is allowed what another order of additions explains, in 16 bits SAFETY SIGMAS roundings.
-"""
+as well."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
-from harness.parity.alone import fed
+from harness.parity.alone import structure
 from harness.parity.outcome import REFUTED, Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
-from harness.parity.tiers.graded import Series
-from harness.store.check_stream import ONCE
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from harness.store.check_stream import Stream
+from harness.parity.tiers.trajectory import Series
+from harness.store.check_stream import ONCE, Stream
 
 EXACT = 1e-9
 """Largest relative difference of fp64 sums of equal numbers."""
@@ -158,8 +104,6 @@ def _of_checkpoint(run: Record, finding: Finding) -> Finding:
 
 
 def _left_out(run: Record, stream: Stream) -> list[Finding]:
-    import numpy as np
-
     known = ~np.isnan(stream.column("sum"))
     wrong = [step for step in sorted(run.skipped) if step <= len(known) and known[step - 1]]
     note = f"in {run.name}, no gradient had overflowed"
@@ -170,8 +114,6 @@ def _left_out(run: Record, stream: Stream) -> list[Finding]:
 
 
 def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> list[Finding]:
-    import numpy as np
-
     look, values = LOOKS[name], stream.column(name)
     if name == RECOMPUTED and run.gathers_twice:
         look = replace(look, since=Stage.gather)
@@ -210,8 +152,6 @@ def _factor(run: Record) -> Look:
 
 
 def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    import numpy as np
-
     logged = np.array(run.series("grad_norm"), float)[steps - 1]
     whole, said = (stream.column(name)[steps - 1] for name in ("reduced_squares", "norm"))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -269,23 +209,19 @@ def _rerouted(arithmetic: Arithmetic) -> float:
 
 def _adds_apart(run: Record) -> bool:
     """True of DeepSpeed's ZeRO-3: what a module's own uses of an input give is added up before what others give, as
-    inputs pass through a function of autograd first."""
+    inputs pass through a function of autograd first. Seen: 7e-7 and more in fp32."""
     return run.config.get("engine.name") == "deepspeed" and run.config["sharding.strategy"] == "optim_grads_params"
 
 
 def _reassociates(stream: Stream, most: float) -> bool:
     """True if equal modules give other gradients of equal bits by at most this, in step 1 and of the seed's weights."""
-    import numpy as np
-
     asked_twice = stream.column("drift")
     seen = [*stream.column(RECOMPUTED)[:1].tolist(), *asked_twice[~np.isnan(asked_twice)].tolist()]
     return len(seen) > 1 and all(EXACT < off <= most for off in seen)
 
 
 def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
-    """Largest value of a column that rounding explains; see [Note: Bounds of the stream]."""
-    import numpy as np
-
+    """Largest value of a column that rounding explains."""
     if name == "rule":
         return 1.0
     if name == "norm":
@@ -307,13 +243,11 @@ def _deviations(draws: int) -> float:
 
 def checked_until(run: Record, arithmetic: Arithmetic) -> int:
     """Last step up to which data and all of `REQUIRED` are right at every step; 0 for none."""
-    import numpy as np
-
     if run.stream is None:
         return 0
     right = np.ones(min(run.length, len(run.stream.column("sum"))), dtype=bool)
     left_out = np.isin(np.arange(1, len(right) + 1), sorted(run.skipped))
-    right &= np.array(fed.right_at(run), dtype=bool)[: len(right)]
+    right &= np.array(structure.right_at(run), dtype=bool)[: len(right)]
     for name in REQUIRED:
         values = run.stream.column(name)[: len(right)]
         with np.errstate(invalid="ignore"):
@@ -327,9 +261,7 @@ def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
 
     Gradients of a skipped step, which are undefined, count as observed.
     """
-    import numpy as np
-
-    seen = {"fed": np.array(fed.seen_at(run), dtype=bool)}
+    seen = {"fed": np.array(structure.seen_at(run), dtype=bool)}
     left_out = np.isin(np.arange(1, run.length + 1), sorted(run.skipped))
     if run.stream is None:
         return seen
@@ -339,3 +271,49 @@ def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
         known[: len(values)] = ~np.isnan(values)
         seen[name] = known | (left_out & (name in OF_GRADIENTS))
     return seen
+
+
+SEEN = {
+    Stage.weights: ("kept",),
+    Stage.gather: ("gather",),
+    Stage.reduction: ("sum",),
+    Stage.clipping: ("norm",),
+    Stage.optimizer: ("rule",),
+}
+
+ALWAYS = (Stage.record, Stage.data, Stage.checkpoint)
+"""Stages cleared by comparability itself; a checkpoint has its own witness."""
+
+
+def cleared(runs: Collection[Record], step: int, wrong: Collection[tuple[int | None, Stage]]) -> set[Stage]:
+    """Stages that both runs' streams found right, at a step and the one before.
+
+    A wrong loss has any cause since the loss before. Gathers are observed in forwards only: one for the backward may
+    still be at fault.
+
+    Args: wrong: step and stage of the witnesses' findings.
+    """
+    found = set(ALWAYS)
+    for stage, columns in SEEN.items():
+        seen = all(_seen(run, name, at) for run in runs for name in columns for at in {max(1, step - 1), step})
+        if seen and not any(stage is each and at in (step - 1, step) for at, each in wrong):
+            found.add(stage)
+    return found - {Stage.gather} if any(each.gathers_twice for each in runs) else found
+
+
+def _seen(run: Record, column: str, step: int) -> bool:
+    import math
+
+    if run.stream is None:
+        return False
+    values = run.stream.column(column)
+    return step <= len(values) and not math.isnan(float(values[step - 1]))
+
+
+def narrowed(finding: Finding, clear: Collection[Stage]) -> Finding:
+    """Finding without cleared stages at both ends; unchanged if none would be left."""
+    stages = list(finding.stages)
+    left = [stage for stage in stages if stage not in clear]
+    if finding.grade is Grade.ok or not left:
+        return finding
+    return replace(finding, stage=left[-1], since=None if len(left) == 1 else left[0])

@@ -18,17 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
 from harness.parity.outcome import AHEAD, Finding, Stage, measured
 from harness.parity.record import Record
+from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
-
-if TYPE_CHECKING:
-    from harness.parity.tensors import Float64
 
 ROUNDINGS = 16
 """Roundings of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3),
@@ -106,8 +105,6 @@ def _units(run: Record) -> Units:
 
 
 def _beyond(update: Float64, predicted: Float64, free: Float64 | float) -> Float64:
-    import numpy as np
-
     if np.ndim(free) == 0:
         return update
     off = update - predicted

@@ -1,11 +1,17 @@
-"""Structural checks of one run: equal replicas, separate weights, tied weights."""
+"""Facts of one run by itself: equal replicas, separate and tied weights, data as its source holds them, and its end.
+
+The weights before the last captured updates and those updates add up to the last weights, up to the rounding of each
+difference, u(main) of it. Anything beyond happened after the last step, where no loss shows it.
+"""
 
 from __future__ import annotations
 
-from harness.config.roundoff import SIXTEEN_BITS
-from harness.parity.outcome import Finding, Grade, Stage
+from collections.abc import Iterator
+
+from harness.config.roundoff import SIXTEEN_BITS, UNIT
+from harness.parity.outcome import Finding, Grade, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.gradients import HANDFUL
+from harness.parity.tiers.gradients import HANDFUL, length
 
 
 def check(run: Record) -> list[Finding]:
@@ -77,3 +83,67 @@ def _finding(
     return Finding(
         "T1", kind, stage, Grade.ok if right else Grade.bad, said, wanted, step=step, tensor=tensor, note=note
     )
+
+
+DIGESTS = ("data_digest", "fed_digest")
+FED = "tokens as fed"
+WRONG = "it was fed other tokens or targets than its data source holds"
+
+
+def check_data(run: Record) -> list[Finding]:
+    right, seen = right_at(run), seen_at(run)
+    wrong = [step for step in range(1, run.length + 1) if seen[step - 1] and not right[step - 1]]
+    found = []
+    if wrong:
+        held, fed = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
+        more = f", in {len(wrong)} steps up to step {wrong[-1]}" if len(wrong) > 1 else ""
+        note = f"in {run.name}, {WRONG}{more}"
+        found.append(Finding("T1", FED, Stage.data, Grade.bad, fed, held, step=wrong[0], count=len(wrong), note=note))
+    if any(right):
+        found.append(Finding("T1", FED, Stage.data, Grade.ok, "as held", "as held", count=sum(right)))
+    return found
+
+
+def seen_at(run: Record) -> list[bool]:
+    return [held is not None and fed is not None for held, fed in _pairs(run)]
+
+
+def right_at(run: Record) -> list[bool]:
+    return [held is not None and held == fed for held, fed in _pairs(run)]
+
+
+def _pairs(run: Record) -> Iterator[tuple[str | None, str | None]]:
+    return zip(*(run.columns[key] for key in DIGESTS), strict=True)
+
+
+FOLLOWS = "weights at the end follow"
+
+
+def check_ending(run: Record) -> list[Finding]:
+    begin = _begin(run)
+    if run.final is None or begin is None:
+        return []
+    unit = UNIT[str(run.config["dtype.main_params"])]
+    found = []
+    for name in run.final.tensors:
+        updates = [run.updates[step] for step in range(begin, run.length + 1)]
+        if name not in run.weights[begin].tensors or any(name not in each.tensors for each in updates):
+            continue
+        expected, moved = run.weights[begin].values(name), 0.0
+        for each in updates:
+            update = each.values(name)
+            expected, moved = expected + update, moved + length(update)
+        norm = length(expected) or 1.0
+        off, allowed = length(run.final.values(name) - expected) / norm, unit * moved / norm
+        note = f"in {run.name}, changed after the last update"
+        found.append(measured(FOLLOWS, Stage.weights, off, allowed, step=run.length, tensor=name, note=note))
+    return found
+
+
+def _begin(run: Record) -> int | None:
+    step = run.length
+    while step in run.updates:
+        if step in run.weights:
+            return step
+        step -= 1
+    return None

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.parity.captured import Recomputed
 from harness.parity.outcome import Finding, Grade, Stage, measured
 from harness.parity.record import Record
+from harness.parity.tensors import Recomputed
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain

@@ -1,19 +1,35 @@
-"""Verdicts as text: the sentence, the evidence as a table, the commands."""
+"""Verdicts as text: the sentence, the evidence as a table, the commands; for pull requests as Markdown and JUnit.
+
+Some bounds are wide and some are tight: a sampled update is at half of its bound in every clean pair, a gradient's
+distance in fp32 at a hundredth. `usual.json` has each check's largest share of its bound in clean pairs; an arm is far
+out where its share is a large multiple of that. `benchmarks/pages/usual_ratios.py` makes the table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
+import numpy as np
+
+from harness.config.errors import refuse
 from harness.config.words import ask_again
-from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
+from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
+from harness.parity.record import Record, load
 from harness.parity.telling import explain
-from harness.parity.telling.deciding import ALWAYS
-from harness.parity.telling.usual import farthest
-from harness.store import screen
+from harness.parity.telling.explain import OUTCOMES
+from harness.parity.telling.wording import ALWAYS
+from harness.parity.tiers.envelope import Envelope
+from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
+from harness.store import checksums, commands, screen
 from harness.store.commands import shown
 from harness.store.labels import named
-from harness.store.screen import fold
+from harness.store.markdown import code, escaped, fenced, rows
+from harness.store.screen import fold, table
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
@@ -149,3 +165,149 @@ def _ending(names: Sequence[str]) -> str:
 
 def _next(commands: Sequence[str]) -> list[str]:
     return [f"next: {command}" for command in commands]
+
+
+TABLE = Path(__file__).with_name("usual.json")
+
+LEAST = 1e-3
+"""Least usual share: where clean pairs agree in every bit, less than this is not far."""
+
+
+class Farthest(NamedTuple):
+    check: str
+    ratio: float
+    """Share of the bound; 1 is the bound."""
+    usual: float | None
+    """Multiple of the largest share in clean pairs; None if none of them showed this check."""
+
+    @property
+    def text(self) -> str:
+        return self.check if self.usual is None else f"{self.check}, {percent(self.usual)} of the most in clean pairs"
+
+
+@cache
+def shares() -> Mapping[str, float]:
+    """Largest share of its bound in clean pairs, by check."""
+    found: Mapping[str, float] = json.loads(TABLE.read_text(encoding="utf-8"))["shares"]
+    return found
+
+
+def farthest(evidence: Sequence[Finding]) -> Farthest | None:
+    """The measured check that is farthest out for this pair; None without measurements. A failed one comes first."""
+    measured = [row for row in evidence if not isinstance(row.observed, str) and not isinstance(row.allowed, str)]
+    if not measured:
+        return None
+    known = shares()
+    grades = [Grade.ok, Grade.doubt, Grade.bad]
+
+    def beyond(row: Finding) -> tuple[int, float]:
+        return grades.index(row.grade), row.ratio / max(known.get(row.check, 1.0), LEAST)
+
+    row = max(measured, key=beyond)
+    return Farthest(row.check, row.ratio, beyond(row)[1] if row.check in known else None)
+
+
+MOST = 20
+"""Listed checks that did not pass, beside the worst of each kind."""
+
+
+def markdown(verdict: Verdict, title: str) -> str:
+    head = [f"## {code(title)}: {verdict.outcome.value}", escaped(verdict.sentence), OUTCOMES[verdict.outcome]]
+    checks = rows(HEAD, [row(verdict, each) for each in _listed(verdict)])
+    return "\n\n".join([*head, checks, fenced("\n".join(verdict.commands))]) + "\n"
+
+
+def junit(verdict: Verdict, title: str) -> str:
+    """A test for the verdict, and one for each check that was made.
+
+    A doubt is a failure, as it is by the exit code; what could not be compared is an error.
+    """
+    wrong = "error" if verdict.outcome is Outcome.NOT_COMPARABLE else "failure"
+    cases = [(title, verdict.sentence if verdict.exit_code else "")]
+    for each in _listed(verdict):
+        tier, check, step, tensor, observed, allowed, *_ = row(verdict, each)
+        failed = each.grade is not Grade.ok and verdict.exit_code
+        problem = f"{observed} where {allowed} is allowed; {each.note}".rstrip("; ") if failed else ""
+        cases.append((f"{tier} {check}{f' (step {step})' * bool(step)} {tensor}".rstrip(), problem))
+    failures = str(sum(bool(problem) for _, problem in cases))
+    suite = ElementTree.Element("testsuite", {"name": title, "tests": str(len(cases)), f"{wrong}s": failures})
+    for name, problem in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=title, name=name)
+        if problem:
+            ElementTree.SubElement(case, wrong, message=problem)
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _listed(verdict: Verdict) -> list[Finding]:
+    """Checks that did not pass, and the worst of each kind; not of bits that nobody owes."""
+    owed = verdict.admissible.startswith("T1") or verdict.tier == "T0"
+    failed = [each for each in verdict.findings if each not in verdict.evidence]
+    return [*failed[:MOST], *(each for each in verdict.evidence if owed or each.tier != "T1" or each.grade is Grade.ok)]
+
+
+PIECES = 6
+VALUES = 3
+MARKS_OF_PIECES = {Grade.ok: "", Grade.doubt: "?", Grade.bad: "BAD"}
+
+
+def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
+    """Text about one tensor of two runs, with its worst pieces and their first values.
+
+    Args: step: captured by both. Pieces of steps after the first, whose bounds grow, are marked as in doubt at most.
+
+    Raises `BadRequest`: the capture or tensor is missing. `StoreError`: no run, or damaged.
+    """
+    for path in (arm, control):
+        checksums.demand(Path(path))
+    left, right = load(Path(arm)), load(Path(control))
+    for run in (left, right):
+        _require(run, tensor, step)
+    pair = compare_tensor(tensor, left.captures[step], right.captures[step])
+    envelope = Envelope.of(left, right)
+    whole = envelope.tensor(tensor, pair.numel)
+    allowed = envelope.scale(pair.standard_error, pair.residual, tensor)
+    lines = [
+        f"{tensor} at step {step}, {pair.numel} elements, norm {pair.norm:.6g} in the control",
+        f"distance  {percent(pair.distance)} of the norm; rounding explains {percent(whole)} at step 1",
+        f"factor    {1 + pair.b:.6g}, give or take {allowed:.1e}; what no factor explains: {percent(pair.residual)}",
+        "",
+    ]
+    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope, whole)])
+
+
+def _require(run: Record, tensor: str, step: int) -> None:
+    if step not in run.captures:
+        held = ", ".join(map(str, sorted(run.captures))) or "none"
+        wanted = ",".join(map(str, sorted({step, *run.config["measure.capture_steps"]})))
+        fix = commands.request(f'--from {commands.shown(run.path)} "measure.capture_steps=[{wanted}]"')
+        raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
+    if tensor not in run.captures[step].tensors:
+        choices = ", ".join(sorted(run.captures[step].tensors))
+        raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
+
+
+def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope, whole: float) -> list[str]:
+    a, c = (run.captures[step].values(tensor).ravel() for run in (left, right))
+    edges = np.unique(np.linspace(0, c.size, min(BLOCKS, c.size) + 1).astype(np.int64))
+    average = float(np.sqrt(np.mean(c * c)))
+    pieces = []
+    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        own = float(np.sqrt((np.mean(c[start:stop] ** 2) + average**2) / 2)) or 1.0
+        off = float(np.sqrt(np.mean((a[start:stop] - c[start:stop]) ** 2)))
+        pieces.append(Block(start, stop, off / own))
+    pieces.sort(key=lambda piece: -piece.distance)
+    rows = []
+    for piece in pieces[:PIECES]:
+        allowed = envelope.piece(whole, piece.stop - piece.start)
+        refuted = math.inf if step > 1 or envelope.flips else REFUTED * allowed
+        rows.append(
+            (
+                f"{piece.start}:{piece.stop}",
+                percent(piece.distance),
+                " ".join(f"{value:+.5e}" for value in a[piece.start : piece.start + VALUES]),
+                " ".join(f"{value:+.5e}" for value in c[piece.start : piece.start + VALUES]),
+                MARKS_OF_PIECES[grade(piece.distance, allowed, refuted)],
+            )
+        )
+    return table(("elements", "off by", "arm", "control", ""), rows)

@@ -3,53 +3,30 @@
 A sketch S_j is linear and the same in every layout, so that E[(S_j(a) - S_j(c))^2] = |a - c|^2: the mean over m of them
 is the squared distance, with the error of a chi-square of m degrees of freedom (a factor of two either way for m = 4).
 
-[Note: Jumps] Two right runs part as a power of time: their weights by rounding that each step multiplies, their
-gradients because their weights differ. So the question to ask of a gradient is not how far apart the two are, but how
-far *given how far the weights are*: with x the relative distance of the weights before a step and d that of one
-tensor's gradient,
+[Note: Jumps] Two right runs part as a power of time. So the question to ask of a gradient is not how far apart the two
+are, but how far *given how far the weights are*: with x the relative distance of the weights before a step and d that
+of one tensor's gradient,
 
     d(s) <= DRAW * max(floor, JUMP * K * x(s)),      K = max over s' < s of d(s') / x(s'),  at least 1
 
-floor being what the rounding of one forward and backward explains (`Envelope.tensor`); where it is in 16 bits without
-the margin SAFETY, which is for tensors whose sums cancel: a gradient is held here against its largest norm of late, and
-no tensor lies beyond 1.3 times its count (docs/verdicts.md). Routes of tokens and 8 bits keep it.
-
-K is a relative curvature: it changes from step to step as batches and curvature change. A forward, backward or
-reduction that is wrong from some step on adds to d what x knows nothing of, and it jumps. Where runs have parted (K x
-near 1) nothing is a jump any more, and nothing is said. Where the control is not stable K may burst (`BURST`): there a
-jump is one only while the weights are that much closer together.
-
-Where weights still agree in every sketch, and gradients did so at step 1, the kernels are the same and so is what they
-give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a baseline. Gradients
-that overflowed at step 1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
-
-K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
-tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
-norms, because one that happens to cancel is not far off for that.
-
-Weights may jump too: beyond STRIDE times the farthest they were before, and four times what one update makes of
-rounding and of the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). A sample of elements
-cannot see what an optimizer does to a few others, as where a row of its moments was lost. Where the control is unstable
-the farthest counts `BURST` times: of weights that were equal until then, nothing but the update's rounding is left.
+and weights may be STRIDE times the farthest they were before, and four times what one update makes of rounding and of
+the farthest gradient of that step (`trajectory.Perturbation.given`, of its size). docs/verdicts.md ("Two runs with
+every step checked") says what floor and K are, and where nothing is a jump any more. Gradients that overflowed at step
+1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import SAFETY
-from harness.store.check_stream import tensor_columns
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from harness.parity.tiers.envelope import Envelope
-    from harness.parity.tiers.trajectory import Perturbation
-    from harness.store.check_stream import Stream
-
-    Float64 = NDArray[np.float64]
+from harness.parity.tiers.envelope import Envelope
+from harness.parity.tiers.trajectory import Perturbation
+from harness.store.check_stream import Stream, tensor_columns
 
 BURST = 625.0
 """Factor by which K may grow in unstable training: a difference was seen to grow 600-fold in one step."""
@@ -95,8 +72,6 @@ class Apart:
 
         If the step before was not kept, the distance after the step itself.
         """
-        import numpy as np
-
         shifted = np.concatenate(([0.0], self.whole[:-1]))
         follows = np.diff(self.steps, prepend=0) == 1
         found: Float64 = np.where(follows, shifted, self.whole)
@@ -105,8 +80,6 @@ class Apart:
 
 def apart(arm: Stream, control: Stream) -> Apart | None:
     """Distances of two streams; None where they have no sketch in common."""
-    import numpy as np
-
     (left_steps, left), (right_steps, right) = arm.kept(), control.kept()
     steps, at_left, at_right = np.intersect1d(left_steps, right_steps, return_indices=True)
     places = {each.name: (place, each.shape) for place, each in enumerate(control.tensors)}
@@ -149,7 +122,6 @@ class _Squares:
 
     def add(self, arm: Float64, control: Float64) -> None:
         """Add steps of both runs, [steps, tensors, columns]."""
-        import numpy as np
 
         def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:
             with np.errstate(invalid="ignore", over="ignore"):
@@ -174,8 +146,6 @@ class _Squares:
         )
 
     def all(self) -> dict[str, Float64]:
-        import numpy as np
-
         return {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
 
 
@@ -191,8 +161,6 @@ def _scale(local: Float64, reduced: Float64) -> Float64:
 
 
 def _largest(values: Float64, window: int) -> Float64:
-    import numpy as np
-
     found = values.copy()
     for lag in range(1, min(window, len(values))):
         found[lag:] = np.fmax(found[lag:], values[:-lag])
@@ -216,8 +184,6 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, last_st
 
     Args: distances: `found.local` or `found.reduced`. last_stable: last step at which the control is stable.
     """
-    import numpy as np
-
     whole = np.array([envelope.tensor(name, numel) for name, numel in zip(found.names, found.numel, strict=True)])
     sums = np.array([envelope.floor(name) for name in found.names])
     counted = envelope.is_low_precision and not (envelope.arm.fp8 or envelope.control.fp8 or envelope.flips)
@@ -242,8 +208,6 @@ def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
 
     `last_stable`: the last step at which the control is stable.
     """
-    import numpy as np
-
     known = np.nan_to_num(found.weights, nan=0.0)
     typical = np.sqrt((known**2).mean(1, keepdims=True))
     largest = np.maximum.accumulate(np.maximum(known, typical))
@@ -255,8 +219,6 @@ def weight_jumps(found: Apart, push: Perturbation, last_stable: int) -> Jump:
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:
-    import numpy as np
-
     seen = ~np.isnan(distances).all(1)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.where(np.isnan(distances), -1.0, np.nan_to_num(distances / allowed, nan=0.0, posinf=np.inf))

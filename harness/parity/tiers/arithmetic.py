@@ -1,28 +1,13 @@
-"""Roundings of one run, their place and number, counted from its configuration.
+"""Roundings of one run, their place and number, counted from its configuration; docs/verdicts.md derives each.
 
 Notation: u is the unit roundoff (half the gap between 1 and the next number). One rounding to nearest errs by at most
-u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly).
+u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly). n independent
+roundings in series make a walk, sqrt(n) * RMS * u. The exception is a sum *kept* in 16 bits: small addends vanish
+against a large partial sum, always downwards, so there the worst case n * u is the honest bound.
 
-Walks, not worst cases. n independent roundings in series make sqrt(n) * RMS * u. The worst case, n * u with all signs
-conspiring, says nothing in bf16 (a four-layer decoder has n * u > 0.9) and is not what arithmetic does: round to
-nearest has no preferred sign. The exception is a sum *kept* in 16 bits: small addends vanish against a large partial
-sum, always downwards, so there the worst case n * u is the honest bound.
-
-    forward    a signal meets FORWARD_BLOCK roundings in each block (two norms, seven products with weight and result
-               rounded, rotation, attention, gating, two residual sums) and FORWARD_ENDS outside; other families of
-               models have their own counts (`Depth`)
-    gradient   three times as many: the forward, the backward, and the forward's activations again where the backward
-               multiplies by them
-    products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
-    reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
-               library chooses: all orders are simulated, and the one that errs most counts (`orders`)
-    integers   numerics=exact rounds each microbatch's gradient to a multiple of 2^-exact_bits, whatever its size
-
-    ext        nobody counted the roundings of a user's own model: its bounds come from a perturbed reference alone, and
-               without one there is no verdict beyond equal bits (`Arithmetic.observed`)
-
-`SAFETY` times the root-mean-square estimate is allowed; beyond `REFUTED` times that, rounding is refuted. Between the
-two the model is as likely to be off as the run, and the answer is UNDECIDED.
+The roundings of a user's own model (ext) are not counted: its bounds come from a perturbed reference alone, and without
+one there is no verdict beyond equal bits (`Arithmetic.observed`). `SAFETY` times the root-mean-square estimate is
+allowed; beyond `REFUTED` times that, rounding is refuted.
 
 [Note: Orders] A ring starts each piece at another rank, a tree adds pairs of pairs, an exchange of all pieces adds in
 rank order. Each order is simulated in the dtypes of the policy, against extended precision. The worst counts, over
@@ -36,19 +21,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
 from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, lost_in_integers, reach_name
 from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
-from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
+from harness.parity.tiers.comparable import global_microbatches, microbatches_per_rank
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Array = NDArray[Any]
-    Round = Callable[[Array], Array]
+Array = NDArray[Any]
+Round = Callable[[Array], Array]
 
 
 ADDENDS = ((0.0, 1.0), (1.0, 1.0), (0.9, 0.02))
@@ -83,8 +68,6 @@ def error(order: str, count: int, wire: str, accumulate: str, main: str, mean: f
     Args: wire: dtype of sent addends, and of partial sums in a ring or tree. accumulate: dtype of partial sums. main:
     dtype of addends and result. mean, deviation: of their normal distribution.
     """
-    import numpy as np
-
     rng = np.random.default_rng(count)
     drawn = rng.standard_normal((count, max(64, ELEMENTS // count))) * deviation + mean
     addends = rounder(main)(drawn)
@@ -103,8 +86,6 @@ def _in_order(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 def _ring(addends: Array, kept: Round, sent: Round) -> Array:
-    import numpy as np
-
     count, size = addends.shape
     starts = np.arange(size) % count
     columns = np.arange(size)
@@ -115,8 +96,6 @@ def _ring(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 def _tree(addends: Array, kept: Round, sent: Round) -> Array:
-    import numpy as np
-
     level = kept(addends)
     while len(level) > 1:
         even = level[: len(level) // 2 * 2]
@@ -131,8 +110,6 @@ ORDERS: dict[str, Callable[[Array, Round, Round], Array]] = {"in order": _in_ord
 
 def rounder(dtype: str) -> Round:
     """Rounding to a dtype, as float64."""
-    import numpy as np
-
     if dtype == "bf16":
         return _bf16
     kind = {"fp64": np.float64, "fp32": np.float32, "fp16": np.float16}[dtype]
@@ -140,8 +117,6 @@ def rounder(dtype: str) -> Round:
 
 
 def _bf16(values: Array) -> Array:
-    import numpy as np
-
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     nearest = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (nearest & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

@@ -1,41 +1,46 @@
-"""How two runs part whose steps are all checked: by chaos, each right given its own past, or by something else.
+"""How two runs part whose steps are all checked, what their last weights may differ by, and steps of two equal runs.
 
-Where every step of both runs was seen to be right, a difference between them is no difference of what they do. What the
-streams cannot see is the forward and the backward of a later step: that they compute the model; and what an optimizer
-did to elements that nobody followed. There three questions remain, all asked of what is known of the weights' distance
-D:
+docs/verdicts.md derives the bounds ("Two runs with every step checked", "The final weights"). Where every step of both
+runs was seen to be right, three questions are left, all asked of what is known of the weights' distance: whether
+gradients or weights jump (`apart`), and whether losses differ by more than the gradient between the two explains. Their
+answers raise a doubt and refute nothing. Where the control is no longer stable (`trajectory.stable_until`) they are
+asked with more room (`apart.BURST`, its root for a gradient).
 
-    gradients  do they jump, given the weights?  (`apart`)
-    weights    do they jump, given those before?  (`apart`)
-    losses     a loss differs by no more than its gradient along the way between the two: by the trapezoid rule
-               L(a) - L(c) = (g(a) + g(c)) / 2 . (a - c), up to the third order, and so by at most the mean of the two
-               gradients' norms times D. The factor SAFETY covers the third order and the error of D.
+[Note: Reach] Last weights, captured whole or as the last sketches, can come no farther apart than both runs can walk:
 
-Their answers raise a doubt and refute nothing: once gradients differ (`alike`), a difference alone, where all witnesses
-pass, is never DIFFERENT. Where
-the control is no longer stable (`stability.stable_until`) curvature bursts, and K and the gradient between the two with
-it: they are asked with that much more room (`apart.BURST`, its root for a gradient).
+    Adam, AdamW   lr C an element and step (`steepest`; Kingma & Ba 2015, section 2.1, give the cases of one and of
+                  equal gradients); decay only pulls together
+    Muon          lr S (1.1 s) sqrt(min(m, n)) a matrix of m rows and n columns, with S its scale and s the largest
+                  singular value of a result, which is no more than 1.1 s lr an element
+    SGD           lr min(norm, clip) / (1 - momentum), all elements together (`trajectory.path_lengths`)
+    storage       u(main) of a weight and step
+
+[Note: Equal until] As long as every sketch of every gradient and every logged norm has the same bits in both runs, an
+optimizer of one configuration leaves equal weights, in any dtype and without a bound. A kernel that does a whole
+group's update may do its last elements otherwise, so tensors must be cut alike: one configuration, and the same
+sources. On other devices than CPUs memory may choose a kernel, and a difference is in doubt.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from harness.parity.outcome import Finding, Stage
+import numpy as np
+
+from harness.config.roundoff import UNIT
+from harness.config.update_rule import KNOWN, Rule
+from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
-from harness.parity.tiers.apart import BURST, Apart, Jump, apart, gradient_jumps, weight_jumps
+from harness.parity.tensors import Float64
+from harness.parity.tiers import watched
+from harness.parity.tiers.apart import BURST, DRAW, Apart, Jump, apart, gradient_jumps, weight_jumps
 from harness.parity.tiers.arithmetic import SAFETY
+from harness.parity.tiers.comparable import matters
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.graded import Series
-from harness.parity.tiers.trajectory import ROUNDED, Perturbation
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Float64 = NDArray[np.float64]
+from harness.parity.tiers.gradients import compare_tensor, names
+from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series, path_lengths
+from harness.store.check_stream import Stream, tensor_columns
 
 GIVEN = "{} given the weights"
 WEIGHTS = "weights given those before"
@@ -78,8 +83,6 @@ class Divergence:
 
     @property
     def sees_gradients(self) -> bool:
-        import numpy as np
-
         return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
 
     def check(self, certain: int, *, wide: bool = True) -> list[list[Finding]]:
@@ -88,8 +91,6 @@ class Divergence:
         Args: certain: last step up to which both are known right; weights are judged up to there, and while the control
         is stable. wide: main weights have more than 16 bits; otherwise weights are judged after `certain` alone.
         """
-        import numpy as np
-
         local = gradient_jumps(self.found, self.found.local, self.envelope, self.last_stable)
         reduced = gradient_jumps(self.found, self.found.reduced, self.envelope, self.last_stable)
         weights = weight_jumps(self.found, self.push, self.last_stable)
@@ -104,8 +105,6 @@ class Divergence:
         return [kind for kind in kinds if kind]
 
     def _graded(self, check: str, jump: Jump, stage: Stage, since: Stage) -> list[Finding]:
-        import numpy as np
-
         judged = jump.steps > int(self.first_captured)
         steps, observed, allowed = jump.steps[judged], jump.observed[judged], jump.allowed[judged]
         series = Series(
@@ -124,8 +123,6 @@ class Divergence:
 
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_stable: int) -> list[Finding]:
     """Losses after step 1 up to `last` against the weights' distance, with a wider bound after `last_stable`."""
-    import numpy as np
-
     if arm.stream is None or control.stream is None:
         return []
     count = arm.stream.sketches
@@ -151,3 +148,128 @@ def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_sta
         Stage.forward,
         note,
     ).findings()
+
+
+END = "weights at the end"
+SKETCHED = f"{END}, sketched"
+
+
+def last_weights(arm: Record, control: Record, envelope: Envelope, found: Apart | None) -> list[Finding]:
+    """A finding a tensor; empty without last weights and sketches.
+
+    Args: found: distances by the streams, if any.
+    """
+    if arm.final is not None and control.final is not None:
+        pairs = [compare_tensor(name, arm.final, control.final) for name in names(arm.final, control.final)[0]]
+        distances = [(pair.name, pair.numel, pair.distance, pair.norm) for pair in pairs]
+        return _graded_weights(END, arm.length, distances, (arm, control), envelope)
+    if found is None or np.isnan(found.weights[-1]).all():
+        return []
+    last = int(found.steps[-1])
+    distances = [*zip(found.names, found.numel, found.weights[-1].tolist(), found.norms[-1].tolist(), strict=True)]
+    return _graded_weights(SKETCHED, last, distances, (arm, control), envelope, DRAW)
+
+
+def _graded_weights(
+    kind: str,
+    step: int,
+    distances: list[tuple[str, int, float, float]],
+    runs: tuple[Record, Record],
+    envelope: Envelope,
+    draw: float = 1.0,
+) -> list[Finding]:
+    rounding = 2 * step * max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
+    made, farthest = [], reach(runs, envelope, step)
+    is_shared = runs[1].config["optimizer.name"] != "sgd"  # by all elements alike; SGD may spend all on one
+    for name, numel, distance, norm in distances:
+        own = farthest * (math.sqrt(numel / envelope.control.parameters) if is_shared else 1.0)
+        allowed = draw * (rounding + (own / norm if norm else math.inf))
+        found = measured(kind, Stage.optimizer, distance, allowed, step=step, tensor=name, since=Stage.weights)
+        made.append(found)
+    return made
+
+
+def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
+    """Largest possible distance of all weights together after a step; see [Note: Reach]."""
+    control = runs[1]
+    if control.config["optimizer.name"] not in KNOWN:
+        return math.inf
+    paths = sum(float(path_lengths(run, envelope.control.parameters)[step - 1]) for run in runs)
+    if control.config["optimizer.name"] == "sgd":
+        return paths
+    rule = Rule.of(control.config)
+    return max(steepest(*rule.betas), rule.iteration.reach if rule.iteration else 0.0) * paths
+
+
+def steepest(beta1: float, beta2: float) -> float:
+    """Largest move of a weight under Adam, in units of lr."""
+    if beta1 * beta1 >= beta2:
+        return math.inf
+    return max(1.0, (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
+
+
+ALIKE = "weights after equal gradients"
+NOTE = "until then gradients, norms and weights were equal in every sketch; the update was not, or the moments it used"
+
+
+def after_equal_gradients(arm: Record, control: Record) -> list[Finding]:
+    if arm.stream is None or control.stream is None or not _one_configuration(arm, control):
+        return []
+    left, right = (_table(run.stream, run.length) for run in (arm, control) if run.stream)
+    if left.shape[1:] != right.shape[1:] or arm.stream.tensors != control.stream.tensors:
+        return []
+    steps = _steps_of_equal_gradients(arm, control, left, right)
+    return [_finding(arm, control, left[:steps], right[:steps])] if steps else []
+
+
+def _one_configuration(arm: Record, control: Record) -> bool:
+    keys = [key for key in arm.config.keys() | control.config.keys() if matters(key) and not key.startswith("fault.")]
+    same_code = arm.provenance.get("sources_digest") == control.provenance.get("sources_digest")
+    same = all(arm.config.get(key) == control.config.get(key) for key in keys) and not watched.is_one(arm, control)
+    return same and same_code and arm.config["optimizer.name"] in KNOWN
+
+
+def _table(stream: Stream, length: int) -> Float64:
+    """Columns [steps, tensors, columns] of the steps from the first on, up to one that was not kept."""
+    steps, rows = stream.kept()
+    follows = steps == np.arange(1, len(steps) + 1)
+    return rows[: min(length, len(steps) if follows.all() else int(np.argmin(follows)))]
+
+
+def _columns(sketches: int, kind: str) -> list[int]:
+    return [at for at, name in enumerate(tensor_columns(sketches)) if name.startswith(f"{kind}_")]
+
+
+def _steps_of_equal_gradients(arm: Record, control: Record, left: Float64, right: Float64) -> int:
+    assert arm.stream is not None
+    gradients = _columns(arm.stream.sketches, "reduced")
+    steps = min(len(left), len(right))
+    equal = (left[:steps, :, gradients] == right[:steps, :, gradients]).all((1, 2))  # what was not seen is not equal
+    for key in ("loss", "grad_norm", "lr", "skipped"):
+        equal &= [one == other for one, other in zip(*(run.series(key)[:steps] for run in (arm, control)), strict=True)]
+    return steps if equal.all() else int(np.argmin(equal))
+
+
+def _finding(arm: Record, control: Record, left: Float64, right: Float64) -> Finding:
+    assert arm.stream is not None
+    weights = _columns(arm.stream.sketches, "after")
+    differs = ~(left[:, :, weights] == right[:, :, weights]).all(2)
+    if not differs.any():
+        return replace(measured(ALIKE, Stage.optimizer, 0.0, 0.0, step=len(left)), count=len(left))
+    step = int(differs.any(1).argmax())
+    *sketches, squares = weights
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off = np.abs(left - right)[step][:, sketches].max(1) / np.sqrt(right[step][:, squares])
+    tensor = int(np.where(differs[step], np.nan_to_num(off, nan=np.inf), -1.0).argmax())
+    on_cpu = arm.config.get("cluster.device") == "cpu"
+    return measured(
+        ALIKE,
+        Stage.optimizer,
+        float(off[tensor]),
+        0.0,
+        0.0 if on_cpu else math.inf,
+        step=step + 1,
+        tensor=arm.stream.tensors[tensor].name,
+        note=NOTE,
+        since=Stage.clipping,
+    )

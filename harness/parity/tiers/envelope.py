@@ -1,13 +1,8 @@
-"""How far rounding alone can drive two runs apart: T2's bounds, derived from the two configurations.
+"""How far rounding alone can drive two runs apart: T2's bounds, derived from what either of them rounds.
 
-Nothing here is a tolerance somebody liked. Each bound is made of what either run rounds (`arithmetic`, counted);
-docs/verdicts.md gives the derivations at length and the measurements they were checked against.
-
-    reach      where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed
-               instead of counted (`Envelope.tensor`, see [Note: Perturbed reference] in harness/probe/rounding.py)
-
-    routes     a router's choice is discontinuous: where rounding swaps two experts of nearly equal score, a token's
-               whole contribution moves (`Envelope.flips`). What that explains is in doubt, never fine and never refuted
+docs/verdicts.md ("T2: the envelope at step 1") gives the derivations, and the measurements that they were checked
+against. Where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed instead of
+counted. What swapped routes explain is in doubt, never fine and never refuted.
 """
 
 from __future__ import annotations
@@ -17,15 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT, reach_name
 from harness.config.schema import ModelFamily
+from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin
-
-if TYPE_CHECKING:
-    from harness.parity.record import Record
-    from harness.parity.tiers.gradients import TensorPair
+from harness.parity.tiers.gradients import TensorPair
 
 FEW = 7
 

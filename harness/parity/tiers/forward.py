@@ -1,26 +1,10 @@
 """Forwards of step 1 in 16 bits and in fp32, module by module, bounded by the baseline's own kernels.
 
 Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
-(`harness.probe.step_checks.forward`), and with m sketches S_j
-
-    d = sqrt(mean over j of (S_j(a) - S_j(c))^2) / |c|
-
-[Note: Same kernels] A module that is called with the same bits, in the same shapes, dtype, threads and versions (T0
-holds these equal) gives out the same bits: a library chooses by shape. So where both runs cut the batch into
-microbatches of one size, everything agrees up to the first module that is another one, and d is zero but for the order
-in which fp64 sketches are added, `SAME`. The first module beyond that is the fault's place, whatever its size. On CPUs
-that refutes, beyond what another order of additions explains (`Arithmetic.reordered`, a product that was split); on
-other devices, where a library may choose by more than shapes, it raises a doubt.
-
-Where microbatches have other sizes, kernels may differ: a sum of K terms in fp32 errs by e = sqrt(K) RMS u(fp32), which
-flips the rounding to 16 bits of an element with a probability of e / u and moves it by 2 u then, and from there on the
-rest. Such pairs are told apart by no more than the count of roundings, d <= SAFETY `Arithmetic.forward`. So are all
-pairs in fp32, where products may add in another order for the sake of where their operands lie: 1e-5 there, and what a
-rotation by tables of 16 bits changes is a thousandth. The first module beyond is named, as what comes after it differs
-for its sake.
-
-The loss follows from the logits. Where these agree, it may differ by the rounding of its own means in fp32, `LOSS`: a
-term that was added to it (a z-loss) is seen, however small beside what bf16 logits would explain.
+(`harness.probe.step_checks.local`), and with m sketches S_j the distance of an output is
+d = sqrt(mean over j of (S_j(a) - S_j(c))^2) / |c|. docs/verdicts.md ("Forwards in 16 bits, and in fp32") derives what
+it may be where kernels are the same, and where they may differ. The first module beyond is named, as what comes after
+it differs for its sake.
 """
 
 from __future__ import annotations

@@ -13,15 +13,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from harness.parity.tensors import Capture
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from harness.parity.tensors import Float64
+from harness.parity.tensors import Capture, Float64
 
 BLOCKS = 32
 """Pieces of a tensor: a fault in one rank's shard or in a padded tail shows in a few of them."""
@@ -96,8 +92,6 @@ def compare_tensor(name: str, arm: Capture, control: Capture) -> TensorPair:
 
 def compare_values(name: str, a: Float64, c: Float64, *, equal: bool = False) -> TensorPair:
     """Two arrays of one shape, fp64; `equal` where their bits are known to be."""
-    import numpy as np
-
     squares = c * c
     square = float(squares.sum())
     arm_norm = math.sqrt(square) if equal else length(a)
@@ -127,8 +121,6 @@ def _plain(
 
 
 def _same_bits(name: str, arm: Capture, control: Capture) -> bool:
-    import numpy as np
-
     left, right = arm.raw(name), control.raw(name)
     bits = np.dtype(f"u{left.dtype.itemsize}")
     return bool(np.array_equal(left.view(bits), right.view(bits)))
@@ -174,14 +166,10 @@ def _standard_error(rest: Float64, c: Float64, square: float) -> float:
 
 @lru_cache(maxsize=256)
 def _edges(size: int) -> NDArray[np.int64]:
-    import numpy as np
-
     return np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
 
 
 def _worst_block(apart: Float64, squares: Float64, norm: float) -> Block:
-    import numpy as np
-
     edges = _edges(squares.size)
     off, own = (np.add.reduceat(values, edges[:-1]) for values in (apart, squares))
     share = norm**2 * np.diff(edges) / squares.size

@@ -1,49 +1,32 @@
-"""T2 over the steps: drift of losses and norms of runs that began alike.
+"""T2 over the steps: drift of losses and norms of runs that began alike, and how far it may have grown.
 
-At step 1 the weights and the data are the same, so the bound is that of one forward and backward (`envelope`). After it
-two runs walk apart, and no bound of that kind exists: differences grow exponentially and end at the level of run-to-run
-noise. The early steps carry the information, and the bounds say where it ends:
+docs/verdicts.md ("T2 over the steps") derives the perturbation of the first update, the lever of the loss, the growth
+of both, and where the bounds end. Two things tell whether training is hot, which no run says beforehand:
 
-    perturbation
-               rounding leaves the updates of step 1 a relative error. SGD passes the gradient's error rho on. Adam's
-               first update is a sign: it flips where the gradient is smaller than its error, which moves the update by
-               2 sqrt(rho / pi) of its size; but flips sit where the gradient is small, so the loss sees them in second
-               order only, (1 + 4 / pi) rho. Muon's iteration runs in bfloat16, where what is rounded otherwise once is
-               another draw of all its roundings: ITERATED of an update, which the loss sees in second order too.
-    lever      an error of the trajectory moves the loss by at most that share of what the trajectory moved it.
-    growth     EXPECTED_GROWTH a step is what stable training shows (measured: 1.0 to 1.7). MOST_GROWTH is the most a
-               step can do while training stays stable at all: an update multiplies a difference along a curvature h by
-               |1 - lr * h|, and curvature beyond 2 / lr in size makes the run itself diverge. Where a pair is seen to
-               grow faster than that, what it was seen to grow by bounds it instead (`stability.grown`).
-    stability  where the control's own gradient norm bursts or its loss climbs, no growth is bounded: from two steps
-               before it on, a step whose losses differ by more than LOSS_CEILING is in doubt, and none is refuted
-    ceiling    once the expected drift passes LOSS_CEILING, a single pair knows nothing more about single steps: what
-               lies above is in doubt, and only what even MOST_GROWTH cannot explain is refuted. A persistent gap of the
-               later half is in doubt beyond LOSS_MARGIN; paired seeds decide that, not a bound.
-"""
+    stable_until   the control's own record: a gradient norm that bursts, or a loss that climbs. From `LEAD` steps
+                   before it on, a single pair without witnesses decides nothing
+    grown          the pair's own differences: what they have grown by in one step before, they may grow by again, twice
+                   over. A fault lifts a difference out of rounding at one blow; chaos climbs"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.outcome import REFUTED, Finding, Stage, grade
+from harness.parity.outcome import REFUTED, Finding, Grade, Stage, grade
 from harness.parity.record import Record
+from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.graded import Series
-from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, grown, growths
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Int64 = NDArray[np.int64]
 
-    Float64 = NDArray[np.float64]
-    Int64 = NDArray[np.int64]
 
 LOSS_CEILING = 0.01
 """Relative. Clean runs at run-to-run noise differ by 1 to 5 % at single steps."""
@@ -65,8 +48,6 @@ class Perturbation:
 
     def given(self, gradients: Float64) -> Float64:
         """Perturbation of weights from the observed distance of gradients; at least that of rounding."""
-        import numpy as np
-
         moved = np.minimum(1.0, 2 * np.sqrt(2 * gradients / math.pi)) if self.signs else 2 * gradients
         return np.maximum(self.weights, moved)
 
@@ -134,8 +115,6 @@ def check(
 
 
 def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Float64, Float64]:
-    import numpy as np
-
     left, right = (np.array(run.series(key)[:last], dtype=np.float64) for run in (arm, control))
     there = [a is not None and c is not None for a, c in zip(arm.series(key), control.series(key), strict=True)]
     places = np.flatnonzero(np.array(there[:last], dtype=bool) & (np.isfinite(left) | np.isfinite(right)))
@@ -143,8 +122,6 @@ def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Fl
 
 
 def _relative(left: Float64, right: Float64) -> Float64:
-    import numpy as np
-
     with np.errstate(divide="ignore", invalid="ignore"):
         off: Float64 = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
     return off
@@ -152,8 +129,6 @@ def _relative(left: Float64, right: Float64) -> Float64:
 
 def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> list[Series]:
     """Losses of step 1, and of the later ones, which depend on the updates before."""
-    import numpy as np
-
     steps, left, right = _pairs("loss", arm, control, span.last)
     if not len(steps):
         return []
@@ -176,8 +151,6 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
 
 
 def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
-    import numpy as np
-
     steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.last_stable))
     drift = push.weights * growths(EXPECTED_GROWTH, steps)
     judged = drift <= NORM_CEILING
@@ -190,8 +163,6 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
 
 
 def _weights(arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span) -> Series:
-    import numpy as np
-
     steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.last_stable))
     path = path_lengths(control, envelope.control.parameters)[steps - 1] / right
     wander = path * np.minimum(1.0, push.weights * growths(EXPECTED_GROWTH, steps + 1))
@@ -208,8 +179,6 @@ def path_lengths(run: Record, parameters: int) -> Float64:
     Adam moves every weight by about lr, Muon by no more in the mean square; SGD moves all by lr times the clipped
     gradient, and momentum adds its past.
     """
-    import numpy as np
-
     rates = np.array([rate or 0.0 for rate in run.series("lr")])
     if run.config["optimizer.name"] != "sgd":
         lengths: Float64 = np.cumsum(rates) * math.sqrt(parameters)
@@ -250,3 +219,138 @@ def _error_of_mean(values: Sequence[float]) -> float:
     size = max(1, round(math.sqrt(len(values))))
     means = [statistics.fmean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
     return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+
+
+EXPECTED_GROWTH = 1.5
+MOST_GROWTH = 3.0
+UNSTABLE = 2.0
+"""Ratio of a gradient norm to its past maximum that marks instability; one of SGD with momentum grew ninefold a step
+then."""
+CLIMB = 1.1
+"""Ratio of a loss to its past minimum that marks instability, beyond the difference of batches (3 % at 256 tokens)."""
+HOT_GROWTH = 25.0
+"""Square of the largest growth a step (600) that clean pairs showed in hot training before loss or norm did."""
+LEAD = 2
+"""Steps by which differences grow before norm or loss do: they begin along the sharp direction as rounding."""
+
+
+def stable_until(norms: Sequence[float | None], losses: Sequence[float | None] = ()) -> int:
+    """Last step with valid bounds on growth, by a control's record.
+
+    Args: norms, losses: by step; None where there is none.
+    """
+    bursts = [_first(norms, UNSTABLE, max), _first(losses, CLIMB, min)]
+    first = min((step for step in bursts if step is not None), default=None)
+    return len(norms) if first is None else max(1, first - LEAD)
+
+
+def _first(values: Sequence[float | None], factor: float, extreme: Callable[[float, float], float]) -> int | None:
+    before: float | None = None
+    for step, value in enumerate(values, start=1):
+        if value is None or not math.isfinite(value):
+            continue
+        if before is not None and value > factor * before > 0:
+            return step
+        before = value if before is None else extreme(before, value)
+    return None
+
+
+def growth(rate: float, step: int) -> float:
+    """Growth at a later step of a difference made by the first update; 0 at step 1."""
+    return 0.0 if step < 2 else math.exp(min(700.0, (step - 2) * math.log(rate)))
+
+
+def growths(rate: float, steps: NDArray[np.int64]) -> Float64:
+    exponents = np.minimum(700.0, (steps - 2) * math.log(rate))
+    grown: Float64 = np.where(steps < 2, 0.0, np.exp(exponents))
+    return grown
+
+
+def grown(differences: Float64, floor: float, steps: NDArray[np.int64] | None = None) -> Float64:
+    """Bound of each difference by the growth before it; 0 at the first.
+
+    The largest so far, times the square of the largest factor of one step (`HOT_GROWTH` at least), for every step
+    between. Args: differences: not negative; NaN counts as none. floor: rounding of one observation. steps: consecutive
+    where None.
+    """
+    known = np.maximum(np.nan_to_num(differences, nan=0.0, posinf=0.0), floor)
+    gaps = np.ones(len(known)) if steps is None else np.diff(steps, prepend=steps[:1] - 1)
+    largest = np.maximum.accumulate(known)
+    factors = np.ones_like(known)
+    factors[1:] = (known[1:] / largest[:-1]) ** (1 / gaps[1:])
+    fastest = np.maximum(HOT_GROWTH, np.maximum.accumulate(factors))
+    result: Float64 = np.zeros_like(known)
+    with np.errstate(over="ignore"):
+        result[1:] = largest[:-1] * fastest[:-1] ** (2 * gaps[1:])
+    return result
+
+
+LISTED = 50
+
+
+@dataclass(frozen=True)
+class Series:
+    """One check at many steps, and a Finding for each failed one up to `LISTED`, the worst of further ones with their
+    number, and the worst of passed ones with theirs.
+
+    steps: counted from 1. observed, allowed, refuted: one a step, as in `outcome.grade`.
+    """
+
+    check: str
+    stage: Stage
+    steps: NDArray[np.int64]
+    observed: Float64
+    allowed: Float64
+    refuted: Float64
+    since: Stage | None = None
+    note: str = ""
+    tier: str = "T2"
+
+    def finding(self, at: int, count: int = 1, tensor: str | None = None) -> Finding:
+        grade = self.grade(at)
+        return Finding(
+            self.tier,
+            self.check,
+            self.stage,
+            grade,
+            float(self.observed[at]),
+            float(self.allowed[at]),
+            step=int(self.steps[at]),
+            tensor=tensor,
+            count=count,
+            note="" if grade is Grade.ok else self.note,
+            since=self.since,
+        )
+
+    def grade(self, at: int) -> Grade:
+        if self.observed[at] <= self.allowed[at]:
+            return Grade.ok
+        return Grade.doubt if self.observed[at] <= self.refuted[at] else Grade.bad
+
+    def every(self) -> list[Finding]:
+        return [self.finding(at) for at in range(len(self.steps))]
+
+    def findings(self, tensor: Callable[[int], str | None] = lambda at: None) -> list[Finding]:
+        if not len(self.steps):
+            return []
+        failed = np.flatnonzero(~(self.observed <= self.allowed))
+        passed = np.flatnonzero(self.observed <= self.allowed)
+        listed, rest = failed[:LISTED], failed[LISTED:]
+        found = [self.finding(int(at), tensor=tensor(int(at))) for at in listed]
+        if rest.size:
+            bad = rest[~(self.observed[rest] <= self.refuted[rest])]
+            worst = int(self._farthest(bad if bad.size else rest))
+            found.append(self.finding(worst, int(rest.size), tensor(worst)))
+        if passed.size:
+            worst = int(self._farthest(passed))
+            found.append(self.finding(worst, int(passed.size), tensor(worst)))
+        return found
+
+    def _farthest(self, places: NDArray[np.int64]) -> int:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = self.observed[places] / self.allowed[places]
+        return int(places[int(np.argmax(np.where(np.isnan(ratios), 0.0, ratios)))])
+
+
+def listed(findings: Sequence[Finding]) -> int:
+    return sum(finding.count for finding in findings)

@@ -3,17 +3,24 @@
 Programs differ in everything that a configuration says, and that is why they are compared. What must agree is what the
 trajectory begins with: the weights, the data where both told it, the optimizer's rule and its rates. Machines and
 versions are named, as differences of which nobody knows what they do. A run of this harness has digests of
-another kind: its first weights are held against the other's tensor by tensor, where both captured them.
+another kind: its first weights are held against the other's tensor by tensor, where both captured them. Its gradients
+are recorded before clipping and the other program's after it: they are compared as the optimizer took them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
-from harness.parity.tensors import Capture
+from harness.parity.tensors import Capture, Computed, Float64
+from harness.store.check_stream import Stream, step_columns, tensor_columns
 
 RULE = ("name", "target", "betas", "eps", "momentum", "weight_decay")
 OF_RULE = {"sgd": ("momentum", "weight_decay"), "adam": RULE[2:4] + RULE[5:], "adamw": RULE[2:4] + RULE[5:]}
@@ -59,8 +66,6 @@ def _weights(arm: Record, control: Record, compare: Compare) -> Iterator[Finding
 
 def _first_weights(left: Capture, right: Capture, compare: Compare) -> Finding:
     """First tensor that only one has, or that begins otherwise, in fp32."""
-    import numpy as np
-
     for name in sorted(left.tensors.keys() | right.tensors.keys()):
         shapes = [list(of.tensors[name].shape) if name in of.tensors else None for of in (left, right)]
         if shapes[0] != shapes[1]:
@@ -118,3 +123,55 @@ def _others(arm: Record, control: Record) -> Iterator[str]:
 def _facts(origin: Mapping[str, Any]) -> dict[str, Any]:
     versions = origin.get("versions") or {}
     return {"torch": versions.get("torch"), **{key: origin.get(key) for key in NAMED}}
+
+
+def as_stepped(run: Record) -> Record:
+    """The run itself where nothing was clipped, or where it was watched."""
+    clip = run.config.get("optimizer.clip_norm")
+    if run.is_watched or clip is None:
+        return run
+    norms = np.array(run.series("grad_norm"), float)
+    with np.errstate(invalid="ignore"):
+        factors = np.where(np.isfinite(norms), np.minimum(1.0, float(clip) / (norms + 1e-6)), 1.0)
+    if (factors == 1.0).all():
+        return run
+    return replace(
+        run,
+        captures={step: _times(capture, float(factors[step - 1])) for step, capture in run.captures.items()},
+        columns={**run.columns, "grad_norm": (norms * factors).tolist()},
+        stream=run.stream and _Stepped(**_fields(run.stream), factors=factors),
+        as_recorded=run,
+    )
+
+
+def _fields(stream: Stream) -> dict[str, Any]:
+    return {each.name: getattr(stream, each.name) for each in fields(Stream)}
+
+
+def _times(capture: Capture, factor: float) -> Capture:
+    return Computed(capture, lambda name: capture.values(name) * factor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stepped(Stream):
+    factors: Float64
+    """Clipping factor by step."""
+
+    @cached_property
+    def steps(self) -> Float64:
+        rows = super().steps
+        factors = np.ones(len(rows))  # a finished run has one row more than steps
+        factors[: len(self.factors)] = self.factors[: len(rows)]
+        return self._scaled(rows, factors, step_columns(self.sketches))
+
+    @cached_property
+    def _kept(self) -> tuple[NDArray[np.int64], Float64]:
+        steps, rows = super()._kept
+        return steps, self._scaled(rows, self.factors[steps - 1][:, None], tensor_columns(self.sketches))
+
+    def _scaled(self, rows: Float64, factors: Float64, columns: Sequence[str]) -> Float64:
+        found = rows.copy()
+        for at, name in enumerate(columns):
+            if name.startswith("reduced_"):
+                found[..., at] *= factors**2 if name.endswith("squares") else factors
+        return found

@@ -41,14 +41,6 @@ class Piece:
         (chunk,) = chunks
         return cls(name, shape, tensor, Place.of(shape, list(chunk.offsets), list(chunk.sizes)))
 
-    @classmethod
-    def flat(cls, name: str, shape: Sequence[int], source: Tensor, begin: int) -> Piece:
-        """Piece that holds a range of the flattened tensor from `begin` on, in whichever shape."""
-        count = local_part(source).numel()
-        is_whole = begin == 0 and count == math.prod(shape)
-        place = Place.whole(shape) if is_whole else Range(begin, begin + count) if count else None
-        return cls(name, tuple(shape), source, place)
-
     @property
     def local(self) -> Tensor:
         """This rank's part, in the engine's present memory (engines replace the viewing tensor)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,77 +27,54 @@ Those of copies count with their weight (`pieces.shares`).
 BLIND = ("blind", "blind_twice")
 """Above 0 where a rank could not recompute local gradients, or evaluate the plain model twice."""
 
+MAXIMA = ("drift", "again", "clipping", "kept", "rule")
+"""Distances of what `harness.parity.alone.every_step` asks of a step, and the relative error of the clipping factor."""
+
 ORDER = 1e-12
 """Largest relative difference of fp64 sums of the same numbers in another order."""
 
 
-class SummedTable:
-    """Sums of one rank in a step; a row a tensor."""
+class _Table:
+    """Numbers of one rank in a step: named columns, or blocks of them; a row a tensor."""
+
+    def __init__(self, tensors: int, widths: Mapping[str, int]) -> None:
+        ends = list(accumulate(widths.values(), initial=0))
+        self._places = {name: slice(begin, end) for name, (begin, end) in zip(widths, pairwise(ends), strict=True)}
+        self.values = torch.zeros(tensors, ends[-1], dtype=torch.float64)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A view: [tensors], or [tensors, columns] of a block."""
+        found = self.values[:, self._places[name]]
+        return found if found.shape[1] > 1 else found[:, 0]
+
+    def read(self, name: str) -> Table:
+        return self[name].numpy()
+
+
+class SummedTable(_Table):
+    """Sums: sketches [tensors, sketches], moments [tensors, 2], and single columns."""
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
-        self._places: dict[str, slice] = {}
-        width = 0
-        for name in SUMMED:
-            self._places[name] = slice(width, width + sketches)
-            width += sketches
-        for name in ("moments_before", "moments_after"):
-            self._places[name] = slice(width, width + len(MOMENTS))
-            width += len(MOMENTS)
-        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND):
-            self._places[name] = slice(width, width + 1)
-            width += 1
-        self.values = torch.zeros(tensors, width, dtype=torch.float64)
-
-    def part(self, name: str) -> Tensor:
-        """[tensors, sketches], [tensors, 2] of moments, or [tensors, 1] of squares, `terms`, `saw`, `hidden`,
-        `followed` and `BLIND`; a view."""
-        return self.values[:, self._places[name]]
+        single = ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND)
+        moments = dict.fromkeys(("moments_before", "moments_after"), len(MOMENTS))
+        super().__init__(tensors, {**dict.fromkeys(SUMMED, sketches), **moments, **dict.fromkeys(single, 1)})
 
     def put(self, name: str, found: Sketch, shares: Tensor) -> None:
         """Store sketches of this rank's pieces [tensors, m], each times its share [tensors]."""
-        self.part(name)[:] = shares[:, None] * found.values
+        self[name][:] = shares[:, None] * found.values
         if name in WITH_SQUARES:
-            self.part(f"{name}_squares")[:, 0] = shares * found.squares
-
-    def read(self, name: str) -> Table:
-        """`part` as an array, without a last axis of length one."""
-        values = self.part(name).numpy()
-        return values if self._places[name].stop - self._places[name].start > 1 else values[:, 0]
+            self[f"{name}_squares"][:] = shares * found.squares
 
 
-class LargestTable:
-    """Maxima of one rank in a step; a row a tensor."""
+class LargestTable(_Table):
+    """Maxima: of forwards' weights the largest sketch and the negative of the least, [tensors, 2 sketches]; and single
+    columns, of which `clipping` is equal for all tensors."""
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
-        self.values = torch.zeros(tensors, 2 * sketches + 5, dtype=torch.float64)
-        self.used[:] = -torch.inf
-
-    @property
-    def used(self) -> Tensor:
-        """[tensors, 2 sketches]: largest sketch of forwards' weights, and the negative of the least."""
-        return self.values[:, : 2 * self.sketches]
-
-    @property
-    def kept(self) -> Tensor:
-        """[tensors]"""
-        return self.values[:, -2]
-
-    @property
-    def again(self) -> Tensor:
-        """[tensors]"""
-        return self.values[:, -4]
-
-    @property
-    def drift(self) -> Tensor:
-        """[tensors]"""
-        return self.values[:, -5]
-
-    @property
-    def clipping(self) -> Tensor:
-        """Relative error of the clipping factor; equal for all [tensors]."""
-        return self.values[:, -3]
+        super().__init__(tensors, {"used": 2 * sketches, **dict.fromkeys(MAXIMA, 1)})
+        self["used"][:] = -torch.inf
 
     def differ_from(self, summed: SummedTable, left: Table) -> None:
         """Raise `kept` to the distance of weights before the step from the sketches [tensors, sketches] after the last
@@ -109,12 +87,7 @@ class LargestTable:
         self._keep(_relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
 
     def _keep(self, off: Table) -> None:
-        self.kept[:] = torch.maximum(self.kept, torch.from_numpy(np.where(off > ORDER, off, 0.0)))
-
-    @property
-    def rule(self) -> Tensor:
-        """[tensors]"""
-        return self.values[:, -1]
+        self["kept"][:] = torch.maximum(self["kept"], torch.from_numpy(np.where(off > ORDER, off, 0.0)))
 
 
 class Looked(NamedTuple):
@@ -151,19 +124,19 @@ def step_numbers(
     with np.errstate(invalid="ignore"):  # of gradients that overflowed
         off = np.abs(reduced - local).max(1)
     sums = _relative(off, added) if saw and seen.reduced else nothing
-    used = largest.values.numpy()[:, : 2 * m]
+    used = largest.read("used")
     apart = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
     gathered = np.where(np.isinf(used).any(1), 0.0, _relative(apart, before)) if saw else nothing
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
-    rule = np.where(summed.read("followed") > 0, largest.rule.numpy(), np.nan) if seen.rule else nothing
+    rule = np.where(summed.read("followed") > 0, largest.read("rule"), np.nan) if seen.rule else nothing
     blind, blind_twice = (bool(summed.read(name).any()) for name in BLIND)
-    again = largest.again.numpy() if seen.again and saw and not blind else nothing
-    drift = largest.drift.numpy() if seen.drift and not blind_twice else nothing
-    checks = [sums, gathered, largest.kept.numpy(), dissent, rule, again, drift]
+    again = largest.read("again") if seen.again and saw and not blind else nothing
+    drift = largest.read("drift") if seen.drift and not blind_twice else nothing
+    checks = [sums, gathered, largest.read("kept"), dissent, rule, again, drift]
     row = [number for check in checks for number in _worst(check)]
     whole = math.sqrt(float(squares.sum()))
-    clipping = max(largest.clipping.tolist(), default=0.0)
+    clipping = max(largest["clipping"].tolist(), default=0.0)
     row.append(max(abs(norm - whole) / whole, clipping) if seen.reduced and whole > 0 else math.nan)
     local = local if saw else np.full_like(local, np.nan)
     if not seen.reduced:

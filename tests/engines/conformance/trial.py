@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config, Numerics
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
-from harness.engines.registry import engine_class
-from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Workload, engine_class
 from harness.models.workload import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import LEARNING_RATES, Case
