@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -153,7 +153,7 @@ class Engine:
         sums = options.accumulate_unsharded, options.numerics, self.integers
         gradients = GradientPlan(self.memory, options.grad_buffer, *sums, offload)
 
-        _check_same_module(module, meshes)
+        _check_same_request(module, context, meshes)
         if not context.makes_values:
             check_copies(module, meshes.tensor)
             initial = values_of_first_rank(module, meshes)
@@ -342,17 +342,25 @@ def engine_of(model: nn.Module) -> Engine:
     return found
 
 
-def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
-    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts, or have other buffers.
-    *Collective.*"""
+def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes) -> None:
+    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts, have other buffers, or give
+    other arguments. *Collective.*"""
+    asked = {each.name: getattr(context.options, each.name) for each in fields(context.options)}
+    asked |= {name: getattr(context, name) for name in ("strategy", "outer_strategy", "policy", "grad_divisor")}
     named = [(n, p) for n, p in module.named_parameters() if not is_expert(p)]
     lines = [(f"parameter {name}", f"{_kind(p)} {WORDS[p.requires_grad]}") for name, p in named]
+    lines += [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()]
     check_agreed(
-        lines + [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()],
+        lines
+        + [
+            (f"argument {name}", str(getattr(value, "value", value)))
+            for name, value in asked.items()
+            if name != "watchdog_timeout_s"
+        ],
         meshes.dense.everyone,
-        "parameters and buffers of the module",
-        "ranks shard modules that are not alike",
-        "All ranks must build the same module, with the same requires_grad, before it is sharded",
+        "what is sharded, and how",
+        "ranks shard modules that are not alike, or with other arguments",
+        "All ranks must build the same module, with the same requires_grad, before it is sharded in one way",
     )
 
 

@@ -27,6 +27,8 @@ OTHER_ENGINES = (
 )
 MANAGED = "_is_fsdp_managed_module"
 """Attribute of all that torch's FSDP1 and FSDP2 manage."""
+UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"
+"""Name of the list of units in messages, under both entries."""
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -41,8 +43,7 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
     if isinstance(modules, str | type | nn.Module) or not isinstance(modules, Iterable):
         kind = modules.__name__ if isinstance(modules, type) else f"a {type(modules).__name__}"
         raise ValueError(
-            f"fsdp_unit_modules is no list but {kind}: give one of classes or dotted paths, as"
-            " fsdp_unit_modules=[nn.TransformerEncoderLayer]"
+            f"{UNITS} is no list but {kind}: give one of classes or dotted paths, as [nn.TransformerEncoderLayer]"
         )
     classes = []
     for each in modules:
@@ -51,9 +52,9 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
             try:
                 each = getattr(import_module(path), name)
             except (ImportError, AttributeError, ValueError) as error:
-                raise ValueError(f"fsdp_unit_modules: {each!r} is no importable class path ({error})") from error
+                raise ValueError(f"{UNITS}: {each!r} is no importable class path ({error})") from error
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ValueError(f"fsdp_unit_modules: {each} is no nn.Module class; give classes, or dotted paths of them")
+            raise ValueError(f"{UNITS}: {each} is no nn.Module class; give classes, or dotted paths of them")
         classes.append(each)
     return classes
 
@@ -267,6 +268,6 @@ def _check_units(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
         return
     there = sorted({type(part).__name__ for part in module.modules() if next(part.parameters(), None) is not None})
     raise ValueError(
-        f"fsdp_unit_modules={[each.__name__ for each in classes]} matches no module of {type(module).__name__}, so that"
+        f"{UNITS}, {[each.__name__ for each in classes]} matches no module of {type(module).__name__}, so that"
         f" everything would be one unit; it has {', '.join(there)}. Name some of these, or give no list"
     )

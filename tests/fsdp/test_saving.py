@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel, state as states
+from harness.fsdp import FSDPModule, RanksDisagree, ShardedModel, build, state as states
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state import StateAccess, StateMismatch
@@ -324,6 +324,13 @@ class Sparse(Normed):
         self.register_buffer("graph", torch.eye(3).to_sparse())
 
 
+def parted(rank: int, strategy: str) -> list[str]:
+    """Arguments that are others on other ranks are told before anything is sharded."""
+    other = "optim" if strategy != "optim" else "no_shard"
+    says = rf"argument strategy is {strategy} on rank 0, {other} on rank 1"
+    return said(lambda: shard(Pair((strategy, other)[rank], ""), Normed()), RanksDisagree, says)
+
+
 def uneven(rank: int, strategy: str) -> list[str]:
     """Buffers that are others on other ranks are told at the start; sparse ones are saved."""
     longer = Normed()
@@ -347,6 +354,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         strictness,
         telling,
         having_ones_own_ways,
+        parted,
         uneven,
         saving_beside,
         loading_early,
@@ -402,6 +410,11 @@ MUTANTS = {
         "A sparse buffer is saved as each rank has it",
         lambda: mock.patch.object(Communicator, "_sparse_from_first", lambda self, value, purpose: value),
         "uneven",
+    ),
+    "other arguments": Mutant(
+        "Each rank shards as it is told, whatever others are told",
+        lambda: mock.patch.object(build, "_check_same_request"),
+        "parted",
     ),
     "missing is missed": Mutant(
         "A name that is missing is not told",

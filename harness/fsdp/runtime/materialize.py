@@ -52,15 +52,15 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, res
     if hollow and (device.type == "meta" or not has_values):
         raise ValueError(
             f"parameter {hollow[0][0]} is on the meta device: give `device`, and `initial_value` or"
-            " init_model_with_meta_device=True"
+            " init_on_meta=True (fully_shard_model: init_model_with_meta_device=True)"
         )
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if buffers and not resets:
         raise ValueError(
             f"buffer {buffers[0]} is on the meta device, and nothing gives it values (initial_value is asked for"
             " parameters alone): make buffers where they are to stay, register_buffer(name, torch.ones(n,"
-            " device='cpu')); or give their module reset_parameters() and use init_model_with_meta_device=True"
-            " (init_on_meta=True) without initial_value"
+            " device='cpu')); or give their module reset_parameters() and use init_on_meta=True (fully_shard_model:"
+            " init_model_with_meta_device=True) without initial_value"
         )
     with _without_weak_references(module) if hollow else nullcontext():
         for _, param in hollow:

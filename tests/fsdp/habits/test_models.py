@@ -127,6 +127,14 @@ def again(model: nn.Module, x: Tensor) -> Tensor:
         return mean_square(model, x)
 
 
+def in_parts(model: Any, x: Tensor) -> Tensor:
+    """Units outside of the model's forward, right after an update."""
+    with torch.no_grad():
+        aim = model.first(x)
+    out: Tensor = (model.second(model.first(x)) - aim).square().mean() + mean_square(model, x + aim)
+    return out
+
+
 OF_SCALE = {"scale": lambda: nn.Parameter(torch.tensor(0.3))}
 OF_IGNORING = {"root": Ignoring, "z": lambda: nn.Parameter(torch.zeros(1))}
 CHECKS |= {
@@ -137,6 +145,7 @@ CHECKS |= {
     "a_parameter_after_the_forward": alike(net(**OF_SCALE), training(2, scaled)),
     "writing_to_arguments": alike(net(units=(Collecting,), first=Collecting, second=Collecting, hidden=collected)),
     "an_unused_input_of_a_unit_called_root": alike(net(units=(Block, Ignoring), hidden=rooted, **OF_IGNORING)),
+    "calling_units": alike(Net, training(loss=in_parts)),
     "interrupting": alike(net(second=Interrupted), training(loss=again)),
 }
 
@@ -303,6 +312,11 @@ MUTANTS = {
     ),
     "unseen calls": _of_loops(
         "Calls that no hook sees are noted for ever", patched(Readiness, "forget_unseen"), "boxing"
+    ),
+    "units alone": _of_methods(
+        "A unit that is called by itself computes with weights of before the update",
+        patched(Hooks, "is_inside", property(lambda self: True)),
+        "calling_units",
     ),
     "root let go": _of_methods(
         "A forward of the model inside a method ends as one outside does",

@@ -109,9 +109,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }
 UNITS: dict[str, tuple[Any, str]] = {
-    "a class": (nn.Linear, r"fsdp_unit_modules is no list but Linear"),
-    "a path": ("torch.nn.Linear", r"fsdp_unit_modules is no list but a str"),
-    "a module": (nn.Linear(1, 1), r"fsdp_unit_modules is no list but a Linear"),
+    "a class": (nn.Linear, r"fsdp_unit_modules\) is no list but Linear"),
+    "a path": ("torch.nn.Linear", r"fsdp_unit_modules\) is no list but a str"),
+    "a module": (nn.Linear(1, 1), r"fsdp_unit_modules\) is no list but a Linear"),
     "a list of modules": ([nn.Linear(1, 1)], r"Linear\(.*\) is no nn.Module class; give classes"),
     "no match": ([nn.Conv2d], r"\['Conv2d'\] matches no module of Net.*it has Block, Linear, Net"),
 }
