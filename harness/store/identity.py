@@ -81,8 +81,15 @@ RENAMED: dict[tuple[str, str], str] = {
 }
 """Names of settings today, by the former ones, which stored runs and all signatures have."""
 
-REMOVED = (("launch", "fail_fast"),)
-"""Settings of stored runs that are none today."""
+REMOVED: dict[tuple[str, str], Any] = {
+    ("launch", "fail_fast"): False,
+    ("cluster", "bind_to_device"): True,
+    ("cluster", "container_image"): None,
+    ("cluster", "container_mounts"): [],
+    ("engine", "unit_min_elements"): 0,
+    ("engine", "prefetch_limit_bytes"): None,
+}
+"""Settings of stored runs that are none today, each with its default, which signatures still have."""
 
 SHORT = 8
 
@@ -110,6 +117,9 @@ def canonical(config: dict[str, Any]) -> str:
     for (group, key), without in ADDED.items():
         if group in kept and kept[group].get(key) == without:
             kept[group] = {name: value for name, value in kept[group].items() if name != key}
+    for (group, name), usual in REMOVED.items():
+        if group in kept:
+            kept[group] = {name: usual} | kept[group]
     for (group, former), name in RENAMED.items():
         if name in kept.get(group, {}):
             kept[group] = {(former if key == name else key): value for key, value in kept[group].items()}
@@ -123,8 +133,9 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
     for (group, former), name in RENAMED.items():
         if isinstance(config.get(group), dict) and former in config[group]:
             config = config | {group: {(name if key == former else key): v for key, v in config[group].items()}}
-    for group, name in REMOVED:
-        if isinstance(config.get(group), dict) and name in config[group]:
+    for (group, name), usual in REMOVED.items():
+        held = config.get(group)
+        if isinstance(held, dict) and name in held and (group in EXCLUDED or held[name] == usual):
             config = config | {group: {key: value for key, value in config[group].items() if key != name}}
     return config
 

@@ -67,6 +67,17 @@ def test_runs_keep_their_identity_when_settings_are_added(config):
     assert identity.signature(before) == identity.signature(config)
 
 
+def test_runs_keep_their_identity_when_settings_are_removed(config):
+    """Stored runs have them still; one that was made with another value is another run, and no request of today's."""
+    for (group, key), usual in identity.REMOVED.items():
+        stored = config | {group: config[group] | {key: usual}}
+        assert identity.signature(stored) == identity.signature(config)
+        assert identity.current(stored) == config
+    odd = config | {"engine": config["engine"] | {"unit_min_elements": 5}}
+    assert identity.signature(odd) != identity.signature(config)
+    assert identity.current(odd) == odd
+
+
 def test_notes_are_no_part_of_it(config):
     before = identity.signature(config)
     config["notes"] = "second try"
