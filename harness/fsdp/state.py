@@ -22,6 +22,8 @@ from harness.fsdp.storage.parameter_access import HOME, check_names
 from harness.private_torch import loads_in_own_way
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+NEVER = -1
+"""Version of main weights that are to be installed, whatever they hold."""
 Opt = torch.optim.Optimizer
 
 
@@ -204,9 +206,14 @@ class StateAccess:
         return weights | optimizer_entries(self.buckets, stepped) | self._fp8_state()
 
     def _fp8_state(self) -> dict[str, Tensor]:
-        """Buffers of delayed scaling, the same on all ranks; in place. *Collective* after a step."""
+        """Buffers of delayed scaling, the same on all ranks; in place. *Collective* after a step.
+
+        A scale that is written into them counts once weights are encoded anew, which the next forward does.
+        """
         if Fp8Linear.delayed_state(self.weights.module):
             self.weights.bring_up_to_date()
+            for bucket in self.buckets:
+                bucket.installed_version = NEVER
         return {FP8 + name: buffer for name, buffer in Fp8Linear.delayed_state(self.weights.module).items()}
 
 
