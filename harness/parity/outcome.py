@@ -112,6 +112,9 @@ def grade(observed: float, allowed: float, refuted: float) -> Grade:
     return Grade.doubt if observed <= refuted else Grade.bad
 
 
+WORKED_OUT = "gradient worked out again"
+"""Check of a forward and backward by the plain model, in a few steps."""
+
 REFUTED = 2.0
 """Multiple of what is allowed beyond which rounding is refuted; between the two is doubt."""
 

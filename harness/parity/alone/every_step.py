@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
 from harness.parity.alone import structure
-from harness.parity.outcome import REFUTED, Finding, Grade, Stage
+from harness.parity.outcome import REFUTED, WORKED_OUT, Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.trajectory import Series
@@ -62,7 +62,7 @@ LOOKS = {
     "rule": Look("update by the rule, sampled", Stage.optimizer, "not what the optimizer's rule makes of the gradient"),
     "norm": Look("logged norm, sketched", Stage.clipping, "not the norm of the gradient that was reduced"),
     "again": Look(
-        "gradient worked out again",
+        WORKED_OUT,
         Stage.gradient,
         "not what the plain model gives for the same weights and tokens",
         since=Stage.forward,

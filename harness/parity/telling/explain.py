@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.parity.outcome import Finding, Outcome
+from harness.parity.outcome import WORKED_OUT, Finding, Outcome
 from harness.store.commands import page
 
 OUTCOMES = {
@@ -63,7 +63,7 @@ CHECKS = {
     "logged norm, sketched": "the logged norm against that of the gradient",
     "update is made": "under a dynamic loss scale, whether both runs skipped an update, or only one",
     "update left out": "whether updates were skipped exactly where gradients overflowed",
-    "gradient worked out again": "in captured and drawn steps: a rank's gradients against the plain model's",
+    WORKED_OUT: "in captured and drawn steps: a rank's gradients against the plain model's",
     "the same function": "once in a run: the plain model's gradients at the first weights, at the start and at the end",
     "local gradient given the weights": "a local gradient jumps although weights do not: wrong forward or backward",
     "gradient given the weights": "the same for the reduced gradient",

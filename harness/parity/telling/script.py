@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.config.update_rule import OF_ITERATION, Rule
 from harness.config.words import as_word
-from harness.parity.outcome import Finding, Grade, Outcome, Verdict
+from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict
 from harness.store import commands, provenance
 from harness.store.check_stream import ONCE
 from harness.store.files import private_folder, write_atomic
@@ -123,7 +123,7 @@ STREAMED = (
     ("copies, sketched", "replicas", 0),
     ("update by the rule, sampled", "rule", 0),
     ("logged norm, sketched", "norm", 0),
-    ("gradient worked out again", "again", 0),
+    (WORKED_OUT, "again", 0),
     ("the same function", "drift", 0),
 )
 """Checks of a run's stream: column, and True for the row after the step."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
+from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import BOUNDS, IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.tiers import watched
 from harness.parity.tiers.comparable import Admission
@@ -64,7 +64,8 @@ def verdict(
     """Args: followed: tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
-        claim = f": {_wrong(outcome, findings, besides, of_tensors=watched.is_one(arm, control))}"
+        of_tensors = watched.is_one(arm, control)
+        claim = f": {_wrong(outcome, findings, besides, looked_at.get(AGAIN, ()), of_tensors=of_tensors)}"
     else:
         claim = f" {_right(outcome, arm, control, evidence, resolution, looked_at, followed)}"
     return Verdict(
@@ -106,11 +107,17 @@ RESOLVED = "in the gradients captured at step 1 would have shown"
 
 
 def _wrong(
-    outcome: Outcome, findings: Sequence[Finding], besides: Callable[[Finding], Finding | None], *, of_tensors: bool
+    outcome: Outcome,
+    findings: Sequence[Finding],
+    besides: Callable[[Finding], Finding | None],
+    again: Sequence[int],
+    *,
+    of_tensors: bool,
 ) -> str:
+    """Args: again: steps that were worked out again."""
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    clause = _clause(first, findings, of_tensors=of_tensors)
+    clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, again)
     more = besides(first)
     if more is None:
         return clause
@@ -124,6 +131,18 @@ def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) ->
     clause = describe(first, named, _hint(first, findings))
     begins = onset(first, findings) or (_tensor_of(first, findings) if of_tensors else None)
     return clause if begins is None else f"{describe(begins, begins, '')}; certain {clause}"
+
+
+def _since(first: Finding, findings: Sequence[Finding], again: Sequence[int]) -> str:
+    """Where a finding of a step that was worked out again may have begun, if nothing else tells."""
+    if first.check != WORKED_OUT or not first.step or onset(first, findings) is not None:
+        return ""
+    before = max((step for step in again if step < first.step), default=0)
+    if before == first.step - 1:
+        return ""
+    if not before:
+        return "; begun at any step so far: none before it was worked out again"
+    return f"; begun after step {before}, the last one worked out again before it"
 
 
 def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
