@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from harness.cli.main import main
 from harness.store import checksums
 from harness.store.rundir import RunDir, Store
-from tests.support.programs import run_command, run_program
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("model.dim=32", "model.num_layers=2", "model.ffn_dim=48", "data=synthetic", "data.seq_len=16"),
     *("train.steps=6", "train.global_batch_size=8", "train.microbatch_size=2", "numerics=exact", "sharding=optim"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked() -> Iterator[None]:
-    """Programs that these verbs start are forks of a process that has their imports."""
-    here = SimpleNamespace(run=run_command, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    with mock.patch("harness.cli.convert.subprocess", here):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
 from harness.fsdp.runtime import backward_hooks
-from harness.fsdp.runtime.weights import Weights
+from harness.fsdp.runtime.units import Unit
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
 from tests.fsdp.pairs import WIDTH, Block, Model, Pair, data, loss_of, shard
 from tests.support.mutants import Slip
@@ -223,7 +223,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 test_a_sharded_module_is_as_before = each_holds(__name__, CHECKS)
 
 
-KEEPS = Slip(Weights, "__init__", "weakref.ref(module)", "lambda: module")
+KEEPS = Slip(Unit, "__init__", "weakref.ref(module)", "lambda: module")
 MUTANTS = {
     "nothing of Join": Mutant(
         "torch's Join ends in an attribute that the module does not have",
@@ -246,8 +246,8 @@ MUTANTS = {
         "deleting",
     ),
     "state keeps the module": Mutant(
-        "What installs weights holds the module, which holds it",
-        lambda: mock.patch.object(Weights, "__init__", KEEPS.made()),
+        "A unit holds the module, which holds it",
+        lambda: mock.patch.object(Unit, "__init__", KEEPS.made()),
         "deleting",
     ),
     "names of the engine": Mutant(

@@ -195,19 +195,6 @@ def test_where_it_cannot_be_written_another_place_is_named(
     assert "report STUDY --out" in capsys.readouterr().err
 
 
-def test_the_answer_is_kept_for_tables(tmp_path: Path) -> None:
-    from harness.analysis import load
-
-    arm = whole(tmp_path)
-    assert load.runs(tmp_path)["verdict"].isna().all()
-    assert main(["verdict", "lab", "--root", str(tmp_path)]) == 0
-    runs = load.runs(tmp_path).set_index("path")
-    assert runs.loc[str(arm), "verdict"] == "EQUAL"
-    assert runs["verdict"].isna().sum() == 1
-    status.note(arm, state=State.done)
-    assert load.runs(tmp_path)["verdict"].isna().all(), "it was made again since"
-
-
 def test_a_report_loads_no_torch(tmp_path: Path) -> None:
     import sys
 

@@ -52,4 +52,4 @@ def test_random_programs_train_as_plain_torch_does_where_work_is_queued(index: i
 def test_a_mutant_is_found() -> None:
     program = draw(REUSED)
     per_rank = run_ranks(partial(on_streams, mutant=True), program.world, [program])
-    assert wrong(program, [of_rank[0] for of_rank in per_rank]).startswith("gradients of")
+    assert "gradient" in wrong(program, [of_rank[0] for of_rank in per_rank])

@@ -75,7 +75,7 @@ def test_two_of_one_name_are_refused() -> None:
 
 
 CALLED: list[str] = []
-HOOK_S = 0.05
+HOOK_S = 0.25
 
 
 class Everywhere(Callback):

@@ -167,7 +167,7 @@ def test_control_carries_every_bit() -> None:
     control = Control(ranks_of(config), None, meter)
     meter.close()
     values = [0.1, -0.0, float("inf"), float("nan"), 5e-324]
-    report = control.report(values, (1 << 64) - 1, 5, True)
+    report = control.begin_report(values, (1 << 64) - 1, 5, True)()
     assert [math.copysign(1, a) for a in report.losses[:3]] == [1, -1, 1]
     assert report.losses[:3] == values[:3]
     assert math.isnan(report.losses[3])

@@ -111,7 +111,7 @@ class MegatronEngine(ShardedEngine):
         return flat_pieces(self.model, self.optimizer, self.optimizer.state)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Those that a rank has any elements of."""
+        """Reduced gradients, of weights of which this rank has elements."""
         self._demand_reduced()
         return {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
 

@@ -35,7 +35,7 @@ class ShardedEngine(Engine):
 
     model: nn.Module
     wrapped: nn.Module
-    """What is called in a forward: the model, unless a subclass wraps it."""
+    """Called in a forward: the model, unless a subclass wraps it."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload

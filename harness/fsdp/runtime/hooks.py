@@ -73,7 +73,7 @@ class Hooks(BackwardHooks):
 
     @property
     def is_inside(self) -> bool:
-        return self.in_model or self.step.in_backward
+        return self.in_model or self._alone is not None or self.step.in_backward
 
     def where(self) -> str:
         if self.step.in_backward:
@@ -182,6 +182,7 @@ class Hooks(BackwardHooks):
         if not self.is_inside:  # weights may have been updated or edited since the model's last forward
             self.recover()
             self._begin_forward(with_gradients=with_gradients)
+            self.step.running.clear()
             self._alone = unit
         self.gather.unshard(unit, FORWARD)
         if self.step.in_backward:
