@@ -6,16 +6,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from harness.config.doc import settings
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store import screen
 from harness.store.errors import Busy, StoreError
-from harness.store.redaction import redacted
+from harness.store.redaction import without_secrets
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
 
@@ -30,12 +32,13 @@ def explained(error: Exception) -> str:
     return str(explain(error))
 
 
-def tell(error: Exception) -> int:
+def tell(error: Exception, words: Sequence[str] = ()) -> int:
     """Print the message of one of REQUEST_ERRORS; returns the exit code.
 
-    Lines stay whole: a command can be copied, and grep finds all of one. Secrets of the environment are masked.
+    Lines stay whole: a command can be copied, and grep finds all of one. Secrets, typed or in the environment, are
+    masked.
     """
-    message = screen.visible(redacted(explained(error)))
+    message = screen.visible(without_secrets(explained(error), words, settings()))
     try:
         print(message, file=sys.stderr, flush=True)
     except OSError:  # a log on a full disk

@@ -15,7 +15,10 @@ from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands
 
+_TENSORS = "docs/checkpoints.md has the lines that read and write a checkpoint's tensors"
 MOVED = {
+    "export": _TENSORS,
+    "import": _TENSORS,
     "power": "in a checkout: python benchmarks/power/whole_runs.py",
     "rehearse": "run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see docs/checkpoints.md",
 }
@@ -31,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        return tell(error)
+        return tell(error, words)
     except KeyboardInterrupt:
         return 130
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -85,6 +85,40 @@ def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str
     """`redacted` for many texts: the environment is read once."""
     values = tuple(dict.fromkeys(form for value in secrets_of(environment).values() for form in _forms(value)))
     return lambda text: _kept(text, values) if len(text) > LONG else _without(text, values)
+
+
+LEAST_TOLD = 6
+
+_TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
+"""A name within a word of a request, and the separator before its value."""
+
+
+def without_secrets(
+    message: str, words: Iterable[str], known: Container[str] = (), environment: Mapping[str, str] = os.environ
+) -> str:
+    """Message about a request, without secrets by form, variable, or typed name.
+
+    Args: words: the request, as typed. known: names of settings, which are no secrets. environment: variables whose
+    values may occur.
+    """
+    found = [pair for word in words for pair in _typed(word)]
+    typed = [(name, value) for name, value in found if name not in known and _TELLING.search(name)]
+    values = {piece for _, value in typed for piece in (value, *_PIECE.findall(value)) if not piece.isdecimal()}
+    values |= {*secrets_of(environment, LEAST_TOLD).values()}
+    for form in sorted({form for value in values for form in _forms(value) if len(form) > 3}, key=len, reverse=True):
+        message = message.replace(form, HIDDEN)
+    for name, _ in typed:  # also what is shown of it as Hydra read it, or in part
+        shown = rf"((?:{re.escape(name)}=|[{{,]\s*['\"]?{re.escape(name)}['\"]?:)\s*)[^\s,}}]+?(?=:?(?:[\s,}}]|$))"
+        message = re.sub(shown, rf"\1{HIDDEN}", message)
+    return redacted(message, environment)
+
+
+_PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
+"""Part of a value that is shown, whatever is quoted around it."""
+
+
+def _typed(word: str) -> Iterator[tuple[str, str]]:
+    return ((found[1].lstrip("+~-"), word[found.end() :].strip("'\"")) for found in _TYPED.finditer(word))
 
 
 def _forms(value: str) -> Iterator[str]:

@@ -162,7 +162,7 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
 
     def loop() -> None:
         with closing(CollectiveMeter()) as meter:
-            Control(Ranks(rank, 2, rank, torch.device("cpu")), own, meter).report([0.5], 7, 7, False)
+            Control(Ranks(rank, 2, rank, torch.device("cpu")), own, meter).begin_report([0.5], 7, 7, False)()
 
     forward = dict.fromkeys(BY_STEP, lambda: step(wrapped, optimizer))
     told = provoke((forward | {"exchange": exchange, "loop": loop})[where])
