@@ -75,7 +75,7 @@ def test_what_fp32_squares_cannot_hold_is_taken_again_in_fp64_by_all_ranks(
         calls.append(squares.item())
         return squares
 
-    found = optim.euclidean_norm(tensors, PretendCuda(), total)  # type: ignore[arg-type]
+    found = optim.euclidean_norm(tensors, PretendCuda(), total)  # type: ignore[arg-type] # has what is asked of a device
     expected = math.sqrt(8) * float(torch.tensor(magnitude, dtype=torch.float32))
     assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
     assert len(calls) == 2

@@ -49,7 +49,7 @@ def _output(of: Of, change: Callable[[Site, nn.Module, Tensor, Tensor], Tensor])
 
 
 def _at(block: int, path: str) -> Of:
-    return lambda model: model.blocks[block].get_submodule(path)  # type: ignore[no-any-return]
+    return lambda model: model.blocks[block].get_submodule(path)  # type: ignore[no-any-return] # blocks are of any kind
 
 
 def _as_if(output: Tensor, wrong: Tensor) -> Tensor:
