@@ -14,7 +14,6 @@ from harness.bench.record import PARTS, Process, arm_of, load, median, workload_
 from harness.bench.stats import Interval, median_ratio, spread
 from harness.config.errors import refuse
 from harness.config.words import ask_again
-from harness.parity.study import unknown
 from harness.store.errors import StoreError
 from harness.store.labels import details, differing, strategy_of
 from harness.store.provenance import sources_digest
@@ -113,6 +112,8 @@ def report(root: Path | str, study: str) -> Report:
     """Raises `BadRequest`: there is no such study, or none of its runs is timed and done."""
     record = read_study(Path(root), study)
     if record is None:
+        from harness.parity.study import unknown  # loads numpy
+
         raise unknown(f"bench {study}", Path(root), study)
     folder = Path(root) / study
     loaded = {cell["signature"]: _load(folder / cell["directory"]) for cell in record["cells"]}

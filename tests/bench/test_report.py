@@ -243,7 +243,8 @@ def test_a_study_that_is_not_there_or_not_timed_is_a_bad_request(root: Path, tmp
 
 def test_reading_a_report_never_loads_torch(root: Path) -> None:
     code = (
-        f"import sys; from harness.bench import report, text; text(report({str(root)!r}, 'lab')); "
+        "import sys; from harness.bench import report, text; "
+        f"assert 'numpy' not in sys.modules; text(report({str(root)!r}, 'lab')); "
         "assert not {'torch', 'pandas', 'scipy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
