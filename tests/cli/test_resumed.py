@@ -1,4 +1,4 @@
-"""A run that is stopped and gone on with by the commands of docs/checkpoints.md; `export` and `import`."""
+"""A run that is stopped and gone on with by the commands of docs/checkpoints.md, and another that begins from it."""
 
 from __future__ import annotations
 
@@ -45,20 +45,17 @@ def test_an_interruption_changes_no_bit(run: RunDir, capsys: pytest.CaptureFixtu
     assert checksums.condition(resumed.path).startswith("damaged: attempts/ is truncated: 1 of 2 are there")
 
 
-def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
-    store = str(run.path.parents[1])
-    assert main(["export", str(run.path), str(tmp_path / "hf"), "--format", "hf", "--root", store]) == 0
-    assert (tmp_path / "hf" / "model.safetensors").exists()
-    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "begin"), "--format", "hf"]) == 0
+def test_a_run_begins_from_another_runs_checkpoint(run: RunDir, tmp_path: Path) -> None:
     done = run_program(
         [
-            *(str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
-            *("train.microbatch_size=2", "mesh=one", "launch.inline=true"),
-            *(f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
+            *(str(ROOT / "run.py"), *SMALL[:5], "train.steps=8", "train.global_batch_size=8"),
+            *("train.microbatch_size=2", "engine=fsdp2", "sharding=optim_grads_params"),
+            *(f"ckpt.load={run.path}", f"launch.root={tmp_path / 'runs'}"),
         ]
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    begun = Store(tmp_path / "runs").find("@last")
-    condition = json.loads(begun.summary.read_text())
-    assert condition["initial_weights"] == json.loads(run.summary.read_text())["final_weights"]
-    assert condition["restored"]["step"] == 0
+    begun = json.loads(Store(tmp_path / "runs").find("@last").summary.read_text())
+    assert (begun["restored"]["step"], begun["restored"]["wrong"], begun["steps"]) == (6, [], 8)
+    saved = json.loads(run.summary.read_text())
+    assert begun["initial_weights"] == saved["initial_weights"]
+    assert begun["final_weights"] != saved["final_weights"]
