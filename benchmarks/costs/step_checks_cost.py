@@ -4,13 +4,11 @@
 
 Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32, so that computing decides,
 on 4096 tokens a rank and step, in one microbatch or in two: local gradients, and weights as forwards see them, are
-looked at in each. Steps are in turns without and with the checks. A step is all the wall time from the end of one to
-the end of the next on rank 0. Figures are shares of the step without, with a bootstrap interval
-(harness/bench/stats.py):
+looked at in each. Figures are processor seconds of rank 0 around all that looking does, in hooks and between
+(`Cadence`), over those of the rest: caches that looking empties count as training.
 
-- `direct`: rank 0's clocks around all that looking does, in hooks and between, over the rest of the same step: a busy
-  machine slows both sides alike. It leaves out what that does to caches.
-- `extra`: steps with over steps without. Leaves nothing out, and needs a quiet machine.
+- `looked`: of a step that is looked at, with a bootstrap interval over steps (harness/bench/stats.py).
+- `run`: of a whole run at the default `measure.step_checks_share`, and of its second half, with the steps looked at.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,22 +24,20 @@ from benchmarks.pages import tables
 from harness.bench.stats import Interval, median_ratio
 from harness.config.schema import CkptPolicy, EngineName, Strategy
 from harness.train import loop
-from harness.train.callbacks import Callback
 from harness.train.step_checks import StepChecks
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
-BLOCKS, WARMUP, SEQUENCES, SEQ_LEN = 8, 2, 16, 512
-"""A block is a step without and the one after it, with."""
-IN_TWO = ", two microbatches"
+WARMUP, STEPS, RUN_STEPS, SEQUENCES, SEQ_LEN = 2, 14, 128, 16, 512
+IN_TWO, SMALL, RUN = ", two microbatches", ", 3.4 M weights", ", a run"
 CELLS = {
     **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
     "fsdp2 optim_grads_params": (EngineName.fsdp2, Strategy.optim_grads_params),
     "ddp": (EngineName.ddp, Strategy.no_shard),
 }
-CELLS |= {f"{name}{IN_TWO}": CELLS[name] for name in ("native no_shard", "native optim_grads_params")}
-SMALL = ", 3.4 M weights"
-CELLS |= {f"{name}{SMALL}": CELLS[name] for name in ("native no_shard", "native optim_grads_params")}
+OURS = ("native no_shard", "native optim_grads_params")
+CELLS |= {f"{name}{kind}": CELLS[name] for kind in (IN_TWO, SMALL) for name in OURS}
+CELLS |= {f"native no_shard{kind}": CELLS["native no_shard"] for kind in (RUN, f"{SMALL}{RUN}")}
 
 
 class Step(NamedTuple):
@@ -53,74 +47,17 @@ class Step(NamedTuple):
     looking: float
 
 
-class EveryOther(Callback):
-    """Looks at every second step only, and counts what that takes."""
-
-    def __init__(self, step_checks: StepChecks) -> None:
-        super().__init__(step_checks.config)
-        self.step_checks, self.looks, self.seconds, self.again_s = step_checks, False, 0.0, step_checks.again_s
-        step_checks.again_at, step_checks.looks_for_drift = (
-            frozenset(),
-            False,
-        )  # once in a run, and no part of a step's cost
-        timers = step_checks.session.meters.timers
-        inner = timers.aside
-
-        @contextmanager
-        def aside() -> Iterator[None]:
-            began = time.perf_counter()
-            with inner():
-                yield
-            self.seconds += self.looks * (time.perf_counter() - began)
-
-        timers.aside = aside  # type: ignore[method-assign] # all that is done within a step, hooks too
-
-    def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return work(*args)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-    def before(self, step: int, *args: Any) -> None:
-        self.looks = step % 2 == 0  # what the last such step left is another's by now, and costs as much to compare
-        if self.looks:
-            self.step_checks.before(step, *args)
-
-    def watch(self, *args: Any) -> Any:
-        return self.step_checks.watch(*args) if self.looks else nullcontext()
-
-    def reduced(self, *args: Any) -> None:
-        if self.looks:
-            self.step_checks.reduced(*args)
-
-    def after(self, *args: Any) -> None:
-        if self.looks:
-            self._timed(self.step_checks.after, *args)
-
-    def step(self, *args: Any) -> None:
-        if self.looks:
-            self._timed(self.step_checks.step, *args)
-
-    def close(self) -> None:
-        self.step_checks.close()
-
-    def take(self) -> float:
-        taken, self.seconds = self.seconds, 0.0
-        return taken
-
-
 def one_cell(rank: int, name: str) -> list[Step]:
-    """Every step of this rank after the warm-up."""
-    found: list[EveryOther] = []
+    """Every step of this rank, in processor seconds."""
+    found: list[StepChecks] = []
 
     class Opened:
         @staticmethod
-        def open(*args: Any) -> EveryOther:
+        def open(*args: Any) -> StepChecks:
             step_checks = StepChecks.open(*args)
             assert step_checks is not None
-            found.append(EveryOther(step_checks))
-            return found[0]
+            found.append(step_checks)
+            return step_checks
 
     loop.StepChecks = Opened  # type: ignore[misc, assignment] # in this process alone
     engine, strategy = CELLS[name]
@@ -130,33 +67,53 @@ def one_cell(rank: int, name: str) -> list[Step]:
         sharding__strategy=strategy,
         data__seq_len=SEQ_LEN,
         data__num_sequences=256,
-        train__steps=WARMUP + 2 * BLOCKS,
+        train__steps=RUN_STEPS if name.endswith(RUN) else WARMUP + STEPS,
         train__global_batch_size=SEQUENCES,
-        train__microbatch_size=SEQUENCES // (4 if name.endswith(IN_TWO) else 2),
+        train__microbatch_size=SEQUENCES // (4 if IN_TWO in name else 2),
         train__param_norm_every=0,
         ckpt__policy=CkptPolicy.none,
         measure__capture_steps=[],
         measure__step_checks=True,
+        measure__again=0.0,
     )
+    if not name.endswith(RUN):
+        config.measure.step_checks_share = 1.0
     model = config.model
-    model.dim, model.ffn_dim = (256, 704) if name.endswith(SMALL) else (512, 1344)
+    model.dim, model.ffn_dim = (256, 704) if SMALL in name else (512, 1344)
     model.num_layers, model.vocab_size = 4, 256
     model.num_heads = model.num_kv_heads = 8
     model.max_seq_len = 2048
-    steps: list[Step] = []
-    ends = [time.perf_counter()]
+    ends: list[Step] = [Step(time.process_time(), 0.0)]
 
     def over(_: Any) -> None:
-        ends.append(time.perf_counter())
-        steps.append(Step(ends[-1] - ends[-2], found[0].take()))
+        ends.append(Step(time.process_time(), found[0].cadence.looking_s))
 
     with tempfile.TemporaryDirectory() as folder:
         train(config, Path(folder), rank, progress=over)
-    return steps[WARMUP:]
+    return [Step(*(after - before for before, after in zip(*pair, strict=True))) for pair in zip(ends, ends[1:])]  # noqa: B905, RUF007 - one fewer
 
 
 def summary(name: str) -> dict[str, Any]:
-    return figures(run_ranks(one_cell, 2, name)[0])
+    steps = run_ranks(one_cell, 2, name)[0]
+    if not name.endswith(RUN):
+        steps = steps[WARMUP:]
+        looked = median_ratio([each.wall for each in steps], [[each.wall - each.looking for each in steps]])
+        return {
+            "step_s": round(statistics.median(each.wall - each.looking for each in steps), 3),
+            "looked": share(looked),
+        }
+    looked_at = sum(each.looking > 1e-3 for each in steps)
+    halves = {"whole": steps, "second_half": steps[len(steps) // 2 :]}
+    return {
+        "run": {
+            "steps": len(steps),
+            "looked_at": looked_at,
+            **{
+                name: round(sum(e.looking for e in of) / sum(e.wall - e.looking for e in of), 4)
+                for name, of in halves.items()
+            },
+        }
+    }
 
 
 def figures(steps: list[Step]) -> dict[str, Any]:
@@ -190,7 +147,6 @@ def main() -> None:
     if names == list(CELLS):
         told = {
             "weights": f"12.7 M, or what{SMALL} says; fp32",
-            "blocks": BLOCKS,
             "tokens_a_rank": SEQUENCES // 2 * SEQ_LEN,
             "cells": found,
         }

@@ -303,6 +303,11 @@ class MeasureConfig(Group):
     sum, gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
     step_checks_limit_mib: Annotated[int, Range(1, 2**30, "MiB"), RECORD, Only("measure.step_checks", True)] = 256
     """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
+    step_checks_share: Annotated[
+        float, Range(0, 1, "of the training time"), RECORD, Only("measure.step_checks", True)
+    ] = 0.02
+    """Share of training time that checks may take. Beyond it, and a second, they look at two steps in each 4, 8 or more
+    and at captured ones; a verdict says at how many. 1: at every step. 0: as seldom as can be."""
     again: Annotated[float, Range(0, 1, "of the steps"), RECORD, Only("measure.step_checks", True)] = 0.01
     """Share of steps, drawn by train.seed, whose forwards and backwards are worked out again by the plain model, beside
     every captured step. It finds what is wrong in a single step; each costs a forward and a backward on every rank."""

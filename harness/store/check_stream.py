@@ -125,14 +125,20 @@ class StreamWriter:
         }
         before = read_json(folder / STREAM, dict) or {} if done else {}
         write_json(folder / STREAM, facts | {name: before[name] for name in ("forward",) if name in before})
-        table = len(tensors) * len(tensor_columns(sketches)) * BYTES
+        self._table = len(tensors) * len(tensor_columns(sketches)) * BYTES
         self._steps = _appending(folder / "steps.f64", self._row, done)
-        self._tensors = _appending(folder / "tensors.f64", table, kept_until(done, every))
+        self._tensors = _appending(folder / "tensors.f64", self._table, kept_until(done, every))
 
     def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64]) -> None:
         self._steps.write(_packed(row))
         if is_kept(step, self.every):
             self._tensors.write(tensors.astype("<f8").tobytes())
+
+    def leave_out(self, step: int) -> None:
+        """Write NaN for a step that was not looked at."""
+        self._steps.write(_nothing(self._row))
+        if is_kept(step, self.every):
+            self._tensors.write(_nothing(self._table))
 
     def write_closing(self, row: Sequence[float]) -> None:
         self._steps.write(_packed(row))
@@ -152,8 +158,13 @@ def _appending(path: Path, row_bytes: int, rows: int) -> IO[bytes]:
     there = min(file.seek(0, os.SEEK_END) // row_bytes, rows) if row_bytes else 0
     file.truncate(there * row_bytes)
     file.seek(0, os.SEEK_END)
-    file.write(_packed([float("nan")] * ((rows - there) * row_bytes // BYTES)))
+    file.write(_nothing((rows - there) * row_bytes))
     return file
+
+
+def _nothing(count: int) -> bytes:
+    """NaN in so many bytes."""
+    return _packed([float("nan")] * (count // BYTES))
 
 
 def _packed(values: Sequence[float]) -> bytes:
@@ -182,8 +193,16 @@ class Stream:
         values: NDArray[np.float64] = self.steps[:, step_columns(self.sketches).index(name)]
         return values
 
+    @cached_property
+    def looked(self) -> NDArray[np.bool_]:
+        """[rows]: True of a step that was looked at; where looking is dear, others are left out (`leave_out`)."""
+        import numpy as np
+
+        found: NDArray[np.bool_] = np.logical_not(np.isnan(self.steps).all(axis=1))
+        return found
+
     def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Kept steps [n], counted from 1, and their tensors' numbers [n, tensors, columns]."""
+        """Kept steps [n] that were looked at, counted from 1, and their tensors' numbers [n, tensors, columns]."""
         return self._kept
 
     @cached_property
@@ -194,7 +213,8 @@ class Stream:
         rows = _table(self.folder / "tensors.f64", len(self.tensors) * columns)
         steps = np.arange(1, len(self.steps) + 1)
         chosen = steps[(steps <= DENSE) | (steps % self.every == 0)][: len(rows)]
-        return chosen, rows[: len(chosen)].reshape(len(chosen), len(self.tensors), columns)
+        found, looked = rows[: len(chosen)].reshape(len(chosen), len(self.tensors), columns), self.looked[chosen - 1]
+        return (chosen, found) if looked.all() else (chosen[looked], found[looked])
 
 
 def last_weights(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
@@ -212,13 +232,13 @@ def _last(
 ) -> NDArray[np.float64] | None:
     """Columns [tensors, columns] of a kept step; None if one is NaN, or of other tensors."""
     found = read(run_dir)
-    if found is None or [each.name for each in found.tensors] != list(names) or not is_kept(step, found.every):
+    if found is None or [each.name for each in found.tensors] != list(names):
         return None
     steps, rows = found.kept()
-    if len(steps) < kept_until(step, found.every) or steps[kept_until(step, found.every) - 1] != step:
+    if step not in steps:
         return None
     places = [tensor_columns(found.sketches).index(name) for name in columns(found.sketches)]
-    wanted: NDArray[np.float64] = rows[kept_until(step, found.every) - 1][:, places].copy()
+    wanted: NDArray[np.float64] = rows[steps.tolist().index(step)][:, places].copy()
     return None if bool((wanted != wanted).any()) else wanted
 
 

@@ -71,9 +71,10 @@ ADDED: dict[tuple[str, str], Any] = {
     ("measure", "memory_snapshot"): False,
     ("measure", "step_checks"): True,
     ("measure", "step_checks_limit_mib"): 256,
+    ("measure", "step_checks_share"): 0.02,
     ("fault", "begins_at"): 1,
 }
-"""Later settings, each with the value of runs before it existed."""
+"""Later settings, each with the value of runs before it existed, or with one that trains alike."""
 
 RENAMED: dict[tuple[str, str], str] = {
     ("measure", "vouch"): "step_checks",

@@ -178,6 +178,7 @@ SUMMARY: Shape = {
     "planned?": Maybe(Each(dict, Maybe(int))),
     "other_replicas?": Maybe(Each(list, int)),
     "restored?": Maybe(_RESTORED),
+    "step_checks?": {"steps": int, "every": int, "seconds": NUMBER},
     "worked_out_again?": {"steps": int, "seconds": NUMBER},
     "decayed?": Maybe(Each(list, str)),
     "orthogonalized?": Maybe(Each(list, str)),

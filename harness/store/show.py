@@ -123,6 +123,10 @@ def _progress(run: RunDir) -> list[str]:
     if summary is not None:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
+        if checks := summary.get("step_checks"):
+            now = "" if checks["every"] == 1 else f", at the end two in {checks['every']}"
+            looked = f"{screen.counted(checks['steps'], 'step')} in {checks['seconds']:.2f} s{now}"
+            lines.append(_field("checks", f"{looked}, beside the steps' own time"))
         if again := summary.get("worked_out_again"):
             text = f"{screen.counted(again['steps'], 'step')} in {again['seconds']:.2f} s, beside the steps' own time"
             lines.append(_field("again", text))

@@ -230,10 +230,15 @@ class Loop:
         with self.session.meters.paused(), self.session.meters.timers.aside():
             work()
 
-    def _worked_out_again(self) -> dict[str, Any]:
-        """Cost of the steps that this attempt has recomputed, which no step's time contains."""
-        seconds = {} if self.step_checks is None else self.step_checks.again_s
-        return {"worked_out_again": {"steps": len(seconds), "seconds": sum(seconds.values())}} if seconds else {}
+    def _looked(self) -> dict[str, Any]:
+        """Cost of the steps that this attempt has looked at and recomputed, which no step's time contains."""
+        checks = self.step_checks
+        if checks is None:
+            return {}
+        cadence, seconds = checks.cadence, checks.again_s
+        found = {"step_checks": {"steps": cadence.steps, "every": cadence.every, "seconds": cadence.looking_s}}
+        again = {"worked_out_again": {"steps": len(seconds), "seconds": sum(seconds.values())}}
+        return found | again if seconds else found
 
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every
@@ -307,7 +312,7 @@ class Loop:
             **self.captures.stepped(),
             **({} if self.captures.structure is None else {"structure": self.captures.structure}),
             **({} if self.restored is None else {"restored": self.restored}),
-            **self._worked_out_again(),
+            **self._looked(),
             "wall_s": wall_s,
             **benched,
         }

@@ -13,6 +13,8 @@ sample, which cost a few passes over what a rank holds and nothing on the wire b
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before; of
                 Muon, a whole matrix (`harness.train.pieces`)
 
+Where a step is short, not every one is looked at (`Cadence`): its row in the stream is NaN.
+
 Each rank looks at what it holds. One sum and one maximum over ranks, on the loop's own group and while the next batch
 is loaded, give the first rank the numbers of the whole model, which it writes into the stream.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.config.captured import captured
 from harness.config.derived import global_microbatches, microbatches_per_rank, tokens_per_step
 from harness.config.roundoff import FINEST, lost_in_integers
 from harness.config.schema import Config, MeasureMode, Numerics
@@ -40,6 +43,7 @@ from harness.engines import optim
 from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch
 from harness.models.workload import workload_for
 from harness.probe.hooks import named_modules
+from harness.probe.step_checks.cadence import Cadence
 from harness.probe.step_checks.local import ForwardWatch, LocalWatch
 from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
 from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
@@ -116,6 +120,9 @@ class StepChecks(Callback):
         self.first: Sketch | None = None
         self.skipped = _skipped_before(session, control, done)
         self.least = integer_floor(config, [piece.shape for piece in pieces])
+        always = {*self.again_at, *captured(config).gradients, *captured(config).updates, config.train.steps}
+        on_device = session.ranks.device.type == "cuda"
+        self.cadence = Cadence(config.measure.step_checks_share, done, always, self._agreed, on_device=on_device)
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
             self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
@@ -158,6 +165,9 @@ class StepChecks(Callback):
         matrices = WholeMatrices(rule, whole, moments, decays, control) if whole else None
         return cls(session, control, weights, Sample(rule, weights, moments, trained, decays, by_muon), done, matrices)
 
+    def _agreed(self, every: int) -> int:
+        return self.control.gather([every])[0][0]
+
     def _begin(self) -> None:
         self.summed = SummedTable(len(self.pieces), SKETCHES)
         self.largest = LargestTable(len(self.pieces), SKETCHES)
@@ -175,6 +185,15 @@ class StepChecks(Callback):
 
     def before(self, step: int, batches: Sequence[Microbatch], engine: Engine) -> None:
         """Observe the state before the step, except weights left to its first forward (`_settle`)."""
+        if not self.cadence.looks(step):
+            self.left = self.whole = self.moments = None
+            return
+        with self.cadence.looking():
+            self._look_before(step)
+        with self.cadence.apart():
+            self.work_out_again(step)
+
+    def _look_before(self, step: int) -> None:
         self._begin()
         if self.cast is None and self.left is not None and self.session.engine.seen() is not None:
             self.in_forward = {place: piece.local for place, piece in enumerate(self.pieces) if piece.is_whole}
@@ -186,7 +205,6 @@ class StepChecks(Callback):
         if self.matrices is not None:
             self.matrices.before(step)
         self.summed["moments_before"][:] = self.sample.of_moments(self.values, len(self.pieces))
-        self.work_out_again(step)
 
     def _begins(self, place: int) -> Sketch:
         piece = self.pieces[place]
@@ -228,9 +246,9 @@ class StepChecks(Callback):
 
     def watch(self, step: int, engine: Engine) -> AbstractContextManager[Any]:
         seen = engine.seen()
-        if seen is None:
+        if seen is None or not self.cadence.looks(step):
             return nullcontext()
-        self.divisor, aside = seen.divisor, self.session.meters.timers.aside
+        self.divisor, aside = seen.divisor, self._aside
         self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward, aside=aside)
         if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize in (2, 4)):
             return self.watching
@@ -242,7 +260,17 @@ class StepChecks(Callback):
         both.enter_context(self.forward)
         return both
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with self.session.meters.timers.aside(), self.cadence.looking():
+            yield
+
     def reduced(self, step: int, engine: Engine) -> None:
+        if self.cadence.looks(step):
+            with self.cadence.looking():
+                self._look_at_gradients(engine)
+
+    def _look_at_gradients(self, engine: Engine) -> None:
         self._settle()
         gradients = engine.local_gradients()
         if gradients is None:
@@ -256,6 +284,14 @@ class StepChecks(Callback):
 
     def after(self, step: int, lr: float, grad_norm: float, engine: Engine) -> None:
         """Observe the state after the step, and begin the sum to the first rank, which `step` waits for."""
+        scaled = engine.scaled()
+        was_skipped = scaled is not None and scaled.skipped
+        self.skipped += was_skipped
+        if self.cadence.looks(step):
+            with self.cadence.looking():
+                self._look_after(step, lr, grad_norm, was_skipped=was_skipped)
+
+    def _look_after(self, step: int, lr: float, grad_norm: float, *, was_skipped: bool) -> None:
         if self.forward is not None:
             self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
@@ -266,7 +302,7 @@ class StepChecks(Callback):
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False, *alone)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
-            self._hold_to_rule(step, lr, grad_norm, values)
+            self._hold_to_rule(step, lr, grad_norm, values, was_skipped=was_skipped)
         if self.watching is not None:
             self._tell_local(self.watching)
         self.left = sketches, values
@@ -282,7 +318,12 @@ class StepChecks(Callback):
         self._write = write
 
     def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> None:
-        self._write()
+        if self.cadence.looks(step):
+            with self.cadence.looking():
+                self._write()
+        elif self.writer is not None:
+            self.writer.leave_out(step)
+        self.cadence.end(step)
 
     def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
         if self.whole is not None:
@@ -294,12 +335,10 @@ class StepChecks(Callback):
             self.moments = None
         self.whole = summed.read("after").copy()
 
-    def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:
+    def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values, *, was_skipped: bool) -> None:
         assert self.gradient_sample is not None
         self.summed["followed"][:] = self.sample.elements(len(self.pieces))
-        scaled = self.session.engine.scaled()
-        if scaled is not None and scaled.skipped:
-            self.skipped += 1
+        if was_skipped:
             self.largest["rule"][:] = (
                 self.sample.largest(self.sample.moved(self.values, values), len(self.pieces)) / EXACT
             )

@@ -197,7 +197,10 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         key: ["model=odd"] for key in decoder
     }
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
-    quiet |= {f"measure.{name}": ["measure=bench"] for name in ("step_checks", "step_checks_limit_mib", "again")}
+    quiet |= {
+        f"measure.{name}": ["measure=bench"]
+        for name in ("step_checks", "step_checks_limit_mib", "step_checks_share", "again")
+    }
     quiet["measure.memory_snapshot"] = ["cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=2"]
     extra = (needs | against | quiet).get(knob, [])
     value = values.get(knob, "true" if settings()[knob].type is bool else "1e-6" if knob.endswith(".eps") else "1")

@@ -242,17 +242,23 @@ def _deviations(draws: int) -> float:
 
 
 def checked_until(run: Record, arithmetic: Arithmetic) -> int:
-    """Last step up to which data and all of `REQUIRED` are right at every step; 0 for none."""
+    """Last step up to which data, and all of `REQUIRED` at every step that was looked at, are right; 0 for none.
+
+    Weights between steps are required where the step before was looked at too.
+    """
     if run.stream is None:
         return 0
     right = np.ones(min(run.length, len(run.stream.column("sum"))), dtype=bool)
     left_out = np.isin(np.arange(1, len(right) + 1), sorted(run.skipped))
     right &= np.array(structure.right_at(run), dtype=bool)[: len(right)]
+    looked = run.stream.looked[: len(right)]
+    follows = np.concatenate(([True], looked[:-1]))
     for name in REQUIRED:
         values = run.stream.column(name)[: len(right)]
         with np.errstate(invalid="ignore"):
             fine = values <= bound(name, run.stream, arithmetic)
-        right &= fine | (left_out & np.isnan(values) & (name in OF_GRADIENTS))
+        unknown = (left_out & (name in OF_GRADIENTS)) | ~looked | (~follows & (name == "kept"))
+        right &= fine | (np.isnan(values) & unknown)
     return len(right) if right.all() else int(np.argmin(right))
 
 

@@ -57,15 +57,17 @@ def verdict(
     findings: Sequence[Finding],
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
+    looks: Mapping[str, Sequence[int]],
     followed: tuple[int, int],
     besides: Callable[[Finding], Finding | None],
     limits: Sequence[str] = (),
 ) -> Verdict:
-    """Args: followed: tensors in both streams, and all. besides: another failure, which the first does not cause."""
+    """Args: looked_at: steps looked at in both runs, by column of the streams. looks: the same, by check. followed:
+    tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
         of_tensors = watched.is_one(arm, control)
-        claim = f": {_wrong(outcome, findings, besides, looked_at.get(AGAIN, ()), of_tensors=of_tensors)}"
+        claim = f": {_wrong(outcome, findings, besides, looks, of_tensors=of_tensors)}"
     else:
         claim = f" {_right(outcome, arm, control, evidence, resolution, looked_at, followed)}"
     return Verdict(
@@ -110,14 +112,13 @@ def _wrong(
     outcome: Outcome,
     findings: Sequence[Finding],
     besides: Callable[[Finding], Finding | None],
-    again: Sequence[int],
+    looks: Mapping[str, Sequence[int]],
     *,
     of_tensors: bool,
 ) -> str:
-    """Args: again: steps that were worked out again."""
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, again)
+    clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, looks)
     more = besides(first)
     if more is None:
         return clause
@@ -133,16 +134,17 @@ def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) ->
     return clause if begins is None else f"{describe(begins, begins, '')}; certain {clause}"
 
 
-def _since(first: Finding, findings: Sequence[Finding], again: Sequence[int]) -> str:
-    """Where a finding of a step that was worked out again may have begun, if nothing else tells."""
-    if first.check != WORKED_OUT or not first.step or onset(first, findings) is not None:
+def _since(first: Finding, findings: Sequence[Finding], looks: Mapping[str, Sequence[int]]) -> str:
+    """Where a finding may have begun whose check looks at some steps only, if nothing else tells."""
+    if first.check not in looks or not first.step or onset(first, findings) is not None:
         return ""
-    before = max((step for step in again if step < first.step), default=0)
+    before = max((step for step in looks[first.check] if step < first.step), default=0)
     if before == first.step - 1:
         return ""
+    done = "worked out again" if first.check == WORKED_OUT else "looked at"
     if not before:
-        return "; begun at any step so far: none before it was worked out again"
-    return f"; begun after step {before}, the last one worked out again before it"
+        return f"; begun at any step so far: none before it was {done}"
+    return f"; begun after step {before}, the last one {done} before it"
 
 
 def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:

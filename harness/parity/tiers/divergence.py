@@ -129,7 +129,9 @@ def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_sta
     pairs = [tuple(run.stream.column(f"after_{j}") for run in (arm, control) if run.stream) for j in range(count)]
     rows = min(last, *(len(each) for pair in pairs for each in pair))
     squares = np.mean([(left[:rows] - right[:rows]) ** 2 for left, right in pairs], axis=0)
-    distances = np.maximum.accumulate(np.sqrt(np.nan_to_num(squares, nan=np.inf)))
+    looked = arm.stream.looked[:rows] & control.stream.looked[:rows]
+    distances = np.maximum.accumulate(np.sqrt(np.where(looked, np.nan_to_num(squares, nan=np.inf), 0.0)))
+    distances[~looked] = np.inf
     values = [np.array(run.series(key)[:rows], float) for key in ("loss", "grad_norm") for run in (arm, control)]
     left, right, steep, steeper = (each[1:] for each in values)
     with np.errstate(divide="ignore", invalid="ignore"):
