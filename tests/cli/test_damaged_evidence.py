@@ -305,13 +305,14 @@ def _starts_over(run: Path) -> bool:
 
 
 def _next_command(run: Path) -> bool:
-    """A run that is damaged is asked for once more; one whose configuration is damaged cannot be: it is shown."""
-    other = Path(shutil.copytree(run, run.with_name("other")))
+    """A damaged run is asked for once more; one whose configuration or status is damaged cannot be: it is shown."""
+    other, unclear = (Path(shutil.copytree(run, run.with_name(name))) for name in ("other", "unclear"))
     damaged_summary(run)
     (again,) = compare(run, other).commands
     flip_letter(run / "config.yaml")
-    (shown,) = compare(run, other).commands
-    return again.endswith("launch.rerun=always") and shown.split()[-2] == "show"
+    (unclear / status.FILE).write_text('{"state": "do')
+    shown = [compare(each, other).commands[0].split()[-2] for each in (run, unclear)]
+    return again.endswith("launch.rerun=always") and shown == ["show", "show"]
 
 
 LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {

@@ -18,6 +18,7 @@ from harness.parity.tiers.divergence import JUMPS
 from harness.store.commands import request, shown, verb
 from harness.store.rundir import CONFIG
 from harness.store.screen import counted
+from harness.store.status import FILE as STATUS
 
 
 def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:
@@ -238,8 +239,9 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
 
 
 def _renewed(run: Record) -> str:
-    damaged = any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) for each in run.problems)
-    return verb(f"show {shown(run.path)}") if damaged else _again(run, *_anew(run.problems))
+    problems = run.problems
+    damaged = any(each.startswith((f"{CONFIG} was", f"{CONFIG} is")) or f"/{STATUS} is" in each for each in problems)
+    return verb(f"show {shown(run.path)}") if damaged else _again(run, *_anew(problems))
 
 
 def _anew(problems: Sequence[str]) -> tuple[str, ...]:
