@@ -67,7 +67,7 @@ SYNONYMS = _synonyms(
     cluster.device: device
     launch.dry_run: dry_run
     engine.transport: eager_limit_bytes
-    mesh.world_size: gpus nproc num_gpus ranks
+    mesh.world_size: data_parallel_size dp dp_size gpus nproc num_gpus ranks
     dtype.grad_comm: grad_comm_dtype grad_reduce_in_fp32
     model.dim: hidden_size
     train.steps: iterations max_steps num_steps
