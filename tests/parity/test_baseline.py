@@ -70,12 +70,15 @@ def test_a_wrong_scale_is_different(factor: float, bench: Bench, golden: Path) -
     found = judged(bench, golden, broken(ARM, reduced=scaled(factor)))
     assert found.outcome is Outcome.DIFFERENT, found.sentence
     assert found.exit_code == 1
+    assert not any(word in command for command in found.commands for word in ("--from", " diff "))
 
 
 def test_another_configuration_is_not_comparable(bench: Bench, golden: Path) -> None:
     found = judged(bench, golden, replace(ARM, lr=ARM.lr / 2))
     assert found.outcome is Outcome.NOT_COMPARABLE
     assert "optimizer.lr" in found.sentence
+    (shown,) = found.commands  # `diff` and `--from` take no file
+    assert shown.split()[-2] == "show"
 
 
 def test_sources_may_be_others_but_bits_are_owed_on_demand(bench: Bench, golden: Path, tmp_path: Path) -> None:

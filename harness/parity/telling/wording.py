@@ -233,9 +233,16 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
         return (_again(control, "experiment=oracle", "mesh=one"),)
     if arm.is_watched or control.is_watched:
         unfit = [verb(f"show {shown(run.path)}") for run in (arm, control) if run.problems]
-        return tuple(unfit) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
+        return tuple(unfit) or _shown_apart(arm, control)
     commands = [_renewed(run) for run in (arm, control) if run.problems]
-    return tuple(commands) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
+    return tuple(commands) or _shown_apart(arm, control)
+
+
+def _shown_apart(arm: Record, control: Record) -> tuple[str, ...]:
+    """The command that shows how two runs differ; of a baseline's file there is none."""
+    if arm.is_baseline or control.is_baseline:
+        return tuple(verb(f"show {shown(run.path)}") for run in (arm, control) if not run.is_baseline)
+    return (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
 
 
 def _renewed(run: Record) -> str:
@@ -258,7 +265,7 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
         return (
             f"{judge} --tensor {shlex.quote(str(tensor.tensor))}{step}",
             *_deciding(outcome, arm, control, findings)[:1],
-            verb(f"diff {shown(arm.path)} {shown(control.path)}"),
+            *_shown_apart(arm, control),
         )
     return _deciding(outcome, arm, control, findings) or (f"{judge} --json",)
 
@@ -266,7 +273,7 @@ def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[
 def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next((finding for finding in findings if finding.grade is grave), None)
-    if arm.is_watched or control.is_watched:  # another program: no request of ours makes it again
+    if any(run.is_watched or run.is_baseline for run in (arm, control)):  # no request of ours makes it again
         return ()
     if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:
         return ()
