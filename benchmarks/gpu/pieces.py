@@ -78,9 +78,9 @@ def odd(lab: Lab) -> Facts:
 
 
 def interrupted(lab: Lab) -> Facts:
-    """A checkpoint that is written while training goes on, and a run that is stopped and goes on with every bit."""
+    """A run that is stopped and goes on with every bit."""
     common = [word for word in small(lab.setting) if not word.startswith("ckpt")]
-    cell = ["mesh=one", "numerics=deterministic", "ckpt.every=2", "ckpt.background=true", *common]
+    cell = ["mesh=one", "numerics=deterministic", "ckpt.every=2", *common]
     lab.train(*cell)
     again = [*cell, "train.replicate=1", "launch.preempt_at=2"]
     codes = [lab.train(*again, must=False) for _ in range(2)]
@@ -188,7 +188,7 @@ PIECES = (
     Piece("imports", "Does everything load, and which devices and versions are there?", imports),
     Piece("one_rank", "Do native, FSDP2, DDP and plain torch agree with fp64 on one rank?", one_rank),
     Piece("odd", "Do awkward modules train, and does a deterministic run repeat its bits?", odd),
-    Piece("interrupted", "Is a checkpoint written beside training, and resumed to the bit?", interrupted),
+    Piece("interrupted", "Is a run that was stopped resumed to the bit?", interrupted),
     Piece("sanitizer", "Does torch's stream sanitizer find an unordered access in a step?", sanitizer),
     Piece("times_125m", "What does a step cost at 125M weights, in time and memory?", times("gpt_125m", 16, 1024, 5)),
     Piece("shared", "Do several ranks on one device agree with fp64 over NCCL?", shared, shares=True),

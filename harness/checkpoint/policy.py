@@ -11,13 +11,11 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from harness.checkpoint import folder as folders
 from harness.checkpoint.manifest import Damaged, Manifest
-from harness.checkpoint.storage import Comparer, LoadPlanner, Reader, SavePlanner, Snapshots, Writer, dtype_of
+from harness.checkpoint.storage import Comparer, LoadPlanner, Reader, SavePlanner, Writer, dtype_of
 from harness.config.derived import lr_at
 from harness.config.schema import Config
 from harness.control import Control, gather_json
@@ -67,7 +65,6 @@ class Checkpoints:
         self.control = control
         self.warn = warn
         self.layout = layout_of(config)
-        self.background = Background(ranks) if config.ckpt.background else None
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -76,32 +73,13 @@ class Checkpoints:
     ) -> None:
         """Write the state after `step` and drop checkpoints beyond `ckpt.keep` and those of the steps `best`.
 
-        With `ckpt.background` it waits for the previous save, copies the state, and returns; `finish` waits for the
-        last.
-
-        Raises `RuntimeError`: some rank could not write, now or the time before; older ones stay.
+        Raises `RuntimeError`: some rank could not write; older ones stay.
         """
-        self.finish()
         unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
         self._on_first_rank(f"make {unfinished}", lambda: folders.begin(self.folder, step))
         state = engine.state()
         tensors: Mapping[str, Any] = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
         writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
-        if self.background is None:
-            self._write(tensors, writer, best, self.control.group)
-        else:
-            copied = self.background.snapshots.take(tensors)
-            group = self.background.group
-            self.background.begin(lambda: self._write(copied, writer, best, group))
-
-    def finish(self) -> None:
-        """Wait for a save in the background. Raises `RuntimeError`: it failed."""
-        if self.background is not None:
-            self.background.wait()
-
-    def _write(
-        self, tensors: Mapping[str, Any], writer: Writer, best: Sequence[int], group: dist.ProcessGroup | None
-    ) -> None:
         with self.control.meter.muted():
             _dcp(
                 f"write {writer.folder}",
@@ -109,11 +87,11 @@ class Checkpoints:
                     dict(tensors),
                     storage_writer=writer,
                     planner=SavePlanner(),
-                    process_group=group,
-                    no_dist=group is None,
+                    process_group=self.control.group,
+                    no_dist=self.control.group is None,
                 ),
             )
-            self._on_first_rank(f"publish {writer.folder}", lambda: self._publish(writer, best), group)
+        self._on_first_rank(f"publish {writer.folder}", lambda: self._publish(writer, best))
 
     def _publish(self, writer: Writer, best: Sequence[int]) -> None:
         folders.publish(writer.folder)
@@ -318,7 +296,7 @@ class Checkpoints:
             else:
                 torch.set_rng_state(state)
 
-    def _on_first_rank(self, what: str, act: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    def _on_first_rank(self, what: str, act: Callable[[], object]) -> None:
         """Run it on rank 0, and fail on all ranks if it failed there, so that none waits in the next exchange."""
         fault = None
         if self.ranks.rank == 0:
@@ -326,25 +304,9 @@ class Checkpoints:
                 act()
             except OSError as error:
                 fault = error
-        told = _everyone(None if fault is None else str(fault), self.control, group)[0]
+        told = _everyone(None if fault is None else str(fault), self.control)[0]
         if told is not None:
             raise RuntimeError(f"checkpoint: rank 0 cannot {what}: {told}") from fault
-
-
-class Background:
-    def __init__(self, ranks: Ranks) -> None:
-        self.group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
-        self.snapshots = Snapshots()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: Future[None] | None = None
-
-    def begin(self, save: Callable[[], None]) -> None:
-        self._under_way = self._thread.submit(save)
-
-    def wait(self) -> None:
-        pending, self._under_way = self._under_way, None
-        if pending is not None:
-            pending.result()
 
 
 def layout_of(config: Config) -> dict[str, Any]:
@@ -367,10 +329,10 @@ def data_position(config: Config, step: int) -> dict[str, Any]:
     }
 
 
-def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """JSON value of every rank, by rank. Collective over `group`."""
+def _everyone(value: Any, control: Control) -> list[Any]:
+    """JSON value of every rank, by rank. Collective over all ranks."""
     with control.meter.muted():
-        return gather_json(value, group or control.group)
+        return gather_json(value, control.group)
 
 
 def _dcp(what: str, call: Callable[[], object]) -> None:

@@ -35,9 +35,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from harness.checkpoint import tensor_file
@@ -249,44 +247,5 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*flat)
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-
-
-class Copied:
-    """A tensor copied to the CPU, so that training can change it while it is written."""
-
-    def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
-        self.items: list[WriteItem] = _create_write_items(key, tensor)
-        held = tensor.detach()
-        local: Tensor = held.to_local() if isinstance(held, DTensor) else held
-        pinned = local.device.type == "cuda"
-        fits = memory is not None and memory.shape == local.shape and memory.dtype == local.dtype
-        self.tensor = (
-            memory if memory is not None and fits else torch.empty_like(local, device="cpu", pin_memory=pinned)
-        )
-        self.tensor.copy_(local)
-
-    def __create_write_items__(self, _fqn: str, _object: object) -> list[WriteItem]:
-        return self.items
-
-
-class Snapshots:
-    def __init__(self) -> None:
-        self._held: dict[str, Copied] = {}
-
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Copied]:
-        memory = {key: copied.tensor for key, copied in self._held.items()}
-        self._held = {key: Copied(key, tensor, memory.get(key)) for key, tensor in state.items()}
-        return self._held
-
-
-class SavePlanner(DefaultSavePlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        held = self.state_dict[index.fqn]
-        return held.tensor if isinstance(held, Copied) else super().lookup_object(index)
-
-
+SavePlanner = partial(DefaultSavePlanner, flatten_state_dict=False, flatten_sharded_tensors=False)
 LoadPlanner = partial(DefaultLoadPlanner, flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -249,8 +249,6 @@ class CkptConfig(Group):
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
     keep_best: Annotated[int, Range(0, COUNT, "checkpoints"), CKPT, VALIDATES] = 0
     """How many checkpoints of the lowest held-out losses are saved and kept in addition (measure.validate_every)."""
-    background: Annotated[Flag, CKPT] = False
-    """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
     """Checkpoint to start from if this run has none of its own: a run (a path, digits of its signature, `@last`), its
     ckpt/ folder, or one of its step-* folders. Its layout may differ."""

@@ -89,6 +89,7 @@ REMOVED: dict[tuple[str, str], Any] = {
     ("cluster", "container_mounts"): [],
     ("engine", "unit_min_elements"): 0,
     ("engine", "prefetch_limit_bytes"): None,
+    ("ckpt", "background"): False,
 }
 """Settings of stored runs that are none today, each with its default, which signatures still have."""
 

@@ -102,7 +102,6 @@ class Loop:
                 ended = self._stops_early(step)
                 self._save_if_due(step, writer, report, ends=ended)
                 trace.after(step)
-            self.checkpoints.finish()
             status: Literal["done", "preempted"] = "done" if ended or step == self.config.train.steps else "preempted"
             self.callbacks.call("end", status)
             self._finish(status, start, time.perf_counter() - began)

@@ -191,7 +191,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
         "optimizer.momentum": ["optimizer=adam"],
     }
     against = {"optimizer.betas": ["optimizer=sgd"], "optimizer.eps": ["optimizer=sgd"]}
-    against |= {f"ckpt.{name}": ["ckpt=none"] for name in ("every", "minutes", "keep", "background", "strict")}
+    against |= {f"ckpt.{name}": ["ckpt=none"] for name in ("every", "minutes", "keep", "strict")}
     decoder = ("model.num_heads", "model.num_kv_heads", "model.rope_theta", "model.tie_embeddings")
     against |= {key: ["measure=bench"] for key in ("train.param_norm_every", "measure.validate_every")} | {
         key: ["model=odd"] for key in decoder

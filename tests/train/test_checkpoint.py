@@ -274,38 +274,6 @@ def test_full_disk_keeps_the_older_one(folder: Path, monkeypatch: pytest.MonkeyP
     assert loaded(checkpoints(folder), engine) == (2, ())
 
 
-def test_a_save_in_the_background_is_of_the_moment_it_was_asked(folder: Path) -> None:
-    engine: Any = build(small_config())
-    held = checkpoints(folder, ckpt__background=True)
-    weights = {name: weight.clone() for name, weight in engine.named_weights()}
-    held.save(engine, 1, "")
-    with torch.no_grad():
-        for weight in engine.weights.values():
-            weight.fill_(7)
-    held.finish()
-    assert loaded(held, engine) == (1, ())
-    assert all(torch.equal(weight, weights[name]) for name, weight in engine.named_weights())
-
-
-def test_a_save_that_failed_in_the_background_is_told_at_the_next(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = build(small_config())
-    held = checkpoints(folder, ckpt__background=True)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tensor_file, "write", full)
-    held.save(engine, 1, "")
-    with pytest.raises(RuntimeError, match="No space left on device"):
-        held.save(engine, 2, "")
-    monkeypatch.undo()
-    held.save(engine, 2, "")
-    held.finish()
-    assert loaded(held, engine) == (2, ())
-
-
 def test_replacing_a_checkpoint_leaves_one_at_every_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = keep_both(folder)
     DAMAGE["flipped bit in the data"](folder / "step-000002")
