@@ -40,7 +40,7 @@ from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
-from harness.study.file import register as register_study
+from harness.study.expand import register as register_study
 from harness.study.rendezvous import Answer, Host, ask, lead, rendezvous_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import JobFailed, carry_out, refuse_study, run_job

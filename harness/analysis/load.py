@@ -13,12 +13,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.store import checksums, planned, provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.errors import StoreError
 from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
-from harness.store.step_time import rates
+from harness.store.step_time import leaves_plan, rates
 
 SETTINGS = {
     "model": "model.name",
@@ -189,7 +189,7 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
         "rss_bytes": max(newest["memory/rss"], default=None),
         "sent_bytes": _sent(last),
         **{f"planned_{name}_bytes": (summary.get("planned") or {}).get(name) for name in ("kept", "peak", "sent")},
-        "leaves_plan": planned.leaves(summary),
+        "leaves_plan": leaves_plan(summary),
         "wall_s": summary.get("wall_s"),
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.store import checksums, planned, provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
@@ -18,6 +18,7 @@ from harness.store.rundir import CONFIG, RunDir, read_summary
 from harness.store.screen import counted
 from harness.store.shapes import TIMED
 from harness.store.status import State
+from harness.store.step_time import leaves_plan
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
 
@@ -120,7 +121,7 @@ def _process(
         **_storage(summary, timed),
         accounted_bytes=sum(summary["accounted_bytes"].values()),
         planned=summary.get("planned") or {},
-        leaves_plan=planned.leaves(summary),
+        leaves_plan=leaves_plan(summary),
         rss_bytes=max(line["memory"]["rss"] for line in timed),
         load=max(summary["load"]["at_start"], summary["load"]["at_end"]),
         others_cores=summary["load"]["others_cores"],

@@ -10,7 +10,7 @@ import itertools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.cli.verb import Implementation, Verb, parser_of
+from harness.cli.verbs import Implementation, Verb, parser_of
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from harness.store import commands

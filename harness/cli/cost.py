@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 from harness.bench import report, text
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Implementation
+from harness.cli.verbs import Implementation
 from harness.config.words import ask_again
 
 

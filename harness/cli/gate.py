@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.cli.runs import RUN_HELP
-from harness.cli.verb import Implementation, path
+from harness.cli.verbs import Implementation, path
 from harness.config.errors import refuse
 from harness.parity import text
 from harness.parity.gate import changes, gate, made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from harness.cli.verb import Verb
+from harness.cli.verbs import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
 from harness.store import commands, screen

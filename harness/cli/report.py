@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.cli.gate import write
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Implementation, path
+from harness.cli.verbs import Implementation, path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, against
 from harness.store import commands
@@ -44,8 +44,7 @@ def _report(arguments: Namespace) -> int:
     found = study(root, name, verdict=_against(arguments, root, name, sources), **sources)
     report = contents(found, root, _command(arguments, root, name))
     if not arguments.markdown:
-        from harness.report.page import page
-        from harness.report.pictures import pictures
+        from harness.report.page import page, pictures
 
         target = arguments.out or Store(root).root / name / PAGE
         write(target, page(report, pictures(found)), "report STUDY --out")

@@ -7,7 +7,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from harness.cli.verb import Implementation
+from harness.cli.verbs import Implementation
 from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch

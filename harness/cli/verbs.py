@@ -1,8 +1,72 @@
-"""Every verb, in the order of `--help`. A verb's module is imported once it is typed."""
+"""Verbs: what one is made of, its parser, and all of them in the order of `--help`.
+
+A verb's module is imported once it is typed.
+"""
 
 from __future__ import annotations
 
-from harness.cli.verb import Verb
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from harness.config.errors import refuse
+from harness.store import commands
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+
+@dataclass(frozen=True)
+class Implementation:
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """place: module of `harness.cli`, and the name of the `Implementation` in it."""
+
+    name: str
+    summary: str
+    place: str
+
+    @property
+    def implementation(self) -> Implementation:
+        module, _, name = self.place.partition(".")
+        loaded: Implementation = getattr(import_module(f"harness.cli.{module}"), name)
+        return loaded
+
+
+def path(text: str) -> Path:
+    return Path(os.path.expanduser(text))
+
+
+def parser_of(verb: Verb) -> ArgumentParser:
+    parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
+    parser.add_argument(
+        "--root",
+        default="runs",
+        type=os.path.expanduser,  # a shell leaves the `~` of --root=~/runs alone
+        metavar="DIR",
+        help="where runs are stored (default: runs)",
+    )
+    verb.implementation.add_arguments(parser)
+    return parser
+
+
+class _Parser(ArgumentParser):
+    """Raises `BadRequest` for words that argparse does not understand."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+    def error(self, message: str) -> NoReturn:
+        raise refuse(self.prog, message, fix=f"{self.prog} --help")
+
 
 KINDS: dict[str, tuple[Verb, ...]] = {
     "Is it still the same run, and what did it cost": (
@@ -11,7 +75,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("gate", "a run against a baseline, for a pull request", "gate.GATE"),
         Verb("baseline", "a golden file of a run, for gate and compare", "gate.BASELINE"),
         Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report.REPORT"),
-        Verb("bisect", "the first commit that makes a run differ", "bisect.BISECT"),
+        Verb("bisect", "the first commit that makes a run differ", "judge.BISECT"),
         Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
         Verb("plan", "memory and traffic of a request before anything runs", "plan.PLAN"),
     ),
@@ -24,7 +88,7 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("gc", "what a store could do without, such as leftovers of crashes", "runs.GC"),
     ),
     "From and to elsewhere": (
-        Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "series.SERIES"),
+        Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "wandb_sync.SERIES"),
         Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync.SYNC"),
         Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),
         Verb("completion", "for bash, so that TAB offers what can be typed", "completion.COMPLETION"),

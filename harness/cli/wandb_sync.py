@@ -1,4 +1,4 @@
-"""Weights & Biases, TensorBoard and CSV: `sync STUDY|RUN`; `wandb push STUDY`."""
+"""To and from wandb, TensorBoard and CSV: `sync STUDY|RUN`, `wandb push STUDY`, `import-series FILE ...`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from harness.cli.runs import located, say_next
-from harness.cli.verb import Implementation
+from harness.cli.verbs import Implementation, path
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.launch.control import runs_of
 from harness.launch.slurm.scheduler import probe
+from harness.store import commands
 from harness.store.commands import install, shown
+from harness.store.identity import slug
 from harness.store.rundir import Store
+from harness.store.screen import counted
 
 
 def offline_argument(parser: ArgumentParser) -> None:
@@ -124,3 +128,41 @@ def _push(arguments: Namespace) -> int:
 
 
 WANDB = Implementation(_wandb_arguments, _push)
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        metavar="FILE",
+        type=path,
+        nargs="+",
+        help="of one run each: wandb's offline folder, TensorBoard's, .csv, .tsv, .jsonl, Megatron's golden .json",
+    )
+    parser.add_argument(
+        "--columns",
+        metavar="NAME=COLUMN",
+        nargs="+",
+        required=True,
+        help="their name of loss, and if wanted of grad_norm, lr, tokens and step, as loss=train/loss",
+    )
+    parser.add_argument("--into", metavar="DIR", type=path, default=Path("runs/series"), help="folder of the runs")
+    parser.add_argument("--seed", type=int, help="seed of the first; each further one has the next")
+
+
+def _import(arguments: Namespace) -> int:
+    from harness.wandb_sync.series import MEASURES, import_series
+
+    columns = dict(word.split("=", 1) if "=" in word else (word, "") for word in arguments.columns)
+    if "loss" not in columns or not all(columns.values()) or not columns.keys() <= {*MEASURES, "step"}:
+        choices = "loss=COLUMN, and " + ", ".join(f"{each}=COLUMN" for each in (*MEASURES[1:], "step"))
+        raise refuse(f"--columns {' '.join(arguments.columns)}", "must name the column of a loss", choices=choices)
+    for place, source in enumerate(arguments.sources):
+        target = arguments.into.absolute() / slug(source.name if source.is_dir() else source.stem)
+        seed = None if arguments.seed is None else arguments.seed + place
+        steps = import_series(source, target, columns, seed)
+        print(f"{commands.shown(target)}: {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}")
+    print(f"next: {commands.verb(f'verdict NEW --history {commands.shown(arguments.into)}')}")
+    return 0
+
+
+SERIES = Implementation(_arguments, _import)

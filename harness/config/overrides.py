@@ -237,7 +237,7 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
     """Overrides for Hydra, which refuses `GROUP=null`, and knows a study's file by another name
-    (`study.file.register`)."""
+    (`study.expand.register`)."""
     kept = [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
     return [f"study={STUDY_FILE}" if _names_study_file(text) else text for text in kept]
 

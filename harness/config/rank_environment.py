@@ -1,11 +1,13 @@
 """Environment of a rank, with NCCL, torch's NCCL backend and the SHARP library: pure functions of a configuration.
 
 Some variables are read at process start, and only the launcher can set them. The rest are read when torch is loaded, so
-that a rank under torchrun or srun can set them itself.
+that a rank under torchrun or srun can set them itself. CUDA devices of this machine are counted without torch.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from harness.config.derived import wants_infiniband_sharp
@@ -127,3 +129,26 @@ def _log(config: Config, attempt: Path | None) -> dict[str, str]:
         "NCCL_DEBUG_SUBSYS": ",".join(kinds),
         "NCCL_DEBUG_FILE": f"{folder}/{NCCL_LOG}",
     }
+
+
+DRIVER_FILES = Path("/dev")
+
+
+def visible_devices(environment: Mapping[str, str] = os.environ, folder: Path = DRIVER_FILES) -> list[str]:
+    """Entries of CUDA_VISIBLE_DEVICES, or numbers from 0 on.
+
+    CUDA counts the devices it can open from 0 (a container with /dev/nvidia3 alone has device 0), so files are counted.
+    It stops reading the variable at the first invalid entry.
+
+    Args: folder: of the driver's device files.
+    """
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        named = []
+        for entry in (entry.strip() for entry in chosen.split(",")):
+            if not entry or entry.startswith("-") or entry == "NoDevFiles":
+                break
+            named.append(entry)
+        return named
+    files = [path for path in folder.glob("nvidia[0-9]*") if path.name[len("nvidia") :].isdigit()]
+    return [str(number) for number in range(len(files))]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.schema import Rerun
-from harness.launch.order import in_blocks
+from harness.launch.plan import in_blocks
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.scheduler import Scheduler, cancel as scancel, probe
 from harness.launch.submit import submit

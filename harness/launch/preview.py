@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from harness.config.compose import Cell
 from harness.config.rank_environment import run_environment
-from harness.launch.environment import rank_environment
-from harness.launch.local.ranks import worker_command
+from harness.launch.local.ranks import rank_environment, worker_command
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Decision
 from harness.launch.slurm.batch import Batch

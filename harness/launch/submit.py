@@ -7,12 +7,10 @@ from typing import Any
 
 from harness.config.compose import Cell
 from harness.launch import preview
-from harness.launch.local.inline import run_inline
 from harness.launch.local.pool import Pool, exit_code
-from harness.launch.local.run import EXIT_CODES, Ended
+from harness.launch.local.run import EXIT_CODES, Ended, run_inline
 from harness.launch.opening import Opened, Sources, open_here
-from harness.launch.order import is_timed
-from harness.launch.plan import Action, Decision
+from harness.launch.plan import Action, Decision, is_timed
 from harness.launch.slurm import scheduler, steps, submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.watch import wait_for

@@ -6,6 +6,7 @@ The study may be unfinished: gaps are named, and the rest is shown.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,12 +17,11 @@ from harness.analysis.judge import Study, verdicts
 from harness.config.words import ask_again
 from harness.parity.outcome import percent
 from harness.parity.telling.explain import OUTCOMES
-from harness.report.origin import Origin, origins
-from harness.store import provenance
+from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.reading import read_text
-from harness.store.rundir import RunDir
+from harness.store.rundir import RunDir, flatten
 from harness.store.study import read_study
 
 MOST_LINES = 60
@@ -266,3 +266,73 @@ def _error(path: Path) -> str:
             lines = found.rstrip().splitlines()
             return "\n".join([*(["..."] if len(lines) > MOST_LINES else []), *lines[-MOST_LINES:]])
     return ""
+
+
+FIRST = ("git.sha", "git.branch", "git.dirty", "sources_digest", "cpu_model", "cpu_count", "device", "hosts")
+
+
+@dataclass(frozen=True)
+class Run:
+    label: str
+    name: str
+    path: str
+    state: str
+    overrides: str
+    """As typed after `run.py`, quoted for a shell."""
+    command: str
+    attempts: int
+    facts: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Origin:
+    common: Sequence[tuple[str, str]]
+    runs: Sequence[Run]
+
+
+def origins(study: Study) -> Origin:
+    facts = {str(path): _facts(Path(path)) for path in study.runs["path"]}
+    every = list(facts.values())
+    common = {
+        key: value for key, value in (every[0].items() if every else ()) if all(o.get(key) == value for o in every)
+    }
+    runs = [_run(row, facts[str(row.path)], common) for row in study.runs.itertuples()]
+    return Origin(_ordered(common), runs)
+
+
+def _run(row: Any, facts: Mapping[str, str], common: Mapping[str, str]) -> Run:
+    run = RunDir(Path(row.path))
+    try:
+        typed = run.overrides()
+    except StoreError as error:
+        typed = (str(error),)
+    own = {key: value for key, value in facts.items() if key not in common}
+    return Run(
+        label=str(row.label),
+        name=run.path.name,
+        path=str(run.path),
+        state=str(row.state),
+        overrides=shlex.join(typed),
+        command=commands.request(f"--from {shlex.quote(str(run.path))}"),
+        attempts=len(run.attempts()),
+        facts=_ordered(own),
+    )
+
+
+def _facts(path: Path) -> dict[str, str]:
+    try:
+        checksums.demand(path, "provenance.json")
+        flat = flatten(provenance.read(path))
+    except StoreError as error:
+        return {"provenance": str(error)}
+    return {key: _shown(value) for key, value in flat.items() if value not in (None, [], {}, "")}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(dict.fromkeys(map(str, value)))
+    return str(value)
+
+
+def _ordered(facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    return sorted(facts.items(), key=lambda pair: FIRST.index(pair[0]) if pair[0] in FIRST else len(FIRST))

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
+from harness.analysis.drawing import quietly
+from harness.analysis.figures import figures
+from harness.analysis.judge import Study
 from harness.report.contents import Contents
-from harness.report.pictures import Picture
 
 FOLDER = Path(__file__).parent
 
@@ -40,3 +47,22 @@ def _digest(text: str) -> str:
 
 def _uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    caption: str
+    svg: bytes
+
+
+def pictures(study: Study) -> list[Picture]:
+    with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}), quietly():
+        return [Picture(each.title, each.caption, _svg(each.figure)) for each in figures(study)]
+
+
+def _svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    return buffer.getvalue()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from harness.store import checksums, identity, planned, provenance, screen, status
+from harness.store import checksums, identity, provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.fields import with_unit
@@ -15,7 +15,7 @@ from harness.store.metrics import last_record
 from harness.store.reading import read_text
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.status import JobProbe, State
-from harness.store.step_time import median_step_time, rates
+from harness.store.step_time import beside_plan, leaves_plan, median_step_time, rates
 
 SPEEDS = {"tokens": "{:,.0f} tokens/s", "tflops": "{:.3g} TFLOP/s a rank", "mfu": "MFU {:.1f} %"}
 
@@ -161,10 +161,10 @@ def _cost(summary: dict[str, Any]) -> list[str]:
         [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
     )
     if peaks := (summary.get("tensor_bytes") or {}).get("peak"):
-        lines += [_field("peak", planned.beside(summary, "peak", f"{max(peaks):,} bytes"))]
+        lines += [_field("peak", beside_plan(summary, "peak", f"{max(peaks):,} bytes"))]
     if summary.get("planned"):
-        lines += [_field("kept", planned.beside(summary, "kept", f"{sum(kept.values()):,} bytes"))]
-    lines += [_field("plan", off)] if (off := planned.leaves(summary)) else []
+        lines += [_field("kept", beside_plan(summary, "kept", f"{sum(kept.values()):,} bytes"))]
+    lines += [_field("plan", off)] if (off := leaves_plan(summary)) else []
     lines += [
         _field(name, _asked(entry))
         for name, entry in (summary.get("network") or {}).items()
@@ -176,7 +176,7 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     total = sum(row["bytes"] for row in rows)
     if rows:
         lines += [
-            _field("traffic", f"{planned.beside(summary, 'sent', f'{total:,} bytes')} sent in the last step:"),
+            _field("traffic", f"{beside_plan(summary, 'sent', f'{total:,} bytes')} sent in the last step:"),
             *_traffic(rows),
         ]
     return lines

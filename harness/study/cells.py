@@ -19,7 +19,7 @@ from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.option import chosen_apart
 from harness.config.overrides import hydra_words
 from harness.config.typed import put
-from harness.launch.order import in_blocks
+from harness.launch.plan import in_blocks
 from harness.store.reading_yaml import copied
 from harness.store.rundir import flatten
 from harness.study.expand import Point

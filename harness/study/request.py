@@ -23,15 +23,14 @@ from harness.config.overrides import Word, check_overrides, hydra_words
 from harness.config.schema import Backend, StudyConfig
 from harness.config.typed import load_config
 from harness.config.words import quote
-from harness.launch.order import is_timed
+from harness.launch.plan import is_timed
 from harness.launch.slurm.steps import in_allocation
 from harness.store import commands
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
-from harness.study.expand import expand
-from harness.study.file import as_asked, register as register_study
+from harness.study.expand import as_asked, expand, register as register_study
 
 
 def refuse_study(overrides: Sequence[str]) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# torch exports its stores without declaring them
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from harness.config.derived import wants_infiniband_sharp
@@ -21,9 +19,7 @@ from harness.fsdp import SharpOwnership
 from harness.probe.meters import note_before_rendezvous
 from harness.probe.network import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.rank_place import RankPlace
-from harness.worker.binding import device_index
-from harness.worker.rendezvous import LOOPBACK, interface_towards, meet
-from harness.worker.signing import sign_pickles
+from harness.worker.rendezvous import LOOPBACK, interface_towards, meet, sign_pickles
 
 MEETING_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other at the start: nodes load the environment at very different speeds."""
@@ -146,3 +142,22 @@ def leave(ranks: Ranks, met_in: Path | None) -> None:
     dist.destroy_process_group()
     if met_in is not None and ranks.rank == 0:
         shutil.rmtree(met_in, ignore_errors=True)
+
+
+def device_index(local_rank: int, ranks_per_device: int, visible: int) -> int:
+    """CUDA device index of a rank; neighbouring ranks share one.
+
+    Args: visible: devices of this process; a scheduler with one each (srun --gpus-per-task) shows every rank its own as
+    number 0.
+
+    Raises `ValueError`: there are too few devices.
+    """
+    index = 0 if visible == 1 else local_rank // ranks_per_device
+    if index < visible:
+        return index
+    least = -(-(local_rank + 1) // visible) if visible else 1
+    raise ValueError(
+        f"local rank {local_rank} would compute on CUDA device {index}, and this process sees {visible}"
+        f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); ask for as many devices as ranks,"
+        f" or let ranks share them with cluster.ranks_per_device={least}, or set cluster.device=cpu"
+    )

@@ -23,10 +23,10 @@ from harness.store.rank_place import RankPlace, rank_place, rendezvous_folder
 from harness.store.rundir import RunDir
 from harness.store.screen import counted
 from harness.store.status import State
-from harness.worker import parent_pipe, requeue
+from harness.worker import requeue
 from harness.worker.hang import HangWatch, dump_on_request
 from harness.worker.report import Listener, Reporter
-from harness.worker.stop import StopFlag
+from harness.worker.stop import StopFlag, hold_on
 
 if TYPE_CHECKING:
     from harness.engines.protocol import Ranks
@@ -43,7 +43,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
     its launcher.
     """
     place = place or rank_place(os.environ)
-    parent_pipe.hold_on(os.environ)
+    hold_on(os.environ)
     reporter = Reporter(run_dir, attempt, place, listener)
     stop = StopFlag(_after_interrupt(place))
     try:

@@ -2,14 +2,16 @@
 
 [Note: Who is believed] The ports of gloo, NCCL and torch's TCPStore ask for no password. Ranks on one host need no port
 to meet: their store is a file of that folder, and later ports are on loopback. Ranks on several hosts share the folder
-and meet in a TCPStore, whose values are believed. Pickles are signed with the key (`harness.worker.signing`). Key and
-folder belong to one start.
+and meet in a TCPStore, whose values are believed. Pickles are signed with the key (`sign_pickles`). Key and
+folder are of one start.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
+import pickle
 import secrets
 import socket
 import stat
@@ -19,16 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-# torch exports its stores without declaring them
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from harness.store.commands import page
 from harness.store.errors import StoreError
 from harness.store.files import PRIVATE
 from harness.store.rank_place import RankPlace, rendezvous_folder
 from harness.store.reading import read_own_json
-from harness.worker.signing import KEY_BYTES, Signer
 
 ADDRESS, STORE = "address.json", "store"
 LOOPBACK = "127.0.0.1"
@@ -166,3 +167,64 @@ def _address_towards(host: str) -> str | None:
             return None
         address: str = probe.getsockname()[0]
     return address
+
+
+KEY_BYTES = 32
+_PROOF_BYTES = 32
+
+
+class NotOfThisStart(RuntimeError):
+    """Bytes from no rank of this start: somebody else answers in the place of a rank."""
+
+
+class Signer:
+    """Args: key: `KEY_BYTES` random bytes, of this start alone."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def signed(self, value: bytes) -> bytes:
+        return self._proof(value) + value
+
+    def verified(self, signed: bytes) -> bytes:
+        """Value signed by some rank.
+
+        Raises `NotOfThisStart`: it is forged, cut, or of another start.
+        """
+        proof, value = signed[:_PROOF_BYTES], signed[_PROOF_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(value)):
+            raise NotOfThisStart(
+                "a pickle was not written by a rank of this run: another user of this network answers in the place of a"
+                f" rank, and nothing of it was used. See {page('security.md')}"
+            )
+        return value
+
+    def _proof(self, value: bytes) -> bytes:
+        return hmac.digest(self._key, value, "sha256")
+
+
+def sign_pickles(signer: Signer) -> None:
+    """Make torch's object collectives of this process sign their pickles, and read nothing else.
+
+    DCP, torch's FSDP and other engines pickle over open sockets. Raises `RuntimeError`: this torch pickles in another
+    way.
+    """
+
+    class Pickler:
+        def __init__(self, file: IO[bytes]) -> None:
+            self._file = file
+
+        def dump(self, value: Any) -> None:
+            self._file.write(signer.signed(pickle.dumps(value)))
+
+    class Unpickler:
+        def __init__(self, file: IO[bytes]) -> None:
+            self._file = file
+
+        def load(self) -> Any:
+            return pickle.loads(signer.verified(self._file.read()))
+
+    for name, ours in {"_pickler": Pickler, "_unpickler": Unpickler}.items():
+        if not hasattr(distributed_c10d, name):
+            raise RuntimeError(f"distributed_c10d has no {name}: this torch's pickles cannot be signed")
+        setattr(distributed_c10d, name, ours)

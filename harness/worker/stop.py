@@ -1,14 +1,18 @@
-"""Requests to stop: a signal only sets a flag, which the loop reads at a step boundary."""
+"""Ends of a rank: a request to stop sets a flag, which the loop reads at a step boundary; with its launcher it dies."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
+import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness.store.rank_place import STOP_SIGNALS, stop_reason
+from harness.store.rank_place import PARENT_PIPE, STOP_SIGNALS, stop_reason
 from harness.store.rundir import cancel_requested
 
 POLL_S = 1.0
@@ -74,3 +78,25 @@ class StopFlag:
         self.reason = self.reason or stop_reason(self.first)
         if number == signal.SIGINT and self._after_interrupt is not None:
             signal.signal(signal.SIGINT, self._after_interrupt)
+
+
+def hold_on(environment: Mapping[str, str]) -> None:
+    """Tie this process group to the launcher at the other end of a pipe; no-op without one.
+
+    Nothing is written to the pipe: it becomes readable when the launcher ends. On Linux the kernel kills the group too,
+    even where the interpreter lock is held; elsewhere, or if the launcher was gone before, a thread does it.
+    """
+    if PARENT_PIPE not in environment:
+        return
+    parent_pipe = int(environment[PARENT_PIPE])
+    os.set_inheritable(parent_pipe, False)
+    if sys.platform == "linux":
+        fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_die_when_closed, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
+
+
+def _die_when_closed(parent_pipe: int) -> None:
+    os.read(parent_pipe, 1)
+    os.killpg(0, signal.SIGKILL)

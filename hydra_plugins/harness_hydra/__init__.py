@@ -57,7 +57,7 @@ class StudySource(FileConfigSource):
         return name is not None and super().is_config(name)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        from harness.study.file import normalise
+        from harness.study.expand import normalise
 
         name = self._name(config_path) or config_path
         result = super().load_config(name)

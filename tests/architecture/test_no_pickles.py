@@ -15,7 +15,7 @@ FILES = sorted([*(ROOT / "harness").rglob("*.py"), ROOT / "run.py"])
 OBJECTS = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?$")
 """torch's collectives of objects, which are pickles."""
 MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}
-SIGNED = {"harness/worker/signing.py": "signs the pickles of torch and of other engines"}
+SIGNED = {"harness/worker/rendezvous.py": "signs the pickles of torch and of other engines"}
 HARMLESS = {"UnpicklingError"}
 
 

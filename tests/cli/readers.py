@@ -13,7 +13,7 @@ from harness.config.typed import load_config
 from harness.launch import opening
 from harness.launch.opening import Sources
 from harness.parity.telling import render
-from harness.report import origin
+from harness.report import contents
 from harness.store import provenance, show, status
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
@@ -71,7 +71,7 @@ def _differ(run: Path) -> str:
 
 def _origin(run: Path) -> str:
     flip_letter(run / "provenance.json")
-    return origin._facts(run).get("provenance", "")
+    return contents._facts(run).get("provenance", "")
 
 
 def _resumed(run: Path) -> str:
@@ -119,7 +119,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
     "report": (
         _origin,
         "provenance.json was changed",
-        Slip(origin, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
+        Slip(contents, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
     ),
     "--from": (
         _again,

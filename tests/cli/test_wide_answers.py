@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cli import bisect
+from harness.cli import judge
 from harness.store.screen import UNLIMITED
 
 TRIED = (
@@ -14,11 +14,11 @@ TRIED = (
 
 def test_it_fits_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", str(UNLIMITED))
-    bisect._tell(TRIED)
+    judge._tell(TRIED)
     words = sorted(capsys.readouterr().out.split())
     for columns in (80, 60):
         monkeypatch.setenv("COLUMNS", str(columns))
-        bisect._tell(TRIED)
+        judge._tell(TRIED)
         found = capsys.readouterr().out
         assert max(len(line) for line in found.splitlines()) <= columns
         assert sorted(found.split()) == words

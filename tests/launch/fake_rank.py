@@ -17,9 +17,9 @@ from pathlib import Path
 from harness.store import status
 from harness.store.rank_place import rank_place, stop_reason
 from harness.store.status import State
-from harness.worker import parent_pipe
 from harness.worker.hang import dump_on_request
 from harness.worker.report import Reporter
+from harness.worker.stop import hold_on
 
 ECHO = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1234"
 
@@ -97,7 +97,7 @@ place = rank_place(os.environ)
 # Before any thread starts, for threads inherit the mask: one that lacked it would take the signal, and die of it,
 # whenever the main thread is not inside sigwait yet.
 signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-parent_pipe.hold_on(os.environ)
+hold_on(os.environ)
 reporter = Reporter(run, attempt, place)
 dump_on_request(reporter.folder, place.rank)
 faulthandler.enable()

@@ -8,11 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from harness.launch.slurm import commands as slurm_commands, judgement, records, scheduler
-from harness.launch.slurm.commands import SlurmError
-from harness.launch.slurm.judgement import judge
-from harness.launch.slurm.records import Job, parse_sacct, parse_scontrol, parse_squeue
-from harness.launch.slurm.scheduler import Scheduler
+from harness.launch.slurm import commands as slurm_commands, scheduler
+from harness.launch.slurm.commands import Job, SlurmError, parse_sacct, parse_scontrol, parse_squeue
+from harness.launch.slurm.scheduler import Scheduler, judge
 from harness.store.status import Keeper, State, Status
 from tests.support.mutants import Slip, each
 
@@ -292,7 +290,9 @@ def test_the_limit_of_an_array(commands):
 MUTANTS = {
     "elements": (
         lambda commands: test_what_lives_is_not_lost_while_squeue_fails(commands, "7_4", {"scontrol": WAITING}),
-        Slip(records, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"),
+        Slip(
+            slurm_commands, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"
+        ),
     ),
     "runaway": (
         test_what_accounting_calls_alive_is_lost_where_the_controller_has_forgotten_it,
@@ -304,7 +304,7 @@ MUTANTS = {
     ),
     "newer words": (
         lambda commands: test_a_word_of_a_newer_version_is_no_end(commands, "EXPEDITING"),
-        Slip(judgement, "judge", "job.state not in ENDS and", "False and", "What nobody knows is a failure"),
+        Slip(scheduler, "judge", "job.state not in ENDS and", "False and", "What nobody knows is a failure"),
     ),
     "once a look": (
         test_commands_that_do_not_answer_are_waited_for_once_a_look,

@@ -16,8 +16,7 @@ from harness.launch import preview as preview_module
 from harness.launch.plan import Action, Decision
 from harness.launch.preview import preview
 from harness.launch.slurm import submission
-from harness.launch.slurm.batch import Batch, batches
-from harness.launch.slurm.shape import alike
+from harness.launch.slurm.batch import Batch, alike, batches
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect.trials import Answer, Request, answer_of
+from harness.bisect.history import Answer, Request, answer_of
 from harness.cli.main import main, read
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.fit import nearest
 from harness.cli.main import main
+from harness.cli.plan import nearest
 from harness.config.catalog import ROOT
 from harness.config.rules import ONLY_PLANNED
 from harness.plan.planned import Records, planned

@@ -93,7 +93,7 @@ def test_names_in_any_script_are_shown_without_a_warning(tmp_path: Path, recwarn
 def test_warnings_of_missing_letters_are_found(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.report.pictures.quietly", nullcontext)
+    monkeypatch.setattr("harness.report.page.quietly", nullcontext)
     with pytest.raises(AssertionError, match="Glyph"):
         test_names_in_any_script_are_shown_without_a_warning(tmp_path, recwarn)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.bisect import history, revisions
-from harness.bisect.history import Bisection, Culprit, compare_code
+from harness.bisect.history import Answer, Bisection, Culprit, Request, answer_of, compare_code
 from harness.bisect.revisions import WORKTREE, Version
-from harness.bisect.trials import Answer, Request, answer_of
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
 from tests.parity.arms import Arm, broken

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.config.devices import visible_devices
+from harness.config.rank_environment import visible_devices
 from harness.config.schema import Config, Device, MeasureMode, Numerics
 from harness.probe.network import NcclVersion
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
-from harness.worker.binding import device_index
+from harness.worker.connect import device_index
 
 
 @pytest.mark.parametrize(

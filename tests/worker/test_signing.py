@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.worker import signing
-from harness.worker.signing import KEY_BYTES, NotOfThisStart, Signer
+from harness.worker import rendezvous
+from harness.worker.rendezvous import KEY_BYTES, NotOfThisStart, Signer
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
@@ -54,12 +54,12 @@ def pickled(rank: int, folder: Path, slip: str) -> list[str]:
     """Rank 1 is a stranger who has come into a group: what it sends is not unpickled. Two that sign hear each other."""
     if slip:
         SLIPS[slip].put(pytest.MonkeyPatch())
-    signing.sign_pickles(Signer(KEY))
+    rendezvous.sign_pickles(Signer(KEY))
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, {"rank": rank})
     wrong = [] if everyone == [{"rank": 0}, {"rank": 1}] else [f"heard {everyone}"]
     if rank == 1:
-        signing.sign_pickles(Signer(OTHER))
+        rendezvous.sign_pickles(Signer(OTHER))
     code: Any = Code(f"touch {folder}/ran-$PPID") if rank else None
     calls: dict[str, Callable[[], object]] = {
         "all_gather_object": lambda: dist.all_gather_object(everyone, code),
@@ -73,10 +73,10 @@ def pickled(rank: int, folder: Path, slip: str) -> list[str]:
 
 
 SLIPS = {
-    "nothing compared": Slip(signing.Signer, "verified", "hmac.compare_digest(", "max("),
-    "no value": Slip(signing.Signer, "_proof", "self._key, value", 'self._key, b""'),
-    "no key": Slip(signing.Signer, "_proof", "self._key", 'b""'),
-    "unpickled first": Slip(signing, "sign_pickles", "signer.verified(self._file.read())", "self._file.read()[32:]"),
+    "nothing compared": Slip(rendezvous.Signer, "verified", "hmac.compare_digest(", "max("),
+    "no value": Slip(rendezvous.Signer, "_proof", "self._key, value", 'self._key, b""'),
+    "no key": Slip(rendezvous.Signer, "_proof", "self._key", 'b""'),
+    "unpickled first": Slip(rendezvous, "sign_pickles", "signer.verified(self._file.read())", "self._file.read()[32:]"),
 }
 OF_VALUES = [
     ("nothing compared", "A proof is not compared"),

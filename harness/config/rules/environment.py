@@ -12,13 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.config.captured import captured
 from harness.config.derived import may_leave_unused, state_bytes
-from harness.config.devices import visible_devices
-from harness.config.disk import free_bytes, nearest, written
 from harness.config.errors import Violation
 from harness.config.own import capabilities_of
+from harness.config.rank_environment import visible_devices
 from harness.config.rules.request import Request, rule
-from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
+from harness.config.schema import Backend, CkptPolicy, Config, Device, EngineName, Registration, WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
 from harness.store import commands, interpreter
 from harness.store.provenance import versions
@@ -193,3 +193,23 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
+
+
+LOGS_BYTES = 1 << 20
+"""About the logs of a short run."""
+
+
+def written(cfg: Config) -> int:
+    """Bytes a run needs at once at least: captures, kept checkpoints and the one being written, and logs."""
+    checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
+    return captured(cfg).num_bytes + checkpoints + LOGS_BYTES
+
+
+def nearest(path: Path) -> Path:
+    """Nearest existing folder. Raises `OSError`: a name is too long."""
+    return next((each for each in (path, *path.parents) if each.exists()), Path("/"))
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes where `path` lies, or will lie; too high under quotas and thin volumes. Raises `OSError`."""
+    return shutil.disk_usage(nearest(path)).free

@@ -31,7 +31,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config.schema import Config, Dtype, Numerics, Strategy
-from harness.engines.base.replicated import ReplicatedEngine
+from harness.engines.base.sharded import ReplicatedEngine
 from harness.engines.protocol import Ranks, Workload
 
 COMPRESSION: dict[Dtype, Callable[..., Any]] = {

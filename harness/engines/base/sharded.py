@@ -6,6 +6,8 @@ them.
 
 The norm sums local squares in fp64 over the ranks that share one copy of the model (`harness.engines.optim`). Torch's
 `clip_grad_norm_` costs the same, but sums ranks in the gradient's dtype, and FSDP1's needs the root wrapper.
+
+`ReplicatedEngine` is the base of `single` and `ddp`, with the entire model on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import optim
-from harness.engines.base.planned import end_step, evaluating, scales_of
-from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Workload
+from harness.engines.base.planned import end_step, evaluating, scales_of, shadow_weights, take_plan, uncast
+from harness.engines.protocol import TORCH_DTYPES, Engine, Microbatch, Ranks, Seen, State, Workload
 from harness.fsdp import TpShard, create_state
 
 
@@ -283,3 +285,55 @@ def refuse_scalars(engine: str, model: nn.Module) -> None:
             f"engine={engine} splits parameters along their first dimension, and these have none: {', '.join(scalars)};"
             " give them the shape [1], or use engine=native, engine=ddp or engine=single"
         )
+
+
+class ReplicatedEngine(ShardedEngine):
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
+        """Raises `ValueError`: main gradients and main weights differ in dtype, which plain torch does not support."""
+        if config.dtype.main_grads is not config.dtype.main_params:
+            raise ValueError(
+                f"engine={config.engine.name.name} keeps gradients in the dtype of the main weights: "
+                f"dtype.main_grads={config.dtype.main_grads.name}, dtype.main_params={config.dtype.main_params.name}; "
+                "make them equal or use engine=native"
+            )
+        super().__init__(workload, config, ranks)
+        self.model = workload.build(ranks.device, self.main_dtype)
+        workload.quantize(self.model, ranks.device)  # before they are cut: a plan replaces what a layer looks at
+        self.grid = grid_mesh(config, ranks) if config.mesh.tp > 1 else None
+        if self.grid is not None:
+            workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
+        self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
+        tp_shards, tensor = self.planned.tp_shards, self.planned.group
+        shapes = {name: torch.Size(tp_shard.shape) for name, tp_shard in tp_shards.items()}
+        weights = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tp_shards[name].cut(workload.initial_weight(name, shapes[name])))
+        if self.compute_dtype is not self.main_dtype or self.grid is not None:
+            shadow_weights(self.model, self.compute_dtype, self.planned.specs, uncast(self.model))
+        self._finish(weights, shapes, None, fused=fused, tp_shards=tp_shards, tensor=tensor)
+
+    def seen(self) -> Seen | None:
+        """The user's module; losses are scaled by 1 / k, so that the divisor is the number of ranks.
+
+        None under tensor parallelism, where no rank has unsharded weights.
+        """
+        if self.grid is not None:
+            return None
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype)
+
+    def state(self) -> State:
+        """State itself: plain tensors, DTensors of parts; moments only where this rank updates them."""
+        held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}
+        moments = optim.optimizer_state(self.local_optimizer, self.names)
+        named = ((key, key.rpartition("/")[0], value) for key, value in moments.items())
+        held |= {f"optimizer/{k}": self.planned.described(n, v) for k, n, v in named}
+        return State(held | scales_of(self.model), lambda: None)
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role; gradients count, though they are freed between steps."""
+        if self.compute_dtype is self.main_dtype:
+            return super().accounted_bytes()
+        kept = uncast(self.model)
+        cast = sum(weight.numel() for weight in self.weights.values() if id(weight) not in kept)
+        return super().accounted_bytes() | {"compute_weights": cast * self.compute_dtype.itemsize}

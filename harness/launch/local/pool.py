@@ -18,12 +18,11 @@ from typing import Any
 
 from harness.config.compose import Cell
 from harness.config.derived import devices_per_node
-from harness.config.devices import visible_devices
+from harness.config.rank_environment import visible_devices
 from harness.config.schema import Device
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened, Sources, open_here
-from harness.launch.order import is_timed
-from harness.launch.plan import Action, Decision
+from harness.launch.plan import Action, Decision, is_timed
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
 from harness.store.rank_place import STOP_SIGNALS, stop_reason

@@ -1,4 +1,4 @@
-"""Processes of one run's ranks on this machine: start, messages, end. No policy."""
+"""Processes of one run's ranks on this machine: environment, start, messages, end. No policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,11 +17,11 @@ import psutil
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.environment import child_environment, rank_environment
 from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.rank_place import PARENT_PIPE, PROGRESS, stop_signals_blocked
+from harness.store.provenance import PACKAGE
+from harness.store.rank_place import FOREIGN, PARENT_PIPE, PROGRESS, START, stop_signals_blocked
 
 TAIL_BYTES = 2000
 
@@ -226,3 +226,33 @@ def worker_command(run: Path, attempt: int) -> list[str]:
 
 def failures_of(ranks: Sequence[Rank]) -> list[Failure]:
     return failure.ordered([found for rank in ranks if (found := rank.failure()) is not None])
+
+
+def rank_environment(
+    config: Config, rank: int, *, start: str, devices: tuple[str, ...] = (), attempt: Path | None = None
+) -> dict[str, str]:
+    """Variables of one rank on this machine.
+
+    Args: rank: global and local rank. start: token of this start. devices: one for each cluster.ranks_per_device ranks;
+    empty on CPU. attempt: folder of logs.
+    """
+    variables = run_environment(config, attempt) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(config.mesh.world_size),
+        START: start,
+    }
+    if devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return variables
+
+
+def child_environment(variables: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
+    kept = {name: value for name, value in parent.items() if name not in FOREIGN}
+    return kept | {"PYTHONPATH": python_path(parent)} | dict(variables)
+
+
+def python_path(parent: Mapping[str, str]) -> str:
+    own = str(PACKAGE.parent)
+    others = [entry for entry in parent.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
+    return os.pathsep.join([own, *others])

@@ -2,19 +2,23 @@
 
 A dying rank ends the others within seconds, its traceback first. A request to stop, as the first Ctrl-C, lets ranks
 save at the step boundary; a second ends them. Ranks without progress dump their stacks first.
+A single rank may run in this process (`run_inline`), so that a debugger, a profiler or a print works.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.launch.local.forking import NotForked, Patience, ServerHangs
 from harness.launch.local.ranks import Rank, failures_of, start_ranks
@@ -23,9 +27,10 @@ from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
-from harness.store.rank_place import rendezvous_folder, stop_reason
+from harness.store.rank_place import RankPlace, rendezvous_folder, stop_reason
 from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
+from harness.store.screen import unfiltered
 from harness.store.status import State
 
 LAST_WORDS_S = 1.0
@@ -259,3 +264,24 @@ def _stacks(attempt: Path) -> str:
     files = sorted(attempt.glob("stacks-rank*.txt"))
     none = "(none: the process is stopped, or too stuck to take a signal)"
     return "\n".join(f"{path.stem}:\n{(read_text(path) or '').rstrip() or none}\n" for path in files)
+
+
+STATES = {code: state for state, code in EXIT_CODES.items()}
+
+
+def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None]) -> Ended:
+    """Run an opened attempt of one rank here. Owns `lock` from here on."""
+    path, attempt = opened.run.path, opened.attempt
+    place = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+    os.environ.update(run_environment(opened.cell.typed, opened.run.attempt_dir(attempt)))
+    with lock:
+        try:
+            # By name: only here does the front end's process become a rank, and no other front-end code may load torch.
+            with unfiltered():
+                code = import_module("harness.worker").main(path, attempt, place, listener)
+        except KeyboardInterrupt:
+            reason = f"{stop_reason(signal.SIGINT)}; not saved"
+            status.move(path, attempt, State.cancelled, reason)
+            return Ended(State.cancelled, reason)
+        present = opened.run.status()
+    return Ended(STATES[code], present.reason if present is not None else "")

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
-from harness.launch.environment import python_path
+from harness.launch.local.ranks import python_path
 from harness.launch.local.run import Ended
 from harness.launch.opening import Opened
-from harness.launch.slurm.shape import Shape
+from harness.launch.slurm.batch import Shape
 from harness.launch.slurm.task import write_tasks
 from harness.store import status
 from harness.store.files import Lock

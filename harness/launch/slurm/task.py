@@ -15,8 +15,7 @@ from pathlib import Path
 
 from harness.config.rank_environment import run_environment
 from harness.config.typed import load_config
-from harness.launch.environment import child_environment
-from harness.launch.local.ranks import worker_command
+from harness.launch.local.ranks import child_environment, worker_command
 from harness.store.files import write_json
 from harness.store.rank_place import STOP_SIGNALS, rank_place
 from harness.store.reading import read_json
