@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.pages import tables
 from benchmarks.pages.tables import ROOT
-from harness.bench import Report, markdown, report, text
+from harness.bench import Report, machine_lines, report, text
 from harness.config.errors import BadRequest
 from harness.store.files import write_atomic, write_json
 
@@ -52,7 +52,11 @@ def write(found: Report, out: Path, root: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     study_file = (ROOT / "sweeps" / f"{STUDY}.yaml").read_text(encoding="utf-8")
     write_json(data, {"command": command, "study_file": study_file, **found.as_json()})
-    write_atomic(page, markdown(found, command))
+    head = f"*Record. {found.question} Made by `{command}`; every number, run by run, in"
+    link = f"[{STUDY}.json](../../benchmarks/data/{STUDY}.json).*"
+    machine = "\n".join(machine_lines(found))
+    title = "# Step time, memory and traffic of the engines"
+    write_atomic(page, f"{title}\n\n{head} {link}\n\n{machine}\n\n```\n{text(found)}\n```\n")
     print(f"\nwritten: {data} and {page}")
 
 

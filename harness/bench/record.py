@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.store import checksums, provenance, status
-from harness.store.identity import canonical
+from harness.store.identity import repeated
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
 from harness.store.rundir import CONFIG, RunDir, read_summary
@@ -162,15 +161,9 @@ def median(values: Sequence[float | None]) -> float | None:
 
 def arm_of(config: Mapping[str, Any]) -> str:
     """Hash of the configuration without the number of its repetition."""
-    return _hash(config)
+    return hashlib.sha256(repeated(config).encode()).hexdigest()
 
 
 def workload_of(config: Mapping[str, Any]) -> str:
-    """Hash of the configuration without the engine and its sharding."""
-    return _hash(config, without=("engine", "sharding"))
-
-
-def _hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    kept = deepcopy({key: value for key, value in config.items() if key not in without})
-    kept["train"]["replicate"] = 0
-    return hashlib.sha256(canonical(kept).encode()).hexdigest()
+    """Hash of the configuration without the engine, its sharding, and the number of its repetition."""
+    return hashlib.sha256(repeated(config, ("engine", "sharding")).encode()).hexdigest()

@@ -1,11 +1,11 @@
-"""A report as text for the terminal and as Markdown for docs/, with the same rows."""
+"""A report as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from harness.bench.record import Process
-from harness.bench.report import Regime, Report, Row, Target, machine
+from harness.bench.report import Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
 from harness.store import screen
 
@@ -57,26 +57,6 @@ def text(report: Report) -> str:
             targets = [_target_cells(target) for target in regime.targets]
             lines += ["", *screen.table(TARGET_HEAD, targets, room, flexible=(4,), folded=(4,))]
     return "\n".join([*lines, *prose("", *LEGEND, *_about_intervals(report), "", *_against(report))])
-
-
-def markdown(report: Report, command: str) -> str:
-    parts = [
-        "# Step time, memory and traffic of the engines",
-        f"*Record. {report.question} Made by `{command}`; every number, run by run, in "
-        f"[{report.study}.json](../benchmarks/data/{report.study}.json).*",
-        "\n".join(machine_lines(report)),
-        "\n".join(f"- {line}" for line in (*LEGEND, *_about_intervals(report))),
-    ]
-    for regime in report.regimes:
-        parts += [
-            f"## {regime.title}",
-            _sizes(regime),
-            markdown_table([*COLUMNS], [_cells(row) for row in regime.rows]),
-        ]
-        if regime.targets:
-            parts.append(markdown_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets]))
-    parts += ["## What speaks against these numbers", "\n".join(f"- {line}" for line in _against(report))]
-    return "\n\n".join(parts) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
@@ -134,19 +114,8 @@ def _oversubscribed(process: Process) -> str:
     return f"{shared} take turns: their times compare {ranks}-rank arms with each other alone"
 
 
-def _sizes(regime: Regime) -> str:
-    s = regime.settings
-    return (
-        f"{screen.counted(s['model.num_layers'], 'layer')} of width {s['model.dim']}, "
-        f"{s['model.vocab_size']} tokens, sequences of {s['data.seq_len']}, "
-        f"{s['train.microbatch_size']} to a microbatch, {s['train.global_batch_size']} to a step, "
-        f"{screen.counted(s['mesh.world_size'], 'rank')}, dtype {s['dtype.name']}, "
-        f"{screen.counted(s['measure.warmup_steps'], 'warm-up step')} of "
-        f"{s['train.steps']}."
-    )
-
-
 def machine_lines(report: Report) -> Iterator[str]:
+    """Machine, versions, sources and moments of the runs, a line of Markdown each."""
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""
@@ -155,8 +124,3 @@ def machine_lines(report: Report) -> Iterator[str]:
     yield f"- {versions}; commit {str(facts['commit'])[:12]}{dirty}, sources {str(facts['sources_digest'])[:12]}"
     ended = f"{facts['first_run_ended']}, the last one {facts['last_run_ended']}"
     yield f"- the first run ended {ended}; order seed {report.order_seed}"
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

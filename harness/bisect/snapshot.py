@@ -23,7 +23,7 @@ from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
 from harness.store import checksums, provenance, status
 from harness.store.files import Lock
-from harness.store.provenance import OF_ANOTHER, PACKAGE
+from harness.store.provenance import OF_ANOTHER, python_path
 from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CONFIG
 from harness.store.status import State
@@ -123,11 +123,8 @@ class Snapshot:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OF_ANOTHER)}
-        entries = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
-        others = [entry for entry in entries if Path(entry).resolve() != PACKAGE.parent]
-        path = os.pathsep.join([str(self._files), *others])
         # The store may lie inside a repository: its commit is not the version's.
-        return kept | {"PYTHONPATH": path, "GIT_CEILING_DIRECTORIES": str(self._folder)}
+        return kept | {"PYTHONPATH": python_path(kept, self._files), "GIT_CEILING_DIRECTORIES": str(self._folder)}
 
     def _check_import(self) -> None:
         command = [sys.executable, "-P", "-c", "import harness; print(list(harness.__path__)[0])"]

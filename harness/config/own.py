@@ -20,7 +20,7 @@ from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.schema import Config, DataKind, EngineName, ModelFamily, OptimizerName
 from harness.store.commands import page
-from harness.store.provenance import PACKAGE, files_digest
+from harness.store.provenance import files_digest, python_path
 
 SHAPING = ("model", "data", "optimizer")
 
@@ -126,10 +126,8 @@ def environment() -> dict[str, str]:
 
     `PYTHONSAFEPATH` would hide that folder.
     """
-    own = str(PACKAGE.parent)
-    others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return {**kept, "PYTHONPATH": os.pathsep.join([own, *others])}
+    return {**kept, "PYTHONPATH": python_path(os.environ)}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from harness.config.compose import Cell
 from harness.config.schema import MeasureMode, Rerun
-from harness.store.identity import canonical
+from harness.store.identity import repeated
 from harness.store.status import RESTARTS, State, Status
 
 
@@ -79,12 +77,7 @@ def is_timed(cell: Cell) -> bool:
 
 
 def _place(cell: Cell) -> tuple[int, str, str]:
-    config, block = deepcopy(cell.config), int(cell.config["train"]["replicate"])
-    config["train"]["replicate"] = 0
-    workload = {key: value for key, value in config.items() if key not in ENGINE_GROUPS}
-    seed = int(cell.config["study"]["order_seed"])
-    return block, _draw(seed, block, workload), _draw(seed, block, config)
-
-
-def _draw(seed: int, block: int, config: dict[str, Any]) -> str:
-    return hashlib.sha256(f"{seed} {block} {canonical(config)}".encode()).hexdigest()
+    block, seed = int(cell.config["train"]["replicate"]), int(cell.config["study"]["order_seed"])
+    texts = (repeated(cell.config, ENGINE_GROUPS), repeated(cell.config))
+    workload, arm = (hashlib.sha256(f"{seed} {block} {text}".encode()).hexdigest() for text in texts)
+    return block, workload, arm

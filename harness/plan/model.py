@@ -185,13 +185,7 @@ def _transport(config: Config) -> str:
 
 
 ROLES = (
-    "compute_weights",
-    "main_weights",
-    "main_grads",
-    "gradient_sums",
-    "optimizer",
-    "fp8_scales",
-    "buffers",
+    *("compute_weights", "main_weights", "main_grads", "gradient_sums", "optimizer", "fp8_scales", "buffers"),
     "padding",
 )
 INTEGER = 8

@@ -6,6 +6,7 @@ declarations, and docs/metrics.md is made from them (`benchmarks/pages/metrics_p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,7 @@ class Metric:
     unit: str
     meaning: str
     cost: bool = False
-    """True if it differs between executions of a run. All others have the same bits in an interrupted and resumed
-    run."""
+    """True for `COSTS`."""
     synced: bool = True
 
     @property
@@ -27,135 +27,68 @@ class Metric:
         return self.path.rpartition("/")[2]
 
 
+RESULTS = """
+step (steps): Counted from 1.
+loss (nats a token): Mean over the global batch: microbatch losses summed in global order in fp64, divided by their
+    number.
+grad_norm: Euclidean norm of the averaged gradient, before clipping.
+param_norm: Euclidean norm of the main weights after the update; null in all but every `train.param_norm_every`-th
+    step.
+validation/loss (nats a token): Mean over the held-out batches, after the update; null in all but every
+    `measure.validate_every`-th step.
+validation/perplexity: e to the power of `validation/loss`.
+lr: Learning rate of this step.
+tokens (tokens): Tokens of the whole global batch.
+loss_scale: Factor by which the loss was multiplied; null if there is none (`dtype.loss_scale`).
+skipped: Whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step; `grad_norm`
+    is NaN then.
+data_digest: Hash (16 hex digits) of all tokens that the data source holds for the step; the same in every layout.
+fed_digest: The same hash of the tokens and targets that the engine was given; another one where a rank was fed
+    wrongly.
+"""
+"""Metrics with the same bits in an interrupted and resumed run: path, unit and meaning."""
+COSTS = """
+step_time_s (seconds): Loading the batch, forward, backward and update, on rank 0; work between steps, and checks
+    within them, are not counted.
+time/data_s (seconds): Loading this step's batch.
+time/forward_s (seconds): All forwards; null for engines that do not show where a forward begins.
+time/backward_s (seconds): All backwards, with the reductions that run meanwhile; null if `forward_s` is null.
+time/exposed_comm_s (seconds): The part of the other times in which rank 0's host waited for a collective: 0 with one
+    rank; null on CUDA and for engines that do not report their waits.
+time/optimizer_s (seconds): Norm, clipping and update.
+time/other_s (seconds): What is left of `step_time_s` beside `data_s`, `forward_s`, `backward_s` and `optimizer_s`;
+    with all forwards and backwards if `forward_s` is null.
+memory/allocated (bytes): Most memory that tensors took in the step, by CUDA's allocator; null on CPU.
+memory/reserved (bytes): Most memory that CUDA's allocator reserved in the step; null on CPU.
+memory/alloc_retries (retries): Retries of CUDA's allocator since the process began; null on CPU.
+memory/accounted (bytes): What the engine keeps between steps, by its own account.
+memory/persistent_tensor_bytes (bytes): Tensor storage between steps: on CUDA always, on CPU only in the last warm-up
+    step of `measure=bench`.
+memory/peak_tensor_bytes (bytes): Most tensor storage within the step; null if `persistent_tensor_bytes` is null.
+memory/rss (bytes): Resident set of rank 0's process.
+counters/transient_peak_bytes (bytes): Most bytes of temporary buckets (gathered weights, unreduced gradients) alive
+    at once in the step; null for engines that do not count them.
+counters/gathered_units_peak (units): Most units, not counting the root, whose gathered weights were in memory at once
+    in the step; null for engines that do not count them.
+counters/peer_read_bytes (bytes): Bytes read directly from other ranks' memory in the step, captures of gradients
+    included; 0 where ranks exchange messages, null for engines that do not count it.
+tflops_per_rank (TFLOP/s): The model's arithmetic per second; null for a model of your own.
+mfu: `tflops_per_rank` divided by the device's peak; null if that is unknown.
+comm/*/count (calls): Number of collectives of this kind that the engine issued on rank 0.
+comm/*/bytes (bytes): Bytes that rank 0 sent in them.
+"""
+"""Metrics that differ between executions of a run."""
+_DECLARED = re.compile(r"^(\S+?)(?: \((.+?)\))?: (.+(?:\n    .+)*)", re.MULTILINE)
+
+
+def _declared(table: str, *, cost: bool) -> Iterator[Metric]:
+    for path, unit, meaning in _DECLARED.findall(table):
+        yield Metric(path, unit, " ".join(meaning.split()), cost, synced=not path.endswith("_digest"))
+
+
 METRICS = (
-    Metric("step", "steps", "Counted from 1."),
-    Metric(
-        "loss",
-        "nats a token",
-        "Mean over the global batch: microbatch losses summed in global order in fp64, divided by their number.",
-    ),
-    Metric("grad_norm", "", "Euclidean norm of the averaged gradient, before clipping."),
-    Metric(
-        "param_norm",
-        "",
-        "Euclidean norm of the main weights after the update; null in all but every `train.param_norm_every`-th step.",
-    ),
-    Metric(
-        "validation/loss",
-        "nats a token",
-        "Mean over the held-out batches, after the update; null in all but every `measure.validate_every`-th step.",
-    ),
-    Metric("validation/perplexity", "", "e to the power of `validation/loss`."),
-    Metric("lr", "", "Learning rate of this step."),
-    Metric("tokens", "tokens", "Tokens of the whole global batch."),
-    Metric("loss_scale", "", "Factor by which the loss was multiplied; null if there is none (`dtype.loss_scale`)."),
-    Metric(
-        "skipped",
-        "",
-        "Whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step; `grad_norm` "
-        "is NaN then.",
-    ),
-    Metric(
-        "data_digest",
-        "",
-        "Hash (16 hex digits) of all tokens that the data source holds for the step; the same in every layout.",
-        synced=False,
-    ),
-    Metric(
-        "fed_digest",
-        "",
-        "The same hash of the tokens and targets that the engine was given; another one where a rank was fed wrongly.",
-        synced=False,
-    ),
-    Metric(
-        "step_time_s",
-        "seconds",
-        "Loading the batch, forward, backward and update, on rank 0; work between steps, and checks within them, are "
-        "not counted.",
-        cost=True,
-    ),
-    Metric("time/data_s", "seconds", "Loading this step's batch.", cost=True),
-    Metric(
-        "time/forward_s",
-        "seconds",
-        "All forwards; null for engines that do not show where a forward begins.",
-        cost=True,
-    ),
-    Metric(
-        "time/backward_s",
-        "seconds",
-        "All backwards, with the reductions that run meanwhile; null if `forward_s` is null.",
-        cost=True,
-    ),
-    Metric(
-        "time/exposed_comm_s",
-        "seconds",
-        "The part of the other times in which rank 0's host waited for a collective: 0 with one rank; null on "
-        "CUDA and for engines that do not report their waits.",
-        cost=True,
-    ),
-    Metric("time/optimizer_s", "seconds", "Norm, clipping and update.", cost=True),
-    Metric(
-        "time/other_s",
-        "seconds",
-        "What is left of `step_time_s` beside `data_s`, `forward_s`, `backward_s` and `optimizer_s`; with all forwards "
-        "and backwards if `forward_s` is null.",
-        cost=True,
-    ),
-    Metric(
-        "memory/allocated",
-        "bytes",
-        "Most memory that tensors took in the step, by CUDA's allocator; null on CPU.",
-        cost=True,
-    ),
-    Metric(
-        "memory/reserved", "bytes", "Most memory that CUDA's allocator reserved in the step; null on CPU.", cost=True
-    ),
-    Metric(
-        "memory/alloc_retries",
-        "retries",
-        "Retries of CUDA's allocator since the process began; null on CPU.",
-        cost=True,
-    ),
-    Metric("memory/accounted", "bytes", "What the engine keeps between steps, by its own account.", cost=True),
-    Metric(
-        "memory/persistent_tensor_bytes",
-        "bytes",
-        "Tensor storage between steps: on CUDA always, on CPU only in the last warm-up step of `measure=bench`.",
-        cost=True,
-    ),
-    Metric(
-        "memory/peak_tensor_bytes",
-        "bytes",
-        "Most tensor storage within the step; null if `persistent_tensor_bytes` is null.",
-        cost=True,
-    ),
-    Metric("memory/rss", "bytes", "Resident set of rank 0's process.", cost=True),
-    Metric(
-        "counters/transient_peak_bytes",
-        "bytes",
-        "Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once in the step; null for "
-        "engines that do not count them.",
-        cost=True,
-    ),
-    Metric(
-        "counters/gathered_units_peak",
-        "units",
-        "Most units, not counting the root, whose gathered weights were in memory at once in the step; null for "
-        "engines that do not count them.",
-        cost=True,
-    ),
-    Metric(
-        "counters/peer_read_bytes",
-        "bytes",
-        "Bytes read directly from other ranks' memory in the step, captures of gradients included; 0 where ranks "
-        "exchange messages, null for engines that do not count it.",
-        cost=True,
-    ),
-    Metric("tflops_per_rank", "TFLOP/s", "The model's arithmetic per second; null for a model of your own.", cost=True),
-    Metric("mfu", "", "`tflops_per_rank` divided by the device's peak; null if that is unknown.", cost=True),
-    Metric("comm/*/count", "calls", "Number of collectives of this kind that the engine issued on rank 0.", cost=True),
-    Metric("comm/*/bytes", "bytes", "Bytes that rank 0 sent in them.", cost=True),
+    *_declared(RESULTS, cost=False),
+    *_declared(COSTS, cost=True),
     Metric("own/*", "", "What the classes of `measure.callbacks` returned, by the names they give."),
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
 from typing import Any
@@ -17,24 +18,7 @@ from harness.fsdp.vocabulary import OuterStrategy
 
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study", "run")
 
-AXES = (
-    "engine",
-    "sharding",
-    "dtype",
-    "numerics",
-    "mesh",
-    "nccl_ub",
-    "sharp",
-    "fault",
-    "ckpt",
-    "measure",
-    "launch",
-    "wandb",
-    "study",
-    "cluster",
-    "notes",
-    "run",
-)
+AXES = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp", "fault", "ckpt", "measure", *EXCLUDED)
 """Groups that may differ in a comparison: axes of a study, and groups without numeric effect.
 
 Settings of other groups must agree, so that a new one is refused until somebody decides about it.
@@ -140,6 +124,12 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(held, dict) and name in held and (group in EXCLUDED or held[name] == usual):
             config = config | {group: {key: value for key, value in config[group].items() if key != name}}
     return config
+
+
+def repeated(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """Defining text of a configuration and all its repetitions. Args: without: groups that may differ, too."""
+    kept = {key: value for key, value in config.items() if key not in without}
+    return canonical(kept | {"train": {**config["train"], "replicate": 0}})
 
 
 def signature(config: dict[str, Any]) -> str:

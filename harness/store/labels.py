@@ -20,16 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 Flat = Mapping[str, Any]
 
 LEADING = (
-    "model.name",
-    "data.kind",
-    "optimizer.name",
-    "engine.name",
-    "sharding.strategy",
-    "dtype.name",
-    "numerics.mode",
-    "nccl_ub.mode",
-    "sharp.group",
-    "fault.name",
+    *("model.name", "data.kind", "optimizer.name", "engine.name", "sharding.strategy", "dtype.name"),
+    *("numerics.mode", "nccl_ub.mode", "sharp.group", "fault.name"),
 )
 
 LAST = ("mesh.world_size", "train.seed", "train.replicate")

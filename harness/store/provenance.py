@@ -37,66 +37,22 @@ SOURCES = (
 )
 """Sources that can change a number, relative to the package; not meters, records and the front end."""
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "xxhash",
-    "hydra-core",
-    "omegaconf",
-    "submitit",
-    "wandb",
-)
+PACKAGES = ("torch", "numpy", "safetensors", "xxhash", "hydra-core", "omegaconf", "submitit", "wandb")
 
 ENVIRONMENT = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "LD_PRELOAD",
-    "MKL_CBWR",
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "KMP_AFFINITY",
-    "GLOO_SOCKET_IFNAME",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS",
-    "TORCH_NCCL_HIGH_PRIORITY",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD"),
+    *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "KMP_AFFINITY", "GLOO_SOCKET_IFNAME"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCH_NCCL_HIGH_PRIORITY"),
     "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_NVLS_NCHANNELS",
-    "NCCL_CTA_POLICY",
-    "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_WIN_ENABLE",
-    "NCCL_SYM_GIN_KERNELS_ENABLE",
-    "NCCL_IBEXT_DISABLE",
-    "NCCL_MULTI_RANK_GPU_ENABLE",
-    "SHARP_COLL_ENABLE_SAT",
-    "SHARP_COLLNET_OVERLAP_AG",
-    "SHARP_COLL_LOG_LEVEL",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA",
-    "NCCL_DEBUG",
-    "NCCL_DEBUG_SUBSYS",
-    "NCCL_DEBUG_FILE",
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_JOB_NODELIST",
-    "SLURM_JOB_PARTITION",
-    "SLURM_RESTART_COUNT",
-    "SLURM_NTASKS",
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_NCHANNELS", "NCCL_CTA_POLICY"),
+    *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_CUMEM_ENABLE", "NCCL_WIN_ENABLE", "NCCL_SYM_GIN_KERNELS_ENABLE"),
+    *("NCCL_IBEXT_DISABLE", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"),
+    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"),
+    *("SHARP_COLL_ENABLE_SAT", "SHARP_COLLNET_OVERLAP_AG", "SHARP_COLL_LOG_LEVEL"),
+    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION"),
+    *("SLURM_RESTART_COUNT", "SLURM_NTASKS"),
 )
 """Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
 
@@ -170,6 +126,12 @@ def cpu_model() -> str:
         return platform.processor() or platform.machine()
     match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
     return match.group(1).strip() if match else platform.machine()
+
+
+def python_path(environment: Mapping[str, str], first: Path = PACKAGE.parent) -> str:
+    """PYTHONPATH of a child that imports this package, or that in another folder, and what its parent finds."""
+    entries = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return os.pathsep.join([str(first), *(each for each in entries if Path(each).resolve() != PACKAGE.parent)])
 
 
 def source_files(package: Path = PACKAGE) -> list[Path]:

@@ -38,13 +38,7 @@ _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names of `harness.checkpoint.folder`: a checkpoint, a partial one, a replaced one."""
 RECORD = (
-    "metrics.jsonl",
-    "summary.json",
-    "provenance.json",
-    "diff.patch",
-    "capture",
-    "step_checks",
-    "vouch",
+    *("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "step_checks", "vouch"),
     CHECKSUMS,
 )
 """Results of a run, moved aside when it restarts from step 0."""

@@ -18,7 +18,7 @@ from harness.config.wandb_mode import wandb_mode
 from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import private_folder
-from harness.store.provenance import PACKAGE
+from harness.store.provenance import python_path
 from harness.store.reading import read_text
 
 CLOSE_S, HURRY_S = 60.0, 10.0
@@ -93,13 +93,12 @@ class WandbSync:
 def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:
     folder = run_dir / "wandb"
     private_folder(folder)
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / LOG).open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "harness.wandb_sync", str(run_dir), mode.value],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path(os.environ)},
             start_new_session=True,
         )

@@ -31,22 +31,12 @@ PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 1 << 20
 
 USED_BY_ALL = (
-    "torch",
-    "torch._dynamo",  # every optimizer loads it at its first step
-    "torch.distributed",
-    "safetensors.torch",
-    "pydantic.type_adapter",
-    "harness.worker.connect",
-    "harness.worker.origin",
-    "harness.data.loader",
-    "harness.engines.protocol",
-    "harness.engines.adapters.native",
-    "harness.engines.adapters.ddp",
-    "harness.engines.adapters.single",
-    "harness.models.workload",
-    "harness.probe.meters",
-    "harness.train",
+    *("torch", "torch._dynamo", "torch.distributed", "safetensors.torch", "pydantic.type_adapter"),
+    *("harness.worker.connect", "harness.worker.origin", "harness.data.loader", "harness.models.workload"),
+    *("harness.engines.protocol", "harness.engines.adapters.native", "harness.engines.adapters.ddp"),
+    *("harness.engines.adapters.single", "harness.probe.meters", "harness.train"),
 )
+"""Modules of every rank; every optimizer loads `torch._dynamo` at its first step."""
 
 
 def serve(connection: socket.socket) -> None:

@@ -13,7 +13,7 @@ from harness.store.fields import METRICS, as_line, compared, leaves, metric_of, 
 from tests.architecture.places import ROOT, SMALLEST, Copy
 
 FIELDS, RECORD = "harness/store/fields.py", "harness/train/record.py"
-DECLARED = '    Metric("params_per_rank", "parameters", "Mean over ranks.", cost=True),\n'
+DECLARED = "params_per_rank (parameters): Mean over ranks.\n"
 MEASURED = '                "params_per_rank": 12.5 * step,\n'
 
 READERS = """
@@ -32,7 +32,7 @@ def trained(copy: Copy) -> subprocess.CompletedProcess[str]:
 def test_a_metric_is_added_in_two_places(tmp_path: Path) -> None:
     """It is written, synced, left out of what a resume compares, and documented; one place alone is refused."""
     copy = Copy(tmp_path)
-    copy.insert(FIELDS, DECLARED, before='    Metric("tflops_per_rank"')
+    copy.insert(FIELDS, DECLARED, before="tflops_per_rank (TFLOP/s)")
     refused = trained(copy)
     assert refused.returncode != 0
     assert "a line of metrics.jsonl lacks params_per_rank" in refused.stdout + refused.stderr

@@ -20,7 +20,7 @@ from harness.config.schema import Config
 from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.provenance import PACKAGE
+from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, PARENT_PIPE, PROGRESS, START, stop_signals_blocked
 
 TAIL_BYTES = 2000
@@ -250,9 +250,3 @@ def rank_environment(
 def child_environment(variables: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in parent.items() if name not in FOREIGN}
     return kept | {"PYTHONPATH": python_path(parent)} | dict(variables)
-
-
-def python_path(parent: Mapping[str, str]) -> str:
-    own = str(PACKAGE.parent)
-    others = [entry for entry in parent.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
-    return os.pathsep.join([own, *others])

@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 from harness.config.compose import Cell
 from harness.config.errors import refuse
-from harness.launch.local.ranks import python_path
 from harness.launch.local.run import Ended
 from harness.launch.opening import Opened
 from harness.launch.slurm.batch import Shape
 from harness.launch.slurm.task import write_tasks
 from harness.store import status
 from harness.store.files import Lock
+from harness.store.provenance import python_path
 from harness.store.rank_place import is_slurm_step
 from harness.store.reading import read_text
 from harness.store.rundir import request_cancel
