@@ -7,7 +7,7 @@ NaN, never zero.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from harness.store.errors import StoreError
 from harness.store.labels import labels
 from harness.store.metrics import iter_metrics, last_numbers, last_record
 from harness.store.rundir import RunDir, Store, flatten, read_summary
-from harness.store.step_time import leaves_plan, rates
+from harness.store.step_time import MEMORY, leaves_plan, peak_bytes, rates, sent_bytes
 
 SETTINGS = {
     "model": "model.name",
@@ -67,8 +67,6 @@ STEP_COLUMNS = (
 )
 
 DAMAGED = "damaged"
-
-SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
 
 NEWEST = 20
 
@@ -134,7 +132,7 @@ def mesh_of(config: Mapping[str, Any]) -> str:
 
 def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
     last = last_record(run.metrics) or {}
-    newest = last_numbers(run.metrics, SEEN, NEWEST)
+    newest = last_numbers(run.metrics, ("time/exposed_comm_s", *MEMORY), NEWEST)
     step_s = (summary.get("step_time_s") or {}).get("median")
     speeds = rates(last, step_s)
     exposed = newest["time/exposed_comm_s"]
@@ -149,25 +147,13 @@ def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
         "tflops_per_rank": speeds.get("tflops"),
         "mfu": speeds["mfu"] / 100 if "mfu" in speeds else None,
         "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
-        "peak_bytes": _peak(summary, newest),
+        "peak_bytes": peak_bytes(summary, newest),
         "rss_bytes": max(newest["memory/rss"], default=None),
-        "sent_bytes": _sent(last),
+        "sent_bytes": sent_bytes(last),
         **{f"planned_{name}_bytes": (summary.get("planned") or {}).get(name) for name in ("kept", "peak", "sent")},
         "leaves_plan": leaves_plan(summary),
         "wall_s": summary.get("wall_s"),
     }
-
-
-def _peak(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> float | None:
-    followed = summary.get("tensor_bytes")
-    if followed:
-        return float(max(followed["peak"]))
-    return max(newest["memory/peak_tensor_bytes"] or newest["memory/allocated"], default=None)
-
-
-def _sent(line: Mapping[str, Any]) -> int | None:
-    comm = line.get("comm")
-    return None if comm is None else sum(kind["bytes"] for kind in comm.values())
 
 
 def steps(paths: Iterable[Path | str]) -> pd.DataFrame:
@@ -189,7 +175,7 @@ def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> lis
 
 
 def _step_row(run: RunDir, line: Mapping[str, Any]) -> dict[str, Any]:
-    derived = {"run": run.name, "sent_bytes": _sent(line) or 0, "rss_bytes": (line.get("memory") or {}).get("rss")}
+    derived = {"run": run.name, "sent_bytes": sent_bytes(line) or 0, "rss_bytes": (line.get("memory") or {}).get("rss")}
     return {**{column: line.get(column) for column in STEP_COLUMNS}, **(line.get("time") or {}), **derived}
 
 

@@ -8,6 +8,7 @@ from harness.bench.record import Process
 from harness.bench.report import Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
 from harness.store import screen
+from harness.store.screen import mib, ms
 
 COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "engine": lambda row: " ".join(part for part in (row.engine, row.detail) if part),
@@ -65,14 +66,6 @@ def _cells(row: Row) -> list[str]:
 
 def _target_cells(target: Target) -> tuple[str, ...]:
     return (target.strategy, target.native, target.best, interval_text(target.ratio), target.finding)
-
-
-def ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def mib(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
 def interval_text(found: Interval | None) -> str:

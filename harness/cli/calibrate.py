@@ -92,10 +92,6 @@ class Calibration(NamedTuple):
 
     def table(self, cell: Cell, plan: Plan) -> list[str]:
         step = self.step(cell, plan)
-        rows = [[name, ms(seconds), source] for name, (seconds, source) in step["parts"].items()]
-        rows.append(["together", ms(step["step_s"]), ""])
+        rows = [[name, screen.ms(seconds, 2), source] for name, (seconds, source) in step["parts"].items()]
+        rows.append(["together", screen.ms(step["step_s"], 2), ""])
         return screen.table(["part of a step", "ms", "from"], rows, screen.width(), flexible=(2,), folded=(2,))
-
-
-def ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.2f}"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
-from harness.cli.calibrate import Calibration, ms
+from harness.cli.calibrate import Calibration
 from harness.cli.verbs import Implementation
 from harness.config.compose import Cell
 from harness.config.errors import BadRequest, refuse
@@ -135,7 +135,7 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibr
         numbers = [kept and sum(kept.values()), peak and peak["total"], plan.get("sent")]
         moment = plan.get("refused") or (peak["moment"] if peak else plan["left_out"].get("peak", ""))
         rows.append([cell.name, *("-" if each is None else f"{each / MIB:,.2f}" for each in numbers)])
-        rows[-1] += [*([ms(by.step(cell, plan)["step_s"])] if by else []), fits[plan.get("fits")], moment]
+        rows[-1] += [*([screen.ms(by.step(cell, plan)["step_s"], 2)] if by else []), fits[plan.get("fits")], moment]
     head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *(["ms a step"] if by else []), "fits", "peak at"]
     return [*screen.table(head, rows, screen.width()), *([f"times: constants of {by.run.run}"] if by else [])]
 

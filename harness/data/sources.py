@@ -15,12 +15,8 @@ from harness.config.schema import Config, DataConfig, DataKind
 Tokens = NDArray[np.int64]
 RawTokens = NDArray[np.unsignedinteger]
 
-SMALL_FILE_BYTES = 1 << 20
-
-MAX_SMALL_FILES = 1024
-
 MAX_MAPPED_FILES = 64
-"""Larger files kept mapped at a time; each costs a file descriptor."""
+"""Files kept mapped at a time; each costs a file descriptor."""
 
 
 class Source(Protocol):
@@ -34,7 +30,7 @@ class FileSource:
     """Files read as one stream of tokens; sequence i is tokens [i * seq_len, (i + 1) * seq_len], sharing its last
     token.
 
-    Large files are memory-mapped at first use.
+    Files are memory-mapped at first use.
     """
 
     def __init__(self, found: list[Piece], seq_len: int) -> None:
@@ -42,7 +38,6 @@ class FileSource:
         self.pieces = found
         self.ends = np.cumsum([piece.num_tokens for piece in found])
         self.num_sequences = (int(self.ends[-1]) - 1) // seq_len
-        self._read = lru_cache(maxsize=MAX_SMALL_FILES)(_read)
         self._map = lru_cache(maxsize=MAX_MAPPED_FILES)(_map)
 
     def __getitem__(self, index: int) -> Tokens:
@@ -53,19 +48,9 @@ class FileSource:
         while start < stop:
             piece_start = int(self.ends[first]) - self.pieces[first].num_tokens
             until = min(stop, int(self.ends[first]))
-            parts.append(self._tokens(first)[start - piece_start : until - piece_start].astype(np.int64))
+            parts.append(self._map(self.pieces[first])[start - piece_start : until - piece_start].astype(np.int64))
             start, first = until, first + 1
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
-
-    def _tokens(self, number: int) -> RawTokens:
-        piece = self.pieces[number]
-        small = piece.num_tokens * piece.token_bytes <= SMALL_FILE_BYTES
-        return self._read(piece) if small else self._map(piece)
-
-
-def _read(piece: Piece) -> RawTokens:
-    tokens: RawTokens = np.fromfile(piece.path, f"<u{piece.token_bytes}", piece.num_tokens, offset=piece.offset)
-    return tokens
 
 
 def _map(piece: Piece) -> RawTokens:

@@ -22,6 +22,7 @@ from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir, flatten
+from harness.store.screen import mib, ms
 from harness.store.study import read_study
 
 MOST_LINES = 60
@@ -187,14 +188,6 @@ def _steps(row: Any) -> Cell:
     return replace(done, text=f"{done.text}/{of.text}" if done.text and of.text else done.text)
 
 
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.2f}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
-
-
 VERDICTS: Mapping[str, Column] = {
     "arm": _of("label"),
     "control": _of("control"),
@@ -211,17 +204,17 @@ RUNS: Mapping[str, Column] = {
     "loss": _of("final_loss", "{:.6g}".format),
     "held out": _of("held_out_loss", "{:.6g}".format),
     "gradient norm": _of("final_grad_norm", "{:.4g}".format),
-    "ms/step": _of("step_time_s", _ms),
-    "exposed ms": _of("exposed_comm_s", _ms),
+    "ms/step": _of("step_time_s", ms),
+    "exposed ms": _of("exposed_comm_s", ms),
     "tokens/s": _of("tokens_per_s", "{:.0f}".format),
     "TFLOP/s": _of("tflops_per_rank", "{:.3g}".format),
     "MFU %": _of("mfu", lambda value: f"{100 * value:.1f}"),
-    "kept MiB": _of("accounted_bytes", _mib),
-    "planned": _of("planned_kept_bytes", _mib),
-    "peak MiB": _of("peak_bytes", _mib),
-    "planned peak": _of("planned_peak_bytes", _mib),
-    "sent MiB": _of("sent_bytes", _mib),
-    "planned sent": _of("planned_sent_bytes", _mib),
+    "kept MiB": _of("accounted_bytes", mib),
+    "planned": _of("planned_kept_bytes", mib),
+    "peak MiB": _of("peak_bytes", mib),
+    "planned peak": _of("planned_peak_bytes", mib),
+    "sent MiB": _of("sent_bytes", mib),
+    "planned sent": _of("planned_sent_bytes", mib),
     "reason": lambda row: text(row.leaves_plan if row.state == "done" else row.reason),
 }
 EVIDENCE: Mapping[str, Column] = {

@@ -123,6 +123,14 @@ def quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
+def ms(seconds: float | None, digits: int = 1) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}"
+
+
+def mib(count: float | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.2f}"
+
+
 def size(count: int) -> str:
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:

@@ -1,9 +1,12 @@
-"""Step time (ms/step) everywhere: the median of a run's steps without the first, which warms up; and a run's plan."""
+"""Step time (ms/step) everywhere: the median of a run's steps without the first, which warms up.
+
+Beside it what readers say of a run's memory and traffic, and how far these leave its plan.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.store.metrics import last_numbers
@@ -62,3 +65,19 @@ def leaves_plan(summary: Mapping[str, Any]) -> str:
     found = statistics.median(peaks)
     off = f"the measured peak leaves the plan by {found / planned - 1:+.1%}: {found:,.0f} bytes, {planned:,} planned"
     return off if abs(found / planned - 1) > OFF else ""
+
+
+MEMORY = ("memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
+
+
+def peak_bytes(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> float | None:
+    """Largest tensor storage within a step: of any rank under measure=bench, else of rank 0's newest steps."""
+    if followed := summary.get("tensor_bytes"):
+        return float(max(followed["peak"]))
+    return max(newest["memory/peak_tensor_bytes"] or newest["memory/allocated"], default=None)
+
+
+def sent_bytes(line: Mapping[str, Any]) -> int | None:
+    """Bytes that rank 0 sent in a step; None where they were not counted."""
+    comm = line.get("comm")
+    return None if comm is None else sum(kind["bytes"] for kind in comm.values())

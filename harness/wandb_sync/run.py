@@ -13,10 +13,11 @@ from harness.config.wandb_mode import VARIABLE
 from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.fields import synced
-from harness.store.metrics import iter_metrics
+from harness.store.metrics import last_numbers, last_record
 from harness.store.reading import checked
 from harness.store.rundir import CONFIG, RunDir, read_summary
 from harness.store.shapes import Maybe, Shape
+from harness.store.step_time import MEMORY, NEWEST, peak_bytes, sent_bytes
 from harness.store.study import read_study
 
 MAX_ID = 64
@@ -204,20 +205,15 @@ def outcome(run: RunDir) -> dict[str, Any]:
     `result/peak_bytes` is tensor storage, as in `harness.analysis.load.runs`; `result/rss_bytes` the process's memory.
     Unrecorded values are left out.
     """
-    last: dict[str, Any] = {}
-    most = dict.fromkeys(("peak_tensor_bytes", "allocated", "rss"), 0)
-    for last in iter_metrics(run.metrics):
-        memory = last.get("memory") or {}
-        most = {name: max(value, memory.get(name) or 0) for name, value in most.items()}
-    summary = read_summary(run) or {}
+    last, summary = last_record(run.metrics) or {}, read_summary(run) or {}
+    newest = last_numbers(run.metrics, MEMORY, NEWEST)
     ended = summary.get("step") == last.get("step", 0)
-    followed = max((summary.get("tensor_bytes") or {}).get("peak") or [0])  # of every rank, under measure=bench
     found = {
         "result/state": summary.get("status", "unfinished") if ended else "unfinished",
         "result/final_loss": last.get("loss"),
-        "result/peak_bytes": followed or most["peak_tensor_bytes"] or most["allocated"] or None,
-        "result/rss_bytes": most["rss"] or None,
-        "result/sent_bytes": sum(kind["bytes"] for kind in last.get("comm", {}).values()),
+        "result/peak_bytes": peak_bytes(summary, newest),
+        "result/rss_bytes": max(newest["memory/rss"], default=None),
+        "result/sent_bytes": sent_bytes(last),
         "result/accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
         "result/step_time_s": (summary.get("step_time_s") or {}).get("median"),
         "result/wall_s": summary.get("wall_s"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
-from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
+from harness.parity import Verdict, loss_bounds, verdict
 from harness.parity.telling.render import farthest
 from harness.store import checksums, status
 from harness.store.errors import StoreError
@@ -40,7 +40,7 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
     Raises `StoreError`: some are unreadable or not comparable; all others were sent. `WandbFailed`: wandb did not open
     a run; online earlier ones were sent, offline all others.
     """
-    sent, verdicts = 0, _Verdicts()
+    sent, verdicts = 0, Judged()
     left_out: dict[str, None] = {}  # a control that every arm's distance asks for is named once
     refused = ""
     for run in runs:
@@ -69,9 +69,15 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
     return sent
 
 
-def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
+def _distance(verdicts: Judged, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
+    """Distance of a run, empty for a control and where its study cannot be judged; and what its line says."""
+    folder = run.path.parent
     try:
-        return verdicts.of(run), ""
+        if folder not in verdicts:
+            verdicts[folder] = {}  # where judging fails, it has said so once
+            verdicts[folder] = judged(folder)
+        found = verdicts[folder].get(run.path)
+        return Distance() if found is None else distance(found), ""
     except StoreError as error:
         faults[str(error)] = None
         return Distance(), ", without its distance to the control"
@@ -116,29 +122,17 @@ def _last_step(run: RunDir) -> int:
     return last
 
 
-class _Verdicts:
-    def __init__(self) -> None:
-        self._studies: dict[Path, dict[Path, Verdict]] = {}
-
-    def of(self, run: RunDir) -> Distance:
-        """Distance of a run; empty for a control, or an unjudged study.
-
-        Raises `StoreError`: a file that the verdict, or the distance, needs cannot be read; of a study, once.
-        """
-        folder = run.path.parent
-        if folder not in self._studies:
-            self._studies[folder] = {}  # where judging fails, it has said so once
-            arms = judged(folder.parent, folder.name)
-            self._studies[folder] = {Path(arm.arm).absolute(): arm for arm in (arms.arms if arms else ())}
-        found = self._studies[folder].get(run.path)
-        return Distance() if found is None else distance(found)
+Judged = dict[Path, dict[Path, Verdict]]
+"""Verdicts by study's folder and by arm's."""
 
 
-def judged(root: Path, study: str) -> StudyVerdict | None:
+def judged(folder: Path) -> dict[Path, Verdict]:
+    """Verdicts on a study's arms, by folder; none where it cannot be judged."""
     try:
-        return verdict(root, study)
+        arms = verdict(folder.parent, folder.name).arms
     except BadRequest:
-        return None
+        return {}
+    return {Path(arm.arm).absolute(): arm for arm in arms}
 
 
 def distance(found: Verdict) -> Distance:

@@ -126,8 +126,7 @@ def test_tags_of_any_length_are_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
 def test_a_resident_set_that_is_called_the_peak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip = Slip(wandb_run, "outcome", 'most["peak_tensor_bytes"] or', 'most["rss"] or')
-    monkeypatch.setattr("tests.wandb_sync.test_live.outcome", slip.made())
+    Slip(wandb_run, "peak_bytes", 'newest["memory/peak_tensor_bytes"] or', 'newest["memory/rss"] or').put(monkeypatch)
     with pytest.raises(AssertionError):
         test_peak_memory_is_what_a_table_of_runs_calls_so({"peak_tensor_bytes": 7}, {}, 7, tmp_path)
 
