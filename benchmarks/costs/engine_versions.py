@@ -4,9 +4,6 @@ Writes data/engine_versions.json and docs/records/engine_versions.md.
 
     python benchmarks/costs/engine_versions.py                   against f5f18313, in about an hour on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
-    python benchmarks/costs/engine_versions.py --shapes compute --regimes apart
-
-The last adds to what the file has of the same revisions.
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
 gloo; only one side steps at a time, and they take turns, A B A B, so that whatever else the machine does meets both.
@@ -237,9 +234,6 @@ def main() -> None:
     parser.add_argument("--base", default="f5f18313", help="revision to compare with (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=36, help="of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
-    parser.add_argument("--regimes", default=",".join((APART, TOGETHER, START)), help="default: %(default)s")
-    parser.add_argument("--shapes", default=",".join(peers_step.SHAPES), help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
     parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "ARMS", "RANK", "PORT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
@@ -247,17 +241,11 @@ def main() -> None:
         return serve(shape, names.split(";"), int(rank), int(port))
     if chosen.turns < 3:
         parser.error(f"--turns={chosen.turns} must be 3 or more: an interval needs three")
-    wanted, shapes = chosen.regimes.split(","), chosen.shapes.split(",")
-    for option, given, valid in (("regimes", wanted, (APART, TOGETHER, START)), ("shapes", shapes, peers_step.SHAPES)):
-        if unknown := set(given) - set(valid):
-            parser.error(f"--{option}={','.join(given)}: no {', '.join(sorted(unknown))}; valid: {','.join(valid)}")
     print(f"{'shape':8} {'regime':8} {'arm':28} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
     revisions = {"base": revision_of(chosen.base), "here": revision_of("HEAD")}
-    earlier = json.loads(chosen.out.read_text("utf-8")) if chosen.out.exists() else {}
-    same = all(earlier.get(key) == revision for key, revision in revisions.items())
-    rows: dict[str, dict[str, dict[str, Any]]] = earlier["rows"] if same else {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     with exported(chosen.base) as base:
-        for shape, regime in (each for each in REGIMES if each[0] in shapes and each[1] in wanted):
+        for shape, regime in REGIMES:
             names = peers_step.ARMS if regime == TOGETHER else peers_step.OURS
             visits = [names] if regime == TOGETHER else [(name,) for name in names]
             found = rows.setdefault(shape, {})[regime] = {}
@@ -267,9 +255,9 @@ def main() -> None:
                 ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
                 times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
                 print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
-        for shape in shapes if START in wanted else ():
-            rows.setdefault(shape, {})["start"] = {name: starts(base, shape, name) for name in peers_step.OURS}
-            print(shape, "start", {name: told["ratio"] for name, told in rows[shape]["start"].items()}, flush=True)
+        for shape in rows:
+            rows[shape][START] = {name: starts(base, shape, name) for name in peers_step.OURS}
+            print(shape, START, {name: told["ratio"] for name, told in rows[shape][START].items()}, flush=True)
     facts = {
         **revisions,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -278,9 +266,8 @@ def main() -> None:
         "steps": chosen.steps,
         "rows": rows,
     }
-    chosen.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    if chosen.out == OUTPUT:
-        PAGE.write_text(page(facts), encoding="utf-8")
+    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(facts), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,16 @@
 """Time the README's two commands, or `make test-all`, on a fresh clone with an empty home, as CI does (CI=true).
 
-    python benchmarks/costs/fresh_clone.py [run] [test] [test-all] [--keep FOLDER]
+    python benchmarks/costs/fresh_clone.py [run] [test] [test-all]
 
 Without words: `make run` and `make test`. Writes benchmarks/data/fresh_clone.json (wall seconds, numbers of tests, the
 ten slowest tests and those that failed, the machine; of each command its latest run, with its commit) and the
-record at the end of docs/suite.md. The machine should be idle: `load_before` says whether it was. `--keep` keeps what
-the commands printed.
+record at the end of docs/suite.md. The machine should be idle: `load_before` says whether it was.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +32,6 @@ def main() -> int:
     """Clone, run the commands, write the figures; the exit code is the worst of the commands'."""
     parser = tables.parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of the Makefile: {', '.join(TARGETS)}")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where what the commands print is kept")
     asked = parser.parse_args()
     if unknown := set(asked.targets) - set(TARGETS):
         parser.error(f"{', '.join(sorted(unknown))}: targets are {', '.join(TARGETS)}")
@@ -45,7 +42,7 @@ def main() -> int:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         kept = {k: v for k, v in os.environ.items() if k.startswith(("PATH", "PIP_", "LANG", "TMP", "SSL"))}
         for target in asked.targets or TARGETS[:2]:
-            rows.append(time_command(f"make {target}", clone, kept | {"HOME": str(home), "CI": "true"}, asked.keep))
+            rows.append(time_command(f"make {target}", clone, kept | {"HOME": str(home), "CI": "true"}))
             write(rows[-1], clone)  # after each: the later ones take long
     for row in rows:
         print(f"{row['command']:14} {row['wall_s']:8.1f} s  exit {row['exit']}")
@@ -93,7 +90,7 @@ def render(page: str, facts: dict[str, Any]) -> str:
     return tables.put(page, "record", "\n".join(parts))
 
 
-def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | None) -> dict[str, Any]:
+def time_command(command: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
     """Wall seconds and exit code of one command, and what its tests took."""
     report, printed = (folder.parent / f"{command.replace(' ', '-')}.{kind}" for kind in ("xml", "log"))
     load = os.getloadavg()[0]
@@ -109,9 +106,6 @@ def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | N
             check=False,
         )
     wall = time.perf_counter() - start
-    if keep:
-        for path in filter(Path.exists, (report, printed)):
-            shutil.copy(path, keep)
     tests, failed = seconds_of_tests(report)
     return {
         "command": command,

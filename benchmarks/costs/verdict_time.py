@@ -1,6 +1,6 @@
 """Processor time and memory of the commands that read many runs, as a user types them. Writes data/verdict_time.json.
 
-    python benchmarks/costs/verdict_time.py [compare study cells captured]
+    python benchmarks/costs/verdict_time.py
 
 Whole commands in fresh processes. `compare`: two runs of 1,000 steps. `verdict`: a study of 12 arms and 5 seeds against
 a control of 5 seeds, 200 steps each. `verdict, 2,000 cells` is of short runs whose sketches alone speak for them
@@ -150,16 +150,11 @@ def of_captured(root: Path) -> dict[str, Any]:
     return {"verdict, 100 cells captured": verdict_on(root, "captured")}
 
 
-PARTS = {"compare": of_compare, "study": of_study, "cells": of_cells, "captured": of_captured}
-
-
-def main(names: Sequence[str]) -> None:
-    """Measure these parts, or all, and keep the figures of the others."""
-    before = os.getloadavg()[0]
-    commands = tables.read(OUTPUT, {"commands": {}})["commands"] if names else {}
-    for name in names or PARTS:
+def main() -> None:
+    before, commands = os.getloadavg()[0], dict[str, Any]()
+    for part in (of_compare, of_study, of_cells, of_captured):
         with tempfile.TemporaryDirectory() as folder:
-            commands |= PARTS[name](Path(folder))
+            commands |= part(Path(folder))
     facts = {
         "repetitions": REPETITIONS,
         "commands": commands,
@@ -172,4 +167,4 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -165,19 +165,6 @@ def fixed_point() -> str:
     return markdown_table(heads, rows)
 
 
-def peaks() -> str:
-    """Measured peaks beside FSDP2's."""
-    rows = []
-    for dtype, engines in tables.read("peak_bytes.json")["rows"].items():
-        cells = [f"`{dtype}`"]
-        for name in ("native", "fsdp2"):
-            kept, peak, least, most = (engines[name][key] / 2**20 for key in ("kept", "peak", "least", "most"))
-            cells += [f"{kept:.1f}", f"{peak:.1f} ({least:.1f} to {most:.1f})"]
-        rows.append(cells)
-    heads = ["dtype", "between steps", "at the peak", "FSDP2 between steps", "FSDP2 at the peak"]
-    return markdown_table(heads, rows)
-
-
 def unbuilt() -> str:
     """Arguments of megatron-fsdp that are refused."""
     rows = [(f"`{name}`", f"`{value}`") for name, value in UNBUILT.items()]
@@ -206,7 +193,7 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> str:
     made = {
         "padding": padding(), "example": example(), "fixed_point": fixed_point(), "unbuilt": unbuilt(),
         "placements": placements(), "operations": operations(), "routes": routes(), "sent": sent_table(),
-        "kept": kept_table(), "peaks": peaks(),
+        "kept": kept_table(),
     }  # fmt: skip
     for name, text in made.items():
         page = tables.put(page, name, text)

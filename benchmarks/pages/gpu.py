@@ -13,14 +13,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.pieces import PIECES, files  # noqa: E402
-from benchmarks.pages.tables import made, markdown_table  # noqa: E402
+from benchmarks.gpu.pieces import PIECES, files
+from benchmarks.pages.tables import DATA as ALL_DATA, DOCS, made, markdown_table
 
-DATA = ROOT / "benchmarks" / "data" / "gpu"
-PAGE = ROOT / "docs" / "records" / "gpu.md"
+DATA, PAGE = ALL_DATA / "gpu", DOCS / "records" / "gpu.md"
 NOT_MEASURED = "not measured"
 TIMED = ("times_125m", "times_1b")
 

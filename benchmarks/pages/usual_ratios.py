@@ -1,7 +1,6 @@
 """Write harness/parity/telling/usual.json: how much of its bound each check of a verdict takes up in clean pairs.
 
-    python benchmarks/pages/usual_ratios.py            train 20 short runs into runs/usual_ratios, judge all pairs
-    python benchmarks/pages/usual_ratios.py --judge    judge the runs that are there
+    python benchmarks/pages/usual_ratios.py    train 20 short runs into runs/usual_ratios, judge all pairs
 
 Pairs have one dtype and one seed; they differ in strategy, engine, or the size of microbatches. Runs are the default
 model with two layers, 12 steps on two ranks of the CPU. Exits 1 where a pair is not EQUAL or EQUIVALENT.
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -38,13 +37,11 @@ LAYOUTS = (
 ALIKE = ("dtype.name", "train.seed")
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = tables.parser(__doc__)
-    parser.add_argument("--judge", action="store_true", help="train nothing")
-    if not parser.parse_args(argv).judge:
-        for layout in LAYOUTS:
-            words = ("-m", *CELL, *layout, "dtype=fp32,bf16", "train.seed=0,1")
-            subprocess.run([sys.executable, str(tables.ROOT / "run.py"), *words], cwd=tables.ROOT, check=True)
+def main() -> int:
+    tables.parser(__doc__).parse_args()
+    for layout in LAYOUTS:  # runs that are done are left alone
+        words = ("-m", *CELL, *layout, "dtype=fp32,bf16", "train.seed=0,1")
+        subprocess.run([sys.executable, str(tables.ROOT / "run.py"), *words], cwd=tables.ROOT, check=True)
     verdicts = [*judged(tables.ROOT / "runs" / STUDY)]
     failed = [verdict.sentence for verdict in verdicts if verdict.exit_code]
     if failed:
@@ -75,4 +72,4 @@ def _kind(run: Path) -> tuple[object, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

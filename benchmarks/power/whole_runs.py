@@ -59,7 +59,6 @@ def main() -> int:
     parser.add_argument("verb", choices=("train", "judge", "table"))
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--part", choices=("fixed", "held_out", "all", "fresh"), default="fixed")
-    parser.add_argument("--only", default="", help="pairs whose name contains it")
     parser.add_argument("--out", type=Path, default=DATA, help="table of what was found (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.verb == "table":
@@ -68,8 +67,7 @@ def main() -> int:
     chosen = [
         pair
         for pair in (fresh() if arguments.part == "fresh" else pairs())
-        if (arguments.part in ("all", "fresh") or pair.held_out is (arguments.part == "held_out"))
-        and arguments.only in pair.name
+        if arguments.part in ("all", "fresh") or pair.held_out is (arguments.part == "held_out")
     ]
     cells = compose_all(
         (each for pair in chosen for each in (pair.arm, pair.control)), (f"launch.root={arguments.root}",)
