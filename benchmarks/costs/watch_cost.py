@@ -1,6 +1,6 @@
 """What it costs that `harness.capture` watches a loop. Writes data/watch_cost.json.
 
-    python benchmarks/costs/watch_cost.py [CELL ...]
+    python benchmarks/costs/watch_cost.py
 
 Two ranks of one thread train 12.7 M weights in fp32 (the model of `step_checks_cost.py`) on 4096 tokens a rank and
 step, in a loop that knows of `watch` alone. Steps are in turns without and with the watch, whose hooks stay and return
@@ -93,17 +93,14 @@ def summary(name: str) -> dict[str, Any]:
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parser = tables.parser(__doc__)
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"{' and '.join(CELLS)} (default: all)")
-    names = parser.parse_args().cells or CELLS
+    tables.parser(__doc__).parse_args()
     found = {}
-    for name in names:
+    for name in CELLS:
         load = os.getloadavg()[0]
         found[name] = summary(name) | {"load_average": {"before": load, "after": os.getloadavg()[0]}}
         print(name, found[name], flush=True)
-    if tuple(names) == CELLS:
-        facts = {"weights": "12.7 M, fp32", "blocks": BLOCKS, "tokens_a_rank": SEQUENCES // 2 * SEQ_LEN, "cells": found}
-        tables.write("watch_cost.json", facts | {"versions": tables.versions("torch"), "cores": os.cpu_count()})
+    facts = {"weights": "12.7 M, fp32", "blocks": BLOCKS, "tokens_a_rank": SEQUENCES // 2 * SEQ_LEN, "cells": found}
+    tables.write("watch_cost.json", facts | {"versions": tables.versions("torch"), "cores": os.cpu_count()})
 
 
 if __name__ == "__main__":
