@@ -21,7 +21,7 @@ STUDIES = "study"
 """Group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
 
 STUDY_FILE = "from_file"
-"""Hydra's name of a study from a user's file."""
+"""Hydra's name of the study that a request names (`study.expand.register`)."""
 
 NULLABLE = ("study", "experiment", "debug")
 
@@ -65,12 +65,12 @@ def own_folder() -> Path | None:
 
 
 def study_path(value: str) -> Path | None:
-    """Absolute path of the file that `study=VALUE` names, by path or by its name in a `conf/study/`; else None."""
+    """Absolute path of the file that `study=VALUE` names, by path or by its name; else None."""
     bare = value.strip().strip("'\"")
     if "/" in bare or bare.endswith((".yaml", ".yml")):
         return Path(os.path.abspath(os.path.expanduser(bare)))
-    folders = [folder for folder in (own_folder(), ROOT / "conf") if folder is not None]
-    return next((file for each in folders if (file := each / STUDIES / f"{bare}.yaml").is_file()), None)
+    folders = [folder / STUDIES for folder in (own_folder(), ROOT / "conf") if folder is not None]
+    return next((file for each in (*folders, ROOT / "sweeps") if (file := each / f"{bare}.yaml").is_file()), None)
 
 
 @functools.cache

@@ -150,7 +150,7 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
     register()
     folder = own_folder()
-    path = [] if folder is None else [f"hydra.searchpath=[study://sweeps,{quote(f'file://{folder}')}]"]
+    path = [] if folder is None else [f"hydra.searchpath=[{quote(f'file://{folder}')}]"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return hydra_compose("config", [*hydra_words(overrides), *path])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.config.capabilities import EngineName
-from harness.config.catalog import ROOT, STUDIES, STUDY_FILE, file_of, load_catalog, study_path
+from harness.config.catalog import STUDIES, STUDY_FILE, file_of, load_catalog, study_path
 from harness.config.schema import Config
 from harness.store.errors import StoreError
 from harness.store.reading import read_text
@@ -80,9 +80,9 @@ def _line(entry: object, group: str) -> Line:
 
 def files_of(group: str, name: str) -> list[OptionFile]:
     """File of an option, and those that its defaults choose, in turn."""
-    study = study_path(name) or ROOT / "sweeps" / f"{name}.yaml"
+    study = study_path(name) if group == STUDIES else None
     found: dict[Path, OptionFile] = {}
-    wanted = [(study if group == STUDIES else file_of(group, name), group)]
+    wanted = [(study or file_of(group, name), group)]
     while wanted:
         path, folder = wanted.pop()
         if path in found or (found and not path.is_file()):
@@ -122,8 +122,6 @@ def read_option(group: str, name: str) -> Option:
         return Option(group, {}, frozenset((group,)))
     if name not in load_catalog().options.get(group, ()):
         return Option(group, {}, EVERYTHING)
-    if group == STUDIES:  # its file is written for people, and made whole when Hydra reads it
-        return Option(group, {}, frozenset((group,)))
     declared = declared_option(group, name)
     return _read(group, file_of(group, name)) if declared is None else Option(group, declared)
 

@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.errors import HydraException
 
 from harness.config import hydra_settings
-from harness.config.catalog import NULLABLE, STUDIES, STUDY_FILE, Catalog, load_catalog, study_path
+from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, load_catalog, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, nearest
@@ -186,7 +186,7 @@ def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violat
 
 def _file_faults(group: str, option: str) -> Iterator[Violation]:
     """Faults of the files that an option is made of; Hydra would not name the file."""
-    for file in () if group == STUDIES else files_of(group, option):
+    for file in files_of(group, option):
         if file.problem and os.path.lexists(file.path):
             yield Violation(f"{group}={option}", file.problem, fix="a table of settings, written out")
         for each in wrong_parts({key: value for key, value in file.table.items() if not is_hydra(str(key))}):
@@ -236,8 +236,7 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
 
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
-    """Overrides for Hydra, which refuses `GROUP=null`, and knows a study's file by another name
-    (`study.expand.register`)."""
+    """Overrides for Hydra, which refuses `GROUP=null`, and knows a study by another name (`study.expand.register`)."""
     kept = [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
     return [f"study={STUDY_FILE}" if _names_study_file(text) else text for text in kept]
 

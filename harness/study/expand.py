@@ -135,7 +135,7 @@ def as_asked(words: Sequence[str]) -> list[str]:
 
 
 def register(overrides: Sequence[str]) -> None:
-    """Register the study that a request names by its path (`study=./mine.yaml`), if it does.
+    """Register the study that a request names (`study=parity_pair`, `study=./mine.yaml`), if it does.
 
     Raises `StoreError`: unreadable. `BadRequest`: no YAML mapping, an empty file, or a duplicate key.
     """

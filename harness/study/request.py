@@ -143,7 +143,7 @@ def cells_asked(words: Sequence[str]) -> tuple[Cell, ...]:
     register_study(words)
     master_words = [text for text in words if text.startswith("study=")]
     folder = catalog.own_folder()
-    path = [] if folder is None else [f"hydra.searchpath=[study://sweeps,{quote(f'file://{folder}')}]"]
+    path = [] if folder is None else [f"hydra.searchpath=[{quote(f'file://{folder}')}]"]
     with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         master = loader.load_configuration("config", [*hydra_words(master_words), *path], RunMode.MULTIRUN)

@@ -15,7 +15,6 @@ from harness.parity.telling import render
 from harness.store import provenance, status
 from harness.store.labels import named
 from harness.store.status import State, Status
-from hydra_plugins.harness_hydra import StudySource
 from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
@@ -197,11 +196,6 @@ def test_what_comes_after_runs_that_are_no_study_is_no_verdict(
     )
     assert told is not None, last
     assert set(told.groups()) == {run.name[-8:] for run in runs}
-
-
-def test_studies_are_completed() -> None:
-    found = StudySource("main", "study://sweeps").list("study", None)
-    assert found == sorted(path.stem for path in (ROOT / "sweeps").glob("*.yaml"))
 
 
 def test_a_status_without_a_copy_is_read(tmp_path: Path) -> None:

@@ -180,7 +180,8 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
     assert composed(["model=mixer"]).model.target == "my_model:Workload"
     assert composed(["experiment=words"]).optimizer.target == "my_optimizer:Lion"
     assert catalog.study_path("shards") == tmp_path / "conf" / "study" / "shards.yaml"
-    assert catalog.study_path("parity_pair") is None
+    assert catalog.study_path("parity_pair") == catalog.ROOT / "sweeps" / "parity_pair.yaml"
+    assert catalog.study_path("parity") is None
     assert [word.values for word in check_overrides(["study=shards"], multirun=True)] == [("shards",)]
     (tmp_path / "hides" / "conf" / "model").mkdir(parents=True)
     (tmp_path / "hides" / "conf" / "model" / "tiny.yaml").write_text("family: llama\n")
