@@ -22,10 +22,12 @@ from harness.config.catalog import ROOT, load_catalog
 from harness.config.compose import compose, register
 from harness.config.errors import BadRequest
 from harness.config.option import read_option
+from harness.config.overrides import hydra_words
 from harness.config.schema import Config, EngineName, MeasureMode
 from harness.config.typed import load_config
 from harness.store.rundir import Store
 from harness.store.study import read_study, study_record, write_study
+from harness.study import expand
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
 from harness.study.request import carry_out, cells_of
@@ -49,7 +51,8 @@ def hydra() -> Iterator[Hydra]:
 
 def ask(hydra: Hydra, *words: str) -> Desired:
     """What `run.py -m WORDS` asks for."""
-    master = hydra.compose_config("config", list(words), RunMode.MULTIRUN)
+    expand.register(words)
+    master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
     return cells_of(hydra.config_loader, master, list(words))
 
 

@@ -39,9 +39,13 @@ def refusal(checkout: Path, *words: str) -> str:
     with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        with pytest.raises(REQUEST_ERRORS) as caught:
-            cells_of(hydra.config_loader, hydra.compose_config("config", list(words), RunMode.MULTIRUN), list(words))
-    return explained(caught.value)
+        try:
+            expand.register(words)
+            master = hydra.compose_config("config", hydra_words(words), RunMode.MULTIRUN)
+            cells_of(hydra.config_loader, master, list(words))
+        except REQUEST_ERRORS as error:
+            return explained(error)
+    pytest.fail("DID NOT RAISE")
 
 
 @pytest.mark.parametrize(
