@@ -101,8 +101,6 @@ foreach_norm: Any = _of("torch", "_foreach_norm")
 """One launch for several tensors; a bucket's gradients are hundreds."""
 accumulation_hooks: Callable[[Tensor], dict[int, Any] | None]
 accumulation_hooks = _descriptor(Tensor, "_post_accumulate_grad_hooks", lambda _: None)[0]
-swap_memory: Any = _of(torch.UntypedStorage, "_swap_data_ptr_", False)
-"""Exchange the memory of two storages; False before torch 2.12."""
 references_to: Callable[[int], int] = _of("torch._C", "_storage_Use_Count")
 """Number of tensors on a storage, given by `cdata` of its `StorageWeakRef`; torch tells it nowhere else."""
 

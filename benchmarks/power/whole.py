@@ -119,7 +119,6 @@ FRESH_ARMS = {
     "hsdp": ("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2"),
     "hfsdp k=2": ("sharding=hfsdp", "mesh=two_by_two", "train.microbatch_size=1"),
     "four ranks": ("sharding=optim", "mesh.world_size=4", "train.microbatch_size=2"),
-    "unsharded k=2": ("sharding=optim_grads", "engine.accumulate_unsharded=true", "train.microbatch_size=2"),
     "buffers k=4": (
         "sharding=optim_grads_params",
         "engine.double_buffer=true",

@@ -41,7 +41,6 @@ class Fp8Linear(nn.Linear):
     """
 
     recipe: Recipe
-    margin: int
     ends_with_engine: bool
     fp8_amax_history: Tensor
     fp8_scale: Tensor
@@ -53,7 +52,6 @@ class Fp8Linear(nn.Linear):
         recipe: str | Enum,
         chosen: Callable[[str, nn.Linear], bool] | None = None,
         history: int = 1024,
-        margin: int = 0,
         device: torch.device | None = None,
     ) -> list[str]:
         """Make linear layers of a module multiply 8-bit numbers, in place, before sharding. Parameters are kept.
@@ -64,7 +62,6 @@ class Fp8Linear(nn.Linear):
             chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe
                 and belongs to no other module.
             history: number of past steps that delayed scaling uses.
-            margin: powers of two that delayed scaling leaves free above the amax.
             device: device of the amax histories; None: that of the weights.
 
         Returns:
@@ -85,7 +82,7 @@ class Fp8Linear(nn.Linear):
                 continue
             problem = _problem(layer, found, owners)
             if not problem:
-                _become(layer, found, history, margin, device or layer.weight.device)
+                _become(layer, found, history, device or layer.weight.device)
                 names.append(name)
             elif chosen is not None:
                 raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name}, but {problem}")
@@ -169,7 +166,7 @@ class Fp8Linear(nn.Linear):
         if not self.recipe.delayed:
             return None
         buffers = self.plain_buffers()
-        return History(buffers[HISTORY], buffers[SCALE], [each.format for each in self.recipe.operands], self.margin)
+        return History(buffers[HISTORY], buffers[SCALE], [each.format for each in self.recipe.operands])
 
     def forward(self, input: Tensor) -> Tensor:
         """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
@@ -291,13 +288,13 @@ def layers_of(module: nn.Module) -> list[Fp8Linear]:
     return [each for each in module.modules() if isinstance(each, Fp8Linear)]
 
 
-def _become(layer: Any, recipe: Recipe, history: int, margin: int, device: torch.device) -> None:
+def _become(layer: Any, recipe: Recipe, history: int, device: torch.device) -> None:
     """Make an ordinary layer one of a recipe, its weight and bias being kept."""
     ordinary = type(layer)
     if ordinary not in _MADE:  # its own methods stay
         _MADE[ordinary] = type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
     layer.__class__ = _MADE[ordinary]
-    layer.recipe, layer.margin = recipe, margin
+    layer.recipe = recipe
     layer.encoded_weight = None
     layer.ends_with_engine = False
     if recipe.delayed:

@@ -9,7 +9,7 @@ Formats (MX) Specification 1.0 (e8m0, blocks of 32); TransformerEngine `common/r
 amax it sees. `History.update` closes the step. In this order, which is TransformerEngine's kernel's:
 
     amax = max(history);  history[1:] moves down by one, row 0 becomes its end and then 0
-    scale = largest / 2^margin / amax     (the old scale where that amax is 0 or not finite)
+    scale = largest / amax     (the old scale where that amax is 0 or not finite)
 
 So a scale made at the end of step t is used in step t + 1 and knows nothing of what that quantizes. It is state: made
 again from a history that has moved on, or from weights, it is another number. TransformerEngine moves the histories at
@@ -202,15 +202,11 @@ class Column(IntEnum):
 
 @dataclass(frozen=True)
 class History:
-    """One layer's amaxes, fp32 [length, 3], of which row 0 is the running step; and scales, fp32 [3], used now.
-
-    margin: powers of two that stay free above the amax.
-    """
+    """One layer's amaxes, fp32 [length, 3], of which row 0 is the running step; and scales, fp32 [3], used now."""
 
     amax: Tensor
     scale: Tensor
     formats: Sequence[torch.dtype]
-    margin: int = 0
 
     def record(self, column: Column, amax: Tensor) -> None:
         self.amax[0, column] = torch.maximum(self.amax[0, column], amax.reshape(()))
@@ -220,6 +216,6 @@ class History:
         amax = self.amax.amax(dim=0)
         self.amax.copy_(self.amax.roll(-1, dims=0))
         self.amax[0] = 0.0
-        top = amax.new_tensor([largest(each) for each in self.formats]) * 2.0**-self.margin
+        top = amax.new_tensor([largest(each) for each in self.formats])
         scale = torch.div(top, amax).clamp(max=torch.finfo(torch.float32).max)
         self.scale.copy_(torch.where(amax.isfinite() & (amax > 0), scale, self.scale))

@@ -150,9 +150,7 @@ class Engine:
     def _units(self, module: nn.Module, context: BuildContext) -> list[Unit]:
         options, meshes, initial = context.options, self.meshes, context.initial_value
         offload = torch.device("cpu") if options.offload_optimizer else None
-        sums = options.accumulate_unsharded, options.numerics, self.integers
-        gradients = GradientPlan(self.memory, options.grad_buffer, *sums, offload)
-
+        gradients = GradientPlan(self.memory, options.grad_buffer, options.numerics, self.integers, offload)
         _check_same_request(module, context, meshes)
         if not context.makes_values:
             check_copies(module, meshes.tensor)
@@ -175,8 +173,7 @@ class Engine:
 
     def _wire(self, module: nn.Module) -> None:
         options, meshes, runtime, units, buckets = self.options, self.meshes, self.runtime, self.units, self.buckets
-        trainable = [bucket for bucket in buckets if bucket.trainable]
-        self.guard = guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
+        self.guard = guard = GradientGuard(meshes.everyone) if options.report_nan_in_param_grad else None
         self.step = step = Step(self._step_shape())
         gather = pipeline_of(units, options.prefetch)
         self.gather = gather
@@ -208,11 +205,9 @@ class Engine:
         placed = [self.context.placements(has_outer=mesh.has_outer) for mesh in self.meshes]
         locally = any(each.accumulates_locally for each in placed)
         reduces_once = any(each.reduces_once for each in placed)
-        unsharded = self.options.accumulate_unsharded
         return StepShape(
-            reduces_each=not (locally or unsharded) or self.integers is not None,
+            reduces_each=not locally or self.integers is not None,
             reduces_once=reduces_once,
-            accumulates=reduces_once or unsharded,
             exact_terms=None if self.integers is None else self.integers.fixed.terms,
             num_ranks=self.meshes.dense.everyone.size,
         )
@@ -220,7 +215,7 @@ class Engine:
     def _watch(self) -> Watchdog | None:
         meshes, options = self.meshes, self.options
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
-        groups += [] if meshes.tensor is None else [meshes.tensor.group]
+        groups += [] if meshes.tensor is None else [meshes.tensor.group, meshes.everyone.group]
         limit_s, check, shared = options.watchdog_timeout_s, options.check_collectives, meshes.shared_memories
         return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
 
@@ -289,11 +284,6 @@ class Engine:
             each.take_state()
         return [each.optimizer for each in self.flat_steps]
 
-    def optimizer_kernels(self) -> list[str]:
-        """For each parameter group, in the order of binding: which of torch's kernels updates it, and if the user or
-        the engine chose that kernel; see `harness.fsdp.update.kernels`."""
-        return [kernel for each in self.flat_steps for kernel in each.chosen()]
-
     def transport(self) -> dict[str, str]:
         """How data moves between ranks, with the reason if a requested faster way is not available."""
         dense = self.meshes.dense
@@ -329,7 +319,6 @@ class Engine:
         try:
             if self.watchdog is None or not self.watchdog.is_over:
                 self.reduce.drain()
-                self.gather.cancel()
                 self.weights.wait()
         finally:
             end_watch(self.watchdog)

@@ -158,7 +158,7 @@ class FSDPModule(nn.Module):
     """Context: backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
 
     `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
-    microbatch over the inner axis, unless `accumulate_unsharded` is on; over the outer axis once per step."""
+    microbatch over the inner axis; over the outer axis once per step."""
 
     sync = FromEngine(lambda engine: partial(_syncing, engine, value=True))
     """Context: a backward inside it ends the step's accumulation, whatever `set_model_auto_sync` was set to."""
@@ -298,8 +298,6 @@ class FSDPModule(nn.Module):
     persistent_bytes = FromEngine(lambda engine: engine.persistent_bytes)
 
     transport = FromEngine(lambda engine: engine.transport)
-
-    optimizer_kernels = FromEngine(lambda engine: engine.optimizer_kernels)
 
     user_buffers = FromEngine(lambda engine: engine.user_buffers.facts)
     """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""

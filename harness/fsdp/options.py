@@ -13,11 +13,11 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
-from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Strategy, Transport
+from harness.fsdp.vocabulary import Choice, Fallback, GradBuffer, Numerics, Registration, Transport
 
 T = TypeVar("T")
 
@@ -127,9 +127,6 @@ class EngineOptions:
     double_buffer: bool = option(False, same_bits=True)
     """Use two fixed buffers for gathered weights and two for unreduced gradients. Nothing is allocated after the first
     step; more than two gathered units at a time are an error."""
-    accumulate_unsharded: bool = option(False)
-    """Under ZeRO-2 and 3, keep the gradients of microbatches inside `no_sync` unreduced, and reduce them once per
-    step."""
     grad_buffer: GradBuffer = option(GradBuffer.flat, same_bits=True)
     """How gradients get into the flat buffer that is reduced."""
     offload_optimizer: bool = option(False)
@@ -180,15 +177,10 @@ class Options(EngineOptions):
         for each in OPTIONS.values():
             object.__setattr__(self, each.name, each.read(getattr(self, each.name)))
         object.__setattr__(self, "double_buffer", fixed_buffers(vars(self)))
-        self.check_against()
-
-    def check_against(self, *, reduces_each: bool = True) -> None:
-        """Raise ValueError where a choice has no meaning under a strategy, which `reduces_each` microbatch or not."""
-        for each in conflicts(vars(self), reduces_each=reduces_each):
-            ways = (" ".join(f"{name}={_shown(value)}" for name, value in way.items()) for way in each.ways_out)
+        if self.double_buffer and self.prefetch > 1:
             raise ValueError(
-                f"{each.option}={_shown(getattr(self, each.option))} {each.why}; valid are {each.valid}. Set"
-                f" {', or '.join(ways)}"
+                f"prefetch={self.prefetch} {TOO_FAR_AHEAD}; valid are 0 or 1. Set prefetch=1, or double_buffer=False"
+                " nccl_ub='none'"
             )
 
 
@@ -199,51 +191,16 @@ OPTIONS = {
 """Every option by name."""
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A value of an option that another choice rules out.
-
-    why: the words that follow `option=value`. valid: values it could have. ways_out: choices by name, each of which
-    would do.
-    """
-
-    option: str
-    why: str
-    valid: str
-    ways_out: tuple[Mapping[str, Any], ...]
+TOO_FAR_AHEAD = (
+    "wants more units ahead than double_buffer (which nccl_ub turns on) has room for: one beside that in use"
+)
+"""Words that follow the option `prefetch`, where fixed buffers have no room for it."""
 
 
 def fixed_buffers(chosen: Mapping[str, Any]) -> bool:
     """True if gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by user buffers,
     whose addresses are registered."""
     return bool(chosen["double_buffer"]) or chosen["nccl_ub"] is not Registration.none
-
-
-def conflicts(chosen: Mapping[str, Any], *, reduces_each: bool = True) -> Iterator[Conflict]:
-    """Options that contradict each other or the strategy.
-
-    chosen: value by name, of every option at least that has a setting. reduces_each: the strategy reduces gradients
-    every microbatch.
-    """
-    if chosen["prefetch"] > 1 and fixed_buffers(chosen):
-        yield Conflict(
-            "prefetch",
-            "wants more units ahead than double_buffer (which nccl_ub turns on) has room for: one beside that in use",
-            "0 or 1",
-            ({"prefetch": 1}, {"double_buffer": False, "nccl_ub": Registration.none}),
-        )
-    if chosen["accumulate_unsharded"] and not (reduces_each and chosen["numerics"] is not Numerics.exact):
-        yield Conflict(
-            "accumulate_unsharded",
-            "lets microbatches wait unreduced inside no_sync under ZeRO-2 and 3; ZeRO-0 and 1 always do, and"
-            " numerics=exact, which never adds in floating point, never does",
-            "False",
-            ({"accumulate_unsharded": False}, {"strategy": Strategy.optim_grads, "numerics": Numerics.ordered}),
-        )
-
-
-def _shown(value: Any) -> str:
-    return repr(value.name) if isinstance(value, Choice) else repr(value)
 
 
 def refuse_unknown(given: Iterable[str], owner: str, known: Iterable[str] = ()) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.build import ENGINE, OWNER, BuildContext, Engine, engine_of
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import usual_device
-from harness.fsdp.comm.mesh import Crossed, Groups, Mesh
+from harness.fsdp.comm.mesh import Groups, Mesh, crossed
 from harness.fsdp.guards import sharded_twice
 from harness.fsdp.guards.replicas import check_agreed
 from harness.fsdp.options import Options, refuse_unknown
@@ -29,11 +29,10 @@ from harness.fsdp.runtime.step import Call
 from harness.fsdp.storage.at_rest import ShardedParameters, location_of, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
-from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update.flat_step import FlatStep
 from harness.fsdp.update.matrices import matrix_step_of
-from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of, kernel_settings
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
+from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
 from harness.muon import steps_matrices
 
 if not hasattr(torch.Tensor, "grad_dtype"):
@@ -76,7 +75,6 @@ def shard(
     classes = resolve_classes(unit_modules or ())
     check_request(module, classes, grad_divisor)
     inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
-    chosen.check_against(reduces_each=not Placements.of(inner, None).accumulates_locally)
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
     device = device or usual_device(next(module.parameters()).device, groups.inner)
     choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
@@ -167,8 +165,7 @@ def _bare_copy(model: nn.Module, engine: Engine, memo: dict[int, Any]) -> nn.Mod
                 f"a copy of a sharded model whose parameters are {kind}: build the module again, shard it, and load"
                 " state_dict() of this one"
             )
-        sharded = bucket.views.sharded()
-        assert isinstance(sharded, ShardedParameters)
+        sharded: ShardedParameters = bucket.views.sharded()
         for unsharded, at_rest, plain in zip(sharded.unsharded, sharded.params, sharded.types, strict=True):
             memo[id(unsharded)] = memo[id(at_rest)] = _on_meta(at_rest, plain, bucket)
     mixed: Any = type(model)
@@ -267,7 +264,8 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     if any(each is flat for each in engine.flat_steps):
         return
     engine.flat_steps.append(flat)
-    chosen = flat.kernels
+    fusable = all(segment.fusable for bucket in engine.buckets for segment in bucket.layout.segments)
+    flat.unfused |= numerics is Numerics.exact or (numerics.bitwise and not fusable)
 
     def before(*, sync_grad_before_optimizer_step: bool = True, install_optimized_model_weights: bool = True) -> None:
         engine.weights.refuse_held()
@@ -278,13 +276,7 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
         engine.step.update(installs=install_optimized_model_weights)
         engine.weights.before_update()
 
-    def kernels(own: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-        fusable = all(segment.fusable for bucket in engine.buckets for segment in bucket.layout.segments)
-        found = kernel_settings(own, group, numerics, fusable=fusable)
-        return {**found, **{name: found.get(name, value) and value for name, value in chosen(own, group).items()}}
-
     flat.before.append(before)
-    flat.kernels = kernels
     zero_grad = optimizer.zero_grad
 
     def forget(set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
@@ -308,7 +300,7 @@ def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
     for (mesh, tp), pairs in told.items():
         check_agreed(
             pairs,
-            mesh.everyone if tp is None else Crossed(mesh.everyone, tp),
+            crossed(mesh.everyone, tp),
             "gradients of matrices",
             "a matrix has a gradient on some ranks alone, so that none can work out its update",
             "Set grad to None on all ranks or on none",

@@ -170,7 +170,7 @@ class StateAccess:
         """
         self.weights.refuse_held()
         self.settle()
-        unsharded = [bucket for bucket in self.buckets if (held := bucket.views.sharded()) and held.shows_unsharded]
+        unsharded = [bucket for bucket in self.buckets if bucket.views.sharded().shows_unsharded]
         for bucket in self.buckets:
             bucket.rest()
         try:

@@ -117,18 +117,13 @@ class TpShard:
 
         value: this rank's TP shard; where it has no elements, in any shape.
         """
-        dim = self.dim
-        if dim is None or self.size == 1 or group is None:
+        if self.dim is None or self.size == 1 or group is None:
             return value
-        spans = [self.span(rank) for rank in range(self.size)]
-        most = max(end - begin for begin, end in spans)
-        here = self.here
-        padded = value.new_zeros((*here[:dim], most, *here[dim + 1 :]))
-        padded.narrow(dim, 0, here[dim]).copy_(value.reshape(here))
-        found = [torch.empty_like(padded) for _ in spans]
-        dist.all_gather(found, padded, group=group)
-        parts = (part.narrow(dim, 0, end - begin) for part, (begin, end) in zip(found, spans, strict=True))
-        return torch.cat(list(parts), dim)
+        mesh = DeviceMesh.from_group(group, value.device.type)
+        whole = torch.empty(self.shape, device="meta")
+        held = value.reshape(self.here), mesh, [Shard(self.dim)]
+        made = DTensor.from_local(*held, run_check=False, shape=whole.shape, stride=whole.stride())
+        return made.full_tensor().contiguous()
 
 
 def partition_dim(param: Tensor) -> int | None:

@@ -69,9 +69,8 @@ class Bucket:
 
     def arriving(self, config: Config) -> torch.dtype:
         """Dtype of gradients as autograd leaves them; see `Gradients.arriving`."""
-        keeps = self.placements.accumulates_locally or config.engine.accumulate_unsharded
         is_exact = config.numerics.mode is Numerics.exact
-        return self.dtypes.grads if keeps or is_exact else self.dtypes.wire
+        return self.dtypes.grads if self.placements.accumulates_locally or is_exact else self.dtypes.wire
 
     @property
     def whole_bytes(self) -> int:

@@ -26,7 +26,7 @@ from harness.plan.model import INTEGER, Bucket, Model, Unit
 NUMBER = 8
 """Bytes of a count, or of a sum of squares."""
 AXES = ("inner", "outer", "all", "tp")
-"""all: every data-parallel rank at once."""
+"""all: ranks of several axes at once."""
 
 Rows = Counter[tuple[str, str, str]]
 """Amount by axis, kind and `count` or `bytes`."""
@@ -134,8 +134,7 @@ def wire(model: Model, k: int) -> Rows:
 
     What layers send over the tensor-parallel axis is left out.
     """
-    mode, unsharded = model.config.numerics.mode, model.config.engine.accumulate_unsharded
-    rows, gathers = Rows(), Gathers(model)
+    mode, rows, gathers = model.config.numerics.mode, Rows(), Gathers(model)
     known: dict[Bucket, Traffic] = {}
     for unit in model.units:
         for bucket in unit.buckets:
@@ -144,7 +143,7 @@ def wire(model: Model, k: int) -> Rows:
             add(rows, traffic.install())
             if bucket.trainable:
                 add(rows, traffic.reduction(last=True))
-                add(rows, traffic.reduction(last=False), 0 if unsharded else k - 1)
+                add(rows, traffic.reduction(last=False), k - 1)
     add(rows, _agreements(model))
     add(rows, _scales(model))
     return Rows({key: amount for key, amount in rows.items() if amount})
@@ -183,7 +182,7 @@ def _agreements(model: Model) -> Rows:
     squares = NUM_COUNTERS if model.config.numerics.mode.bitwise else 1
     sums = [(axis, ranks, used)]
     if is_split:
-        sums += [(axis, ranks, squares), ("tp", model.tp, squares)]
+        sums.append((axis if model.tp == 1 else "all", ranks * model.tp, squares))
     for name, size, numbers in sums:
         if size > 1:
             rows[name, "all_reduce", "count"] += 1

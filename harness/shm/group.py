@@ -77,10 +77,6 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         return self._transport.is_done(self._transfer)
 
-    def cancel(self) -> None:
-        """Leave results undefined; see `Transport.cancel`."""
-        self._transport.cancel(self._transfer)
-
     def result(self) -> Any:
         return self._result
 

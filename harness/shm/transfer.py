@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,13 +58,9 @@ LOOK_S = 0.02
 """Seconds between two looks for what else may end a wait."""
 PAUSES_S = 20e-6, 1e-3
 """Seconds between two looks for a message, at least and at most."""
-MOST_IN_PLACE = 256
-"""Tensors of one collective that are offered in place; of more, a copy is."""
 GATHER, REDUCE = 1, 2
 KINDS = {GATHER: "all-gather", REDUCE: "reduce-scatter"}
 _ACKNOWLEDGE = -1
-_COPIED = -1
-"""In place of places: parts lie one after another, each aligned, from the place that follows on."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,6 @@ class Transport:
         self._offers: dict[tuple[int, int], list[int]] = {}
         # parts that this rank has offered, by number, and who has not read them
         self._unread: dict[int, tuple[object, set[int]]] = {}
-        self._early: dict[int, set[int]] = defaultdict(set)  # peers that will not read what has not been offered yet
         self._is_aborted = False
         self._all.add(self)
 
@@ -172,44 +166,30 @@ class Transport:
             number, self._number = self._number, self._number + 1
             transfer = Transfer(number, kind, sources, outs, divisor, set(self._order))
             self._open[number] = transfer
-            in_place, keeps, messages = self._placed(kind, given)
-            unread = set(self._order) - self._early.pop(number, set())
-            if unread:
-                self._unread[number] = keeps, unread
+            in_place, keeps, messages = self._placed(given)
+            unread = set(self._order)
+            self._unread[number] = keeps, unread
             if (in_place and not until_settled) or kind == REDUCE:
                 transfer.readers = unread
         for peer in self._order:
-            if peer in unread:
-                length = sum([tensor.nbytes for tensor in given[peer]])
-                self._send(peer, [number, kind, length, *messages[peer]])
+            length = sum([tensor.nbytes for tensor in given[peer]])
+            self._send(peer, [number, kind, length, *messages[peer]])
         self._advance_ready(REDUCE)
         return transfer
 
-    def _placed(self, kind: int, given: Mapping[int, Sequence[Tensor]]) -> tuple[bool, object, dict[int, list[int]]]:
+    def _placed(self, given: Mapping[int, Sequence[Tensor]]) -> tuple[bool, object, dict[int, list[int]]]:
         """True if parts are read where they are; what must be kept; and by peer, where its parts lie."""
-        find = self.segment.find
-        places = {peer: [find(each) if each.numel() else 0 for each in given[peer]] for peer in self._order}
-        if all(len(each) <= MOST_IN_PLACE and None not in each for each in places.values()):
-            return True, given, {peer: [place or 0 for place in each] for peer, each in places.items()}
-        if kind == GATHER:
-            begin, block = self._copy([given[self._order[0]]])
-            return False, block, {peer: [_COPIED, begin] for peer in self._order}
-        begin, block = self._copy([given[peer] for peer in self._order])
-        messages = {}
-        for peer in self._order:
-            messages[peer] = [_COPIED, begin]
-            begin += sum(aligned(each.nbytes) for each in given[peer])
-        return False, block, messages
-
-    def _copy(self, rows: Sequence[Sequence[Tensor]]) -> tuple[int, Tensor]:
-        """Copy tensors to a block, one after another, each aligned."""
-        begin, block = self.segment.allocate(sum(aligned(each.nbytes) for row in rows for each in row))
-        place = 0
-        for each in (each for row in rows for each in row):
-            if each.numel():
+        parts = {id(each): each for peer in self._order for each in given[peer] if each.numel()}
+        places = {key: self.segment.find(each) for key, each in parts.items()}
+        kept: object = given
+        in_place = None not in places.values()
+        if not in_place:
+            begin, block = self.segment.allocate(sum(aligned(each.nbytes) for each in parts.values()))
+            kept, place = block, 0
+            for key, each in parts.items():
                 block[place : place + each.nbytes].view(each.dtype).view(each.shape).copy_(each.detach())
-            place += aligned(each.nbytes)
-        return begin, block
+                places[key], place = begin + place, place + aligned(each.nbytes)
+        return in_place, kept, {peer: [places.get(id(each)) or 0 for each in given[peer]] for peer in self._order}
 
     def _send(self, peer: int, numbers: list[int]) -> None:
         def is_sent() -> bool:
@@ -226,10 +206,8 @@ class Transport:
             for number, *rest in self._mail.receive(peer):
                 if number != _ACKNOWLEDGE:
                     self._offers[number, peer] = rest
-                elif rest[0] in self._unread:
+                else:
                     self._note_read(peer, rest[0])
-                elif rest[0] >= self._number:
-                    self._early[rest[0]].add(peer)
 
     def _note_read(self, peer: int, number: int) -> None:
         _, unread = self._unread[number]
@@ -290,11 +268,6 @@ class Transport:
                 " issue different collectives"
             )
         self.bytes_read += wanted
-        if places[0:1] == [_COPIED]:
-            places, begin = [], places[1]
-            for each in expected:
-                places.append(begin)
-                begin += aligned(each.nbytes)
         memory = self._peers[peer].memory
         for place, each in zip(places, expected, strict=True):
             if not 0 <= place <= len(memory) - each.nbytes:
@@ -398,16 +371,6 @@ class Transport:
         return f"rank {rank} of the group (process {self._peers[rank].pid})"
 
     # -- ending --------------------------------------------------------------------------------------------------------
-
-    def cancel(self, transfer: Transfer) -> None:
-        """Read nothing more of a collective that nobody wants, and wait for no reader: no peer waits for this one."""
-        with self._guard:
-            if self._open.pop(transfer.number, None) is None:
-                return
-            for peer in transfer.missing:
-                self._offers.pop((transfer.number, peer), None)
-                self._mail.send(peer, [_ACKNOWLEDGE, transfer.number])
-            transfer.missing, transfer.readers = set(), set()
 
     def abort(self) -> None:
         """End all waits in this group with an error, here and at peers that wait for this rank."""

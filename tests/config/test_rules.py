@@ -50,10 +50,6 @@ numerics=exact dtype=bf16_comm | numerics.mode | dtype.grad_comm=fp32 | numerics
 numerics=exact dtype=fp64 | numerics.mode | dtype=fp32 | numerics=exact
 numerics=exact numerics.exact_bits=60 | numerics.exact_bits | exact_bits=59 | numerics=exact
 numerics.exact_bits=40 | numerics.exact_bits | numerics=exact | numerics=exact numerics.exact_bits=40
-engine.accumulate_unsharded=true sharding=optim | engine.accumulate_unsharded |
-    sharding=optim_grads | engine.accumulate_unsharded=true sharding=optim_grads
-engine.accumulate_unsharded=true numerics=exact | engine.accumulate_unsharded |
-    engine.accumulate_unsharded=false | engine.accumulate_unsharded=true
 engine.double_buffer=true engine.prefetch=2 | engine.prefetch | engine.prefetch=1 | engine.double_buffer=true
 engine=fsdp2 mesh.world_size=4 mesh.dp_outer=3 | mesh.dp_outer | mesh.world_size=3 | mesh.dp_outer=1
 sharding=hsdp | sharding | mesh=two_by_two | engine=fsdp1 sharding=hsdp mesh=two_by_two

@@ -118,7 +118,7 @@ class Program:
     @property
     def arriving(self) -> torch.dtype:
         """The dtype autograd brings gradients in: where each microbatch is sent, that of the wire."""
-        sent = self.strategy in ("optim_grads", "optim_grads_params") and not self.options.get("accumulate_unsharded")
+        sent = self.strategy in ("optim_grads", "optim_grads_params")
         return POLICIES[self.dtype].wire if sent and not self.is_exact else POLICIES[self.dtype].grads
 
     @property
@@ -154,7 +154,7 @@ def _draw_model(source: random.Random, *, ordered_path: bool) -> ModelShape:
     )  # fmt: skip
 
 
-def _draw_options(source: random.Random, strategy: Strategy) -> dict[str, Any]:
+def _draw_options(source: random.Random) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "double_buffer": source.random() < 0.4,
         "grad_buffer": source.choice(("flat", "flat", "concat")),
@@ -166,8 +166,6 @@ def _draw_options(source: random.Random, strategy: Strategy) -> dict[str, Any]:
     }
     if chosen["double_buffer"]:
         chosen["prefetch"] = min(1, chosen["prefetch"])
-    if strategy.name in ("optim_grads", "optim_grads_params") and chosen["numerics"] != "exact":
-        chosen["accumulate_unsharded"] = source.random() < 0.3
     plain = Options()
     return {name: value for name, value in chosen.items() if value != getattr(plain, name)}
 
@@ -178,7 +176,7 @@ def draw(index: int) -> Program:
     place = index % len(MESHES)
     world, outer = MESHES[place]
     strategy = Strategy.parse(index // len(MESHES) % 4, "strategy")
-    options = _draw_options(source, strategy)
+    options = _draw_options(source)
     has_outer = outer > 1 or place == len(MESHES) - 1
     names = EXACT_POLICIES if options.get("numerics") == "exact" else tuple(POLICIES)
     return Program(

@@ -77,7 +77,6 @@ def test_an_unknown_keyword_gets_the_nearest_names(entry: typing.Any, given: dic
             {"prefetch": 2, "nccl_ub": True},
             r"prefetch=2 wants more units ahead .* valid are 0 or 1. Set prefetch=1, or",
         ),
-        ({"accumulate_unsharded": True, "numerics": "exact"}, r"accumulate_unsharded=True .*numerics=exact"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_valid(given: dict[str, typing.Any], says: str) -> None:

@@ -17,7 +17,8 @@ from tests.fsdp.checked import RANKS, Mutant, each_holds, each_is_found, said
 from tests.fsdp.pairs import Block, Model, Pair, arguments_of, data, loss_of
 from tests.support.mutants import Slip
 
-CHOSEN, DEFAULT = "fused, chosen by the engine", "the optimizer's default, as given"
+FUSED, ONE_BY_ONE, AS_GIVEN = {"fused": True}, {"fused": False, "foreach": False}, dict[str, bool]()
+"""Settings of a group while its rule runs."""
 
 
 def sharded(strategy: str, made: Any, **more: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:
@@ -50,21 +51,22 @@ def choosing(rank: int, strategy: str) -> list[str]:
     saved has the user's setting."""
     told = []
     for made, more, right in (
-        (adam(), {}, CHOSEN),
-        (adam(torch.optim.Adam, amsgrad=True), {"numerics": "deterministic"}, CHOSEN),
-        (adam(), {"numerics": "ordered"}, "one tensor at a time, chosen by the engine"),  # odd rows
-        (adam(), {"numerics": "exact"}, "one tensor at a time, chosen by the engine"),
-        (adam(foreach=False), {}, "one tensor at a time, as given"),
-        (adam(foreach=True), {}, "foreach, as given"),
-        (adam(fused=True), {}, "fused, as given"),
-        (adam(torch.optim.SGD, momentum=0.9), {}, DEFAULT),
-        (adam(torch.optim.RMSprop), {}, DEFAULT),
+        (adam(), {}, FUSED),
+        (adam(torch.optim.Adam, amsgrad=True), {"numerics": "deterministic"}, FUSED),
+        (adam(), {"numerics": "ordered"}, ONE_BY_ONE),  # odd rows
+        (adam(), {"numerics": "exact"}, ONE_BY_ONE),
+        (adam(foreach=False), {}, AS_GIVEN),
+        (adam(foreach=True), {}, AS_GIVEN),
+        (adam(fused=True), {}, AS_GIVEN),
+        (adam(torch.optim.SGD, momentum=0.9), {}, AS_GIVEN),
+        (adam(torch.optim.RMSprop), {}, AS_GIVEN),
     ):
         model, updates = sharded(strategy, made, **more)
         given = made(Model()).param_groups[0]
         saved = updates.state_dict()["param_groups"][0]
-        kernels = model.optimizer_kernels()
-        told += [] if kernels == [right] else [f"{more}: {kernels}, not {right}"]
+        (flat,) = model._parts.flat_steps
+        found = rules.kernel_settings(updates, updates.param_groups[0], unfused=flat.unfused)
+        told += [] if found == right else [f"{more}: {found}, not {right}"]
         told += [f"{right}: saved as {saved[k]}" for k in ("fused", "foreach") if saved.get(k) != given.get(k)]
         model.close()
     return told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from harness.config.schema import GradBuffer
 from harness.engines.protocol import Ranks, engine_class
 from harness.models.workload import workload_for
-from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches
 from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
@@ -34,7 +32,6 @@ OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
         ("offload_optimizer", True),
     ),
 }
-UNSHARDED = (("accumulate_unsharded", True),)
 
 
 def case(strategy: str, options: tuple[tuple[str, Any], ...], model: str, outer: int = 1) -> Case:
@@ -64,24 +61,17 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         workload_for(config), config, Ranks(rank, case.world_size, rank, torch.device("cpu"))
     )
     model = engine.model  # type: ignore[attr-defined]
-    meter, norms, live = CollectiveMeter(), [], []
+    norms, live = [], []
     for step in range(1, case.steps + 1):
-        meter.take()
         for index, batch in enumerate(batches(case, rank, step)):
             engine.forward_backward(batch, last=index == case.k - 1)
         norms.append(engine.step(1e-3))
         live.append(model._parts.memory.live_bytes)
-    rows = meter.take()
-    meter.close()
-    units = [unit for unit in model._parts.units if not unit.is_root]
     found = {
         "norms": norms,
         "weights": dict(engine.named_weights()),
         "live": live,
         "alive": model.counters()["gathered_units_peak"],
-        "units": len(units),
-        "counts": {(row.bucket, row.kind): row.count for row in rows},
-        "largest": max((sum(b.layout.bucket_numel for b in unit.buckets) for unit in model._parts.units), default=0),
     }
     engine.close()
     return found
@@ -108,16 +98,7 @@ def compared(trials: tuple[Trial, ...]) -> dict[Trial, tuple[Found, Found]]:
 @cache
 def measured() -> dict[Case, Found]:
     """What the tests of single options look at."""
-    last = [
-        case("optim_grads_params", options, model)
-        for options in (PLAIN, OPTIONS["double_buffer"])
-        for model in ("tiny", "odd")
-    ]
-    summed = [case(s, o, m) for s, o in SUMMED for m in ("tiny", "odd")]
-    return visit(tuple(dict.fromkeys([*last, *summed])))
-
-
-SUMMED = [("optim", PLAIN), *itertools.product(STRATEGIES[2:], (PLAIN, UNSHARDED))]
+    return visit(tuple(case("optim_grads_params", options, "odd") for options in (PLAIN, OPTIONS["double_buffer"])))
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -129,27 +110,6 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_an_option_changes_no_bit(trial: Trial) -> None:
     plain, chosen = compared(TRIALS.batch(trial))[trial]
     assert all(same(a, b) for a, b in zip(plain, chosen, strict=True))
-
-
-@pytest.mark.parametrize("model", ["tiny", "odd"])
-@pytest.mark.parametrize("strategy", STRATEGIES[2:])
-def test_unsharded_microbatches_are_summed_before_ranks(strategy: str, model: str) -> None:
-    """As under `optim`, whose bits they get; one reduction a step, and a whole gradient in memory."""
-    waiting = measured()[case(strategy, UNSHARDED, model)]
-    assert all(same(a, b) for a, b in zip(waiting, measured()[case("optim", PLAIN, model)], strict=True))
-    other = measured()[case(strategy, PLAIN, model)]
-    scatters = {count for (_, kind), count in waiting[0]["counts"].items() if kind == "reduce_scatter"}
-    assert scatters == {1}
-    assert {count for (_, kind), count in other[0]["counts"].items() if kind == "reduce_scatter"} == {2}
-
-
-def test_the_two_orders_of_sums_differ() -> None:
-    """With four microbatches; else the test above could not tell."""
-    plain, waiting = [
-        replace(case("optim_grads", options, "tiny"), k=4, dtype="fp32") for options in (PLAIN, UNSHARDED)
-    ]
-    (first, second), _ = run_ranks(measure, 2, [plain, waiting])
-    assert not same(first, second)
 
 
 def test_fixed_buffers_are_all_there_is() -> None:

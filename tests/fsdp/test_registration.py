@@ -18,15 +18,13 @@ from harness.fsdp.vocabulary import Registration
 from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
-NEW = (2, 31, 0)
 
 
 class Runtime:
     """A device that notes what is asked of it."""
 
-    def __init__(self, log: list[str], nccl: tuple[int, int, int] | None = NEW, *, pool_fails: bool = False) -> None:
+    def __init__(self, log: list[str], *, pool_fails: bool = False) -> None:
         self.log = log
-        self.nccl_version = nccl
         self.has_streams = True
         self.pool_fails = pool_fails
 
@@ -84,7 +82,7 @@ class Solo(Member):
 
 
 def make(log: list[str], mode: str = "auto", backends: Any = None, **settings: Any) -> UserBuffers:
-    runtime = settings.pop("runtime", None) or Runtime(log, settings.pop("nccl", NEW))
+    runtime = settings.pop("runtime", None) or Runtime(log)
     made = backends or [Backend("dp", log), Backend("dp_outer", log)]
     members = [Solo(backend.name, backend, log) for backend in made]
     return UserBuffers(Registration.parse(mode, "nccl_ub"), members, runtime, **settings)
@@ -159,27 +157,13 @@ def test_none_touches_nothing() -> None:
     assert buffers.facts() == {"requested": "none", "effective": "none"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "told", "effective", "reason"),
-    [
-        ({}, "symm=True", "auto, symmetric, dp+dp_outer", None),
-        ({"symmetric": False}, "symm=False", "auto, zero-copy, dp+dp_outer", None),
-        ({"nccl": (2, 27, 0)}, "symm=True", "auto, symmetric, dp+dp_outer", None),
-        ({"nccl": (2, 26, 5)}, "symm=False", "auto, zero-copy, dp+dp_outer", "needs NCCL 2.27.0, and 2.26.5 is loaded"),
-        ({"nccl": None}, "symm=False", "auto, zero-copy, dp+dp_outer", "no NCCL is loaded"),
-    ],
-)
-def test_symmetric_where_the_versions_can(
-    settings: dict[str, Any], told: str, effective: str, reason: str | None
-) -> None:
+@pytest.mark.parametrize(("symmetric", "kind"), [(True, "symmetric"), (False, "zero-copy")])
+def test_registered_as_asked(symmetric: bool, kind: str) -> None:
     log: list[str] = []
-    buffers = make(log, **settings)
+    buffers = make(log, symmetric=symmetric)
     buffers.model_built()
-    assert [line.rsplit(" ", 1)[1] for line in log if "registers" in line] == [told, told]
-    facts = buffers.facts()
-    assert facts["effective"] == effective
-    assert (reason is None) == ("reason" not in facts)
-    assert reason is None or reason in facts["reason"]
+    assert [line.rsplit(" ", 1)[1] for line in log if "registers" in line] == [f"symm={symmetric}"] * 2
+    assert buffers.facts() == {"requested": "auto", "effective": f"auto, {kind}, dp+dp_outer"}
 
 
 def test_a_type_error_is_a_mistake_of_ours_and_never_swallowed() -> None:

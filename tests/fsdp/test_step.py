@@ -92,7 +92,7 @@ def test_one_method_changes_states() -> None:
 
 
 def test_a_wrong_move_raises_and_names_the_calls_that_are_possible() -> None:
-    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    of = Step(StepShape(reduces_each=True, reduces_once=False))
     with pytest.raises(StepError, match=r"end of a backward is not possible now .*; possible is: .*backward\(\)"):
         of.post_backward()
     of.pre_backward()
@@ -102,7 +102,7 @@ def test_a_wrong_move_raises_and_names_the_calls_that_are_possible() -> None:
 
 
 def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of() -> None:
-    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    of = Step(StepShape(reduces_each=True, reduces_once=False))
     of.update(installs=True)
     of.check_installed()
     of.update(installs=False)
@@ -240,7 +240,6 @@ def run_all(strategy: str, calls: list[str], **options: Any) -> None:
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((strategy, {}) for strategy in STRATEGIES),
-    ("optim_grads_params", {"accumulate_unsharded": True}),
     ("no_shard", {"grad_buffer": "concat"}),
     ("optim", {"numerics": "exact"}),
     ("optim_grads", {"numerics": "exact"}),

@@ -69,7 +69,6 @@ OTHERS = [
         (2, 1, "engine.transport=backend sharding=optim_grads"),
         (2, 1, "model.activation_checkpointing=true dtype=bf16"),
         (2, 2, "engine.offload_optimizer=true"),
-        (2, 3, "engine.accumulate_unsharded=true sharding=optim_grads"),
         (2, 1, "engine.prefetch=3 data.seq_len=16"),
         (2, 1, "model.tie_embeddings=true"),
         (2, 1, "optimizer=sgd optimizer.momentum=0.9"),

@@ -281,25 +281,6 @@ def test_ranks_that_issue_different_collectives_are_told() -> None:
     assert "all-gather of 16 bytes from rank 0 of the group" in other
 
 
-def cancels(rank: int) -> float:
-    """Rank 0 wants nothing of a sum any more; rank 1, whose part lies in place, need not wait for it."""
-    shm = made()
-    given, total = shm.allocate(1 << 12, torch.float32).fill_(1.0), torch.empty(1 << 11)
-    if rank:
-        time.sleep(0.1)
-    work = shm.reduce_scatter_single(total, given)
-    if rank:
-        work.wait(timedelta(seconds=20))
-    else:
-        work.cancel()
-    dist.barrier()
-    return total[0].item() if rank else 2.0
-
-
-def test_nobody_waits_for_a_rank_that_has_cancelled() -> None:
-    assert run_ranks(cancels, 2) == [2.0, 2.0]
-
-
 def far_ahead(rank: int) -> float:
     """Rank 0 issues more than rank 1 has room to be told of."""
     segment.RING = 64

@@ -120,7 +120,6 @@ MORE: dict[str, dict[str, Any]] = {
     "one communicator": {"separate_gather_group": False},
     "registered at once": {"nccl_ub": "auto"},
     "concatenated": {"grad_buffer": "concat"},
-    "unsharded": {"accumulate_unsharded": True},
     "looked at": {"report_nan_in_param_grad": True},
     "compared": {"check_replicas_every": 1},
     "ordered": {"numerics": "ordered"},

@@ -17,11 +17,11 @@ from torch import Tensor
 from harness.fsdp.comm import device
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event, copy_together
-from harness.fsdp.comm.reduction import Reduction
+from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.runtime.reduce import PendingReduction, ReducePipeline
 from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.memory import BucketMemory, SharedBuffer, Turn
+from harness.fsdp.storage.memory import BucketMemory, Turn
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
 from tests.streams import programs
@@ -98,9 +98,21 @@ def forgetful_wait(self: ParamGroup) -> None:
     self.point_at_weights()
 
 
-def landed_too_soon(self: PendingReduction) -> None:
-    for exchange in self._exchanges:
-        exchange.pending.wait()
+@contextmanager
+def landed_too_soon() -> Iterator[None]:
+    """A reduction counts as made when its traffic has come in, whatever becomes of the sums."""
+    right, found = PendingReduction._exchange, dict[int, list[Exchange]]()
+
+    def noting(self: PendingReduction, *given: Any) -> Exchange:
+        found.setdefault(id(self), []).append(right(self, *given))
+        return found[id(self)][-1]
+
+    def wait(self: PendingReduction) -> None:
+        for exchange in found.pop(id(self), ()):
+            exchange.pending.wait()
+
+    with mock.patch.multiple(PendingReduction, _exchange=noting, wait=wait):
+        yield
 
 
 def without_waiting(fold: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -132,16 +144,8 @@ def swapped_early() -> Iterator[None]:
         with right(self, shares=shares):
             yield
 
-    made = Turn.__init__
-
-    def sharing(self: Turn, buffer: SharedBuffer) -> None:
-        made(self, buffer)
-        self._storage = buffer.storage
-
     with (
         mock.patch.object(Turn, "can_begin", property(lambda self: True)),
-        mock.patch.object(Turn, "__init__", sharing),
-        mock.patch.object(Turn, "_exchange"),
         mock.patch.object(BucketMemory, "unit", one_place),
     ):
         yield
@@ -214,7 +218,7 @@ FAULTS = {
     ),
     "bucket freed too soon": Fault(
         "A gradient bucket is given back while its reduction runs",
-        instead(PendingReduction, "wait", landed_too_soon),
+        landed_too_soon,
         ZERO2,
         r"memory for blocks\.2/float32",
         ("stream reduce|stream nccl reduce", "stream main"),

@@ -9,7 +9,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.derived import (
     accumulate_dtype,
     data_ranks,
-    engine_options,
+    fixed_buffers,
     global_microbatches,
     may_leave_unused,
 )
@@ -29,7 +29,7 @@ from harness.config.schema import (
     Strategy,
 )
 from harness.fsdp import Placements
-from harness.fsdp.options import OPTIONS, conflicts
+from harness.fsdp.options import TOO_FAR_AHEAD
 from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
@@ -254,17 +254,11 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
         yield Violation(request.show("numerics.exact_bits"), problem, f"0 to {most}", f"numerics.exact_bits={most}")
 
 
-@rule("engine.accumulate_unsharded", "engine.double_buffer", "engine.prefetch")
-def options_go_together(request: Request) -> Iterator[Violation]:
-    config = request.config
-    reduces_each = not Placements.of(config.sharding.strategy, None).accumulates_locally
-    for each in conflicts(engine_options(config), reduces_each=reduces_each):
-        fix = ", or ".join(" ".join(_as_override(_path(name), v) for name, v in way.items()) for way in each.ways_out)
-        yield Violation(request.show(OPTIONS[each.option].setting), each.why, each.valid.lower(), fix)
-
-
-def _path(option: str) -> str:
-    return OPTIONS[option].setting if option in OPTIONS else f"sharding.{option}"
+@rule("engine.double_buffer", "engine.prefetch")
+def prefetched_units_have_room(request: Request) -> Iterator[Violation]:
+    if request.config.engine.prefetch > 1 and fixed_buffers(request.config):
+        fix = "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none"
+        yield Violation(request.show("engine.prefetch"), TOO_FAR_AHEAD, "0 or 1", fix)
 
 
 def _as_override(path: str, value: Any) -> str:

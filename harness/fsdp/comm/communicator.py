@@ -23,7 +23,7 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import Transport
 from harness.private_torch import backend_of
-from harness.shm import ShmGroup, Work, shared
+from harness.shm import ShmGroup, shared
 
 
 class Cut:
@@ -301,9 +301,3 @@ class Pending:
         if self.finish is not None:
             self.finish()
         self.incoming, self.finish, self.keeps = [], None, ()
-
-    def cancel(self) -> None:
-        """Let nobody wait for this rank in it; what it was to bring is undefined."""
-        for work in self.incoming:
-            if isinstance(work, Work):
-                work.cancel()

@@ -113,14 +113,6 @@ class DeviceRuntime:
             yield
         now.wait_stream(stream)
 
-    @property
-    def nccl_version(self) -> tuple[int, int, int] | None:
-        """Version of the NCCL that is loaded; None on CPU and in a torch without it."""
-        if not self.has_streams or not hasattr(cuda, "nccl"):
-            return None
-        major, minor, patch = cuda.nccl.version()[:3]
-        return major, minor, patch
-
     def make_pool(self, allocator: Any) -> Any:
         return cuda.MemPool(allocator)
 

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
@@ -61,18 +60,6 @@ def kept_group(beside: dist.ProcessGroup, ranks: tuple[int, ...] | None, descrip
     if members not in made:
         made[members] = group_of_members(members, description, like=beside)
     return made[members]
-
-
-def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, kind: str) -> DeviceMesh | None:
-    """One axis of all ranks of two, the second fastest; None where neither is there. *Collective* where both are."""
-    if data is None or tensor is None:
-        one = tensor if data is None else data
-        return None if one is None else DeviceMesh.from_group(one, kind)
-    row = torch.tensor(dist.get_process_group_ranks(tensor), device=kind)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(data))]
-    dist.all_gather(rows, row, group=data)
-    ranks = tuple(torch.cat(rows).tolist())
-    return DeviceMesh.from_group(kept_group(data, ranks, "weights"), kind)
 
 
 @dataclass(frozen=True)
@@ -162,38 +149,21 @@ class Mesh:
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
 
-def all_values(comm: Everyone, values: Tensor, purpose: str) -> Tensor:
+def all_values(comm: Communicator, values: Tensor, purpose: str) -> Tensor:
     """Every rank's fp64 or int64 values: shape [ranks, *values.shape]. *Collective.*"""
     table = values.new_zeros(comm.size, *values.shape)
     table[comm.rank] = values
     return comm.sum_scalars(table, purpose)
 
 
-class Crossed:
-    """All ranks of a model under tensor parallelism: both axes, one after the other."""
-
-    def __init__(self, data: Communicator, tensor: Communicator) -> None:
-        self.data, self.tensor = data, tensor
-        self.runtime = data.runtime
-
-    @property
-    def rank(self) -> int:
-        return self.data.rank * self.tensor.size + self.tensor.rank
-
-    @property
-    def size(self) -> int:
-        return self.data.size * self.tensor.size
-
-    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
-        self.data.sum_scalars(values, purpose)
-        return self.tensor.sum_scalars(values, f"{purpose} over tensor-parallel ranks")
-
-    def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        along = self.tensor.from_first(value, f"{purpose} over tensor-parallel ranks")
-        return self.data.from_first(along, purpose)
-
-
-Everyone = Communicator | Crossed
+def crossed(data: Communicator, tensor: Communicator | None) -> Communicator:
+    """All ranks of two axes, by number. *Collective* where both are there."""
+    if tensor is None or tensor.size == 1:
+        return data
+    row = torch.tensor(dist.get_process_group_ranks(tensor.group), device=data.runtime.device)
+    ranks = tuple(all_values(data, row, "ranks of both axes").flatten().tolist())
+    group = kept_group(data.group, ranks, "fsdp_with_tensor")
+    return Communicator(group, data.runtime, Transport.backend)
 
 
 @dataclass(frozen=True)
@@ -203,9 +173,9 @@ class Meshes:
     tensor: Communicator | None = None
 
     @cached_property
-    def everyone(self) -> Everyone:
-        data = self.dense.everyone
-        return data if self.tensor is None else Crossed(data, self.tensor)
+    def everyone(self) -> Communicator:
+        """All ranks of the model. *Collective* the first time."""
+        return crossed(self.dense.everyone, self.tensor)
 
     def __iter__(self) -> Iterator[Mesh]:
         return iter([self.dense] if self.experts is self.dense else [self.dense, self.experts])

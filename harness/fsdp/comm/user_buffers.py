@@ -26,9 +26,6 @@ from harness.fsdp.comm.events import CONTROL
 from harness.fsdp.vocabulary import Registration
 from harness.private_torch import backend_of
 
-SYMMETRIC_FROM_NCCL = (2, 27, 0)
-"""First NCCL with symmetric registration, and with symmetric sums."""
-
 
 class Member:
     """One communicator that moves the buckets, and how its ranks agree.
@@ -61,7 +58,7 @@ class UserBuffers:
         mode: when to register.
         members: communicators in order of registration, the outer one last; none where there is nothing to move.
         runtime: the buckets' device.
-        symmetric: as symmetric windows where torch and NCCL can; false registers for zero copy alone.
+        symmetric: as symmetric windows; false registers for zero copy alone.
         may_fall_back: a failed registration goes on without user buffers, and the facts say why; false raises.
 
     Raises:
@@ -86,8 +83,7 @@ class UserBuffers:
         self._closed = False
         # why nothing is registered
         self._reason = "" if mode is Registration.none else _why_unable(self._members, runtime)
-        self._asked_symmetric = symmetric
-        self._plain_because = _why_not_symmetric(runtime.nccl_version) if symmetric else "not asked for"
+        self._symmetric = symmetric
         if mode is not Registration.none and not self._reason:
             self._make_pool()
 
@@ -99,10 +95,6 @@ class UserBuffers:
     def due(self) -> bool:
         """True if a registration waits for the end of the first step; nothing may be in flight when it is made."""
         return self.active and self.mode is Registration.manual and not self._registered
-
-    @property
-    def symmetric(self) -> bool:
-        return not self._plain_because
 
     def allocating(self) -> AbstractContextManager[None]:
         return self._runtime.allocating_from(self._pool) if self.active else nullcontext()
@@ -133,10 +125,7 @@ class UserBuffers:
     def facts(self) -> dict[str, str]:
         """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
         facts = {"requested": self.mode.value, "effective": self._effective()}
-        reason = self._reason
-        if not reason and self.mode is not Registration.none and self._asked_symmetric:
-            reason = self._plain_because
-        return facts | ({"reason": reason} if reason else {})
+        return facts | ({"reason": self._reason} if self._reason else {})
 
     def close(self) -> None:
         """Take all registrations back, the last one first. Repeatable; buckets keep their memory."""
@@ -153,7 +142,7 @@ class UserBuffers:
             return "none"
         if self.due:
             return "pending"
-        kind = "symmetric" if self.symmetric else "zero-copy"
+        kind = "symmetric" if self._symmetric else "zero-copy"
         return f"{self.mode.value}, {kind}, {'+'.join(member.name for member in self._members)}"
 
     def _make_pool(self) -> None:
@@ -184,7 +173,7 @@ class UserBuffers:
 
     def _register_with(self, member: Member) -> str:
         try:
-            member.backend.register_mem_pool(self._pool, symm=self.symmetric)
+            member.backend.register_mem_pool(self._pool, symm=self._symmetric)
         except RuntimeError as error:
             return _words(error)
         self._registered.append(member)
@@ -213,16 +202,6 @@ class UserBuffers:
                 " (nccl_ub.fallback=record; registration_fallback='record'), or disable_symmetric_registration=True"
                 " (nccl_ub.symmetric=false) where only symmetric windows fail"
             )
-
-
-def _why_not_symmetric(nccl_version: tuple[int, int, int] | None) -> str:
-    """Why this NCCL cannot register symmetrically; empty if it can."""
-    if nccl_version is None:
-        return "symmetric registration: no NCCL is loaded"
-    if nccl_version >= SYMMETRIC_FROM_NCCL:
-        return ""
-    have, want = (".".join(map(str, version)) for version in (nccl_version, SYMMETRIC_FROM_NCCL))
-    return f"symmetric registration needs NCCL {want}, and {have} is loaded"
 
 
 def _why_unable(members: Sequence[Member], runtime: DeviceRuntime) -> str:

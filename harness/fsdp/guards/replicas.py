@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.comm.mesh import Everyone, Groups, Meshes, all_values
+from harness.fsdp.comm.mesh import Groups, Meshes, all_values
 from harness.fsdp.guards.watches import by_value, ranks_text
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import REPLICATE
@@ -290,7 +290,7 @@ class RanksDisagree(RuntimeError):
     """Raised by all ranks with the same message."""
 
 
-def check_agreed(pairs: Pairs, comm: Everyone, purpose: str, wrong: str, fix: str) -> None:
+def check_agreed(pairs: Pairs, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
     """Compare one number a rank; only where it differs, all pairs. *Collective* over `comm`.
 
     Args:
@@ -304,10 +304,10 @@ def check_agreed(pairs: Pairs, comm: Everyone, purpose: str, wrong: str, fix: st
     number = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in pairs).encode())
     if len(set(all_values(comm, torch.tensor(number, device=comm.runtime.device), purpose).tolist())) == 1:
         return
-    raise RanksDisagree(f"{wrong}: {difference(_everyones(pairs, comm, purpose))}. {fix}")
+    raise RanksDisagree(f"{wrong}: {difference(everyones(pairs, comm, purpose))}. {fix}")
 
 
-def _everyones(pairs: Pairs, comm: Everyone, purpose: str) -> list[Pairs]:
+def everyones(pairs: Pairs, comm: Communicator, purpose: str) -> list[Pairs]:
     text = json.dumps(list(pairs)).encode()
     found = all_values(comm, torch.tensor(len(text), device=comm.runtime.device), purpose).tolist()
     padded = torch.frombuffer(bytearray(text.ljust(8 * -(-max(found) // 8))), dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 - element by element: on the rows; a tensor that is cut otherwise is gathered and cut alike first
 - sums, means, norms and extremes of all elements: of the rows, then of what all ranks found
-- reductions of other dimensions than 0: on the rows
 - random numbers: drawn for the whole tensor on every rank; those of the mesh's first rank count
 - views of whole rows: views; other views show a gathered copy that cannot be written to
 - other operations in place would lose the edit, or change rows of other ranks: refused on all ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated, wrap_rows
+from harness.fsdp.ragged.tensor import RaggedTensor, Replicated, replicated
 from harness.private_torch import local_tensor
 
 aten = torch.ops.aten
@@ -27,36 +27,19 @@ EXTREMES: dict[Any, Callable[..., Tensor]] = {
     aten.min.default: torch.amin,
 }
 NORM = aten.linalg_vector_norm.default
-BY_ROW = SUMS | {
-    aten.all.dim,
-    aten.amax.default,
-    aten.amin.default,
-    aten.any.dim,
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.linalg_vector_norm.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.prod.dim_int,
-    aten.std.correction,
-    aten.var.correction,
-}
+REDUCTIONS = SUMS | EXTREMES.keys() | {NORM}
 
 
 def reduction_of(func: Any, args: tuple[Any, ...]) -> Rule | None:
-    if func not in BY_ROW and func not in EXTREMES:
+    """The rule of a reduction of all elements; None for others."""
+    if func not in REDUCTIONS:
         return None
     like, at = args[0], 2 if func is NORM else 1
     dim = args[at] if len(args) > at else None
     dims = range(like.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    reduced = {each % max(like.dim(), 1) for each in dims}
-    if len(reduced) == like.dim():
-        return _extreme if func in EXTREMES else _norm if func is NORM else _sum if func in SUMS else None
-    return _by_row if 0 not in reduced and like.cuts_rows_alone else None
-
-
-def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return wrap_rows(func(local_tensor(args[0]), *args[1:], **kwargs), args[0])
+    if len({each % max(like.dim(), 1) for each in dims}) < like.dim():
+        return None
+    return _extreme if func in EXTREMES else _norm if func is NORM else _sum
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

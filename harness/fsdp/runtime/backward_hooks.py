@@ -37,7 +37,7 @@ from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.at_rest import finished_grad
 from harness.fsdp.storage.codec import BACKWARD
-from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.private_torch import (
@@ -86,7 +86,6 @@ class BackwardHooks:
             param.requires_grad_()  # torch hangs hooks on no other
             hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
             self.handles.append(param.register_post_accumulate_grad_hook(hook))
-            setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
             param.requires_grad_(not frozen)
 
     def recover(self) -> None:
@@ -171,9 +170,9 @@ class BackwardHooks:
     def _show_own(self) -> None:
         for bucket in buckets_of(self.units):
             sharded = bucket.views.sharded()
-            if sharded is not None and sharded.shows_unsharded:
+            if sharded.shows_unsharded:
                 sharded.show(unsharded=True)
-            elif sharded is not None:
+            else:
                 sharded.sync_flags()
 
     @property
@@ -320,23 +319,6 @@ class BackwardHooks:
         self._root_pre_backward()
         param.grad_dtype = None  # it is in that of the weight
         put_grad(param, early)
-
-    def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
-        """`param.get_main_grad()`, to which a kernel adds a weight's gradient itself.
-
-        Flat storage in the parameter's shape, in the dtype its gradients wait in. The kernel sets
-        `param.grad_added_to_main_grad` (TransformerEngine's protocol).
-
-        Raises:
-            NotImplementedError: under grad_buffer=concat there is no such place.
-        """
-        if gradients.concat:
-            raise NotImplementedError("get_main_grad needs grad_buffer=flat: under concat no flat gradient exists yet")
-        self._root_pre_backward()
-        if not gradients.is_prepared:
-            self.reduce.prepare(unit)
-        unit.readiness.note_written(gradients.params[index])
-        return gradients.written_by(index)
 
     def _post_backward(self, unit: Unit) -> None:
         if unit.is_root:

@@ -263,11 +263,6 @@ class GatherPipeline:
         for group in self._groups:
             group.settle()
 
-    def cancel(self) -> None:
-        for unit in self._on_way:
-            for bucket in unit.buckets:
-                bucket.cancel()
-
     # -- hold ------------------------------------------------------------------------------------------------------
 
     @property

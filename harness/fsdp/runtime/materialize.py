@@ -9,9 +9,8 @@ set what lies in modules inside it: these are reset first, all of them together.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.runtime.units import is_expert
+from harness.fsdp.storage.at_rest import SHARDED
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
-from harness.fsdp.storage.parameter_access import weak_references
+from harness.fsdp.storage.parameter_access import slots_of
 from harness.fsdp.tensor_parallel import real, values_here
 from harness.private_torch import parameters_of
 
@@ -42,8 +42,8 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
 
 
 def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, resets: bool) -> None:
-    """Swap meta parameters for storage-free ones on the device, same objects. resets: `reset_parameters()` gives
-    values, those of buffers too.
+    """Put storage-free parameters on the device in place of those on meta. resets: `reset_parameters()` gives values,
+    those of buffers too.
 
     Raises:
         ValueError: nothing says what their values are to be, or those of buffers.
@@ -62,26 +62,14 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, res
             " device='cpu')); or give their module reset_parameters() and use init_on_meta=True (fully_shard_model:"
             " init_model_with_meta_device=True) without initial_value"
         )
-    with _without_weak_references(module) if hollow else nullcontext():
-        for _, param in hollow:
-            nan = torch.full((), float("nan"), dtype=param.dtype, device=device)
-            made = real(param, nan.expand(values_here(param).shape))
-            made.__dict__.update(param.__dict__)  # marks such as `allreduce`
-            torch.utils.swap_tensors(param, made)
-
-
-@contextmanager
-def _without_weak_references(module: nn.Module) -> Iterator[None]:
-    """Recurrent layers keep lists of them, and torch swaps no tensor that has one."""
-    lists = [held for part in module.modules() if isinstance(part, nn.RNNBase) for held in weak_references(part)]
-    kept = [[None if each is None else each() for each in held] for held in lists]
-    for held in lists:
-        held.clear()
-    try:
-        yield
-    finally:
-        for held, params in zip(lists, kept, strict=True):
-            held += [None if each is None else weakref.ref(each) for each in params]
+    slots = slots_of(module)
+    for _, param in hollow:
+        nan = torch.full((), float("nan"), dtype=param.dtype, device=device)
+        made = real(param, nan.expand(values_here(param).shape))
+        made.__dict__.update(param.__dict__)  # marks such as `allreduce`
+        for slot in slots[id(param)]:
+            slot.put(made, param)
+        setattr(param, SHARDED, made)  # for an optimizer that has it
 
 
 def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Meshes, device: torch.device) -> None:

@@ -154,15 +154,6 @@ class Readiness:
             self._inside |= {call for call in self._unseen if call.begin <= number}
         return not self._inside <= self.due
 
-    def note_written(self, param: nn.Parameter) -> None:
-        """A kernel adds the gradient itself, before the backward has passed the call.
-
-        Without a node on the inputs the unit ends with the whole backward.
-        """
-        if self.due:
-            self._due_params.discard(id(param))
-            self._arrived.add(id(param))
-
     @property
     def is_entered(self) -> bool:
         """True inside a call whose end only the order of nodes tells."""

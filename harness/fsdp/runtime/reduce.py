@@ -65,7 +65,6 @@ class PendingReduction:
         self._stages = self._reduce()
         self._has_more = True
         self._stream = "reduce"
-        self._exchanges: list[Exchange] = []
         self._copies: list[Tensor] = []  # encoded gradients beside those they were made of
 
     def _reduce(self) -> Iterator[None]:
@@ -113,9 +112,7 @@ class PendingReduction:
 
     def _exchange(self, reduction: Reduction, axis: Axis, parts: list[Part]) -> Exchange:
         sums = [step.axis for step in self.bucket.placements.reductions[True] if step.operation is _SUM]
-        exchange = reduction.exchange(parts, self._label(axis), self.factor if axis is sums[-1] else 1.0)
-        self._exchanges.append(exchange)
-        return exchange
+        return reduction.exchange(parts, self._label(axis), self.factor if axis is sums[-1] else 1.0)
 
     def _encoded(self, part: Part, reduction: Reduction) -> Part:
         """A part as it is sent: itself where it already is; else a copy without what lies between its chunks."""
@@ -169,11 +166,6 @@ class PendingReduction:
             self.done.wait()
         else:
             self.run()
-
-    def cancel(self) -> None:
-        """Let nobody wait for this rank in what is under way, of gradients that nobody wants."""
-        for exchange in self._exchanges:
-            exchange.pending.cancel()
 
     def free(self) -> None:
         for copy in self._copies:
@@ -268,16 +260,12 @@ class ReducePipeline:
         self._issued = 0
 
     def drain(self) -> None:
-        if not self.runtime.has_streams and all(
-            job.bucket.placements.accumulates_locally for job in self._jobs_in_flight()
-        ):
-            self._sum_all()
+        jobs = [job for _, jobs in self._in_flight for job in jobs]
+        if not self.runtime.has_streams and all(job.bucket.placements.accumulates_locally for job in jobs):
+            _sum_all(jobs)
         while self._in_flight:
             self._land()
         self.memory.release_spare()
-
-    def _jobs_in_flight(self) -> Iterator[PendingReduction]:
-        return (job for _, jobs in self._in_flight for job in jobs)
 
     def finish(self) -> None:
         """Wait for the step's reductions; turn sums into main gradients and scale what was left unscaled."""
@@ -302,11 +290,6 @@ class ReducePipeline:
                 self._land()
         self.memory.release_spare()
 
-    def cancel(self) -> None:
-        """Let nobody wait for this rank in reductions under way, of gradients that nobody wants."""
-        for job in self._jobs_in_flight():
-            job.cancel()
-
     def _issue(self, unit: Unit) -> None:
         self._issued += 1
         if not all(gradients.is_prepared for gradients in unit.gradients):  # not used: it contributes zeros
@@ -329,13 +312,6 @@ class ReducePipeline:
                 job.run()
         return job
 
-    def _sum_all(self) -> None:
-        """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
-        jobs = list(self._jobs_in_flight())
-        with events.waiting(*(job.label for job in jobs)):
-            while any(jobs):
-                jobs = [job for job in jobs if job.advance()]
-
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
         _, jobs = self._in_flight.popleft()
@@ -349,3 +325,10 @@ class ReducePipeline:
                 job.free()
         if failures:
             raise events.explained(failures[0])
+
+
+def _sum_all(jobs: Sequence[PendingReduction]) -> None:
+    """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
+    with events.waiting(*(job.label for job in jobs)):
+        while any(jobs):
+            jobs = [job for job in jobs if job.advance()]

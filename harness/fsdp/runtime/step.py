@@ -126,22 +126,21 @@ class BackwardPlan:
 class StepShape:
     """Demands of strategy, axes and options on every step.
 
-    reduces_each: every backward is reduced, also inside `no_sync`. reduces_once: some reduction comes once a step.
-    accumulates: a backward inside `no_sync` leaves something to reduce. exact_terms: most microbatches over all ranks
-    under numerics=exact; None: any number.
+    reduces_each: every backward is reduced, also inside `no_sync`. reduces_once: some reduction comes once a step, so
+    that a backward inside `no_sync` leaves something to reduce. exact_terms: most microbatches over all ranks under
+    numerics=exact; None: any number.
     """
 
     reduces_each: bool
     reduces_once: bool
-    accumulates: bool
     exact_terms: int | None = None
     num_ranks: int = 1
 
     def plan(self, *, sync: bool, adds: bool) -> BackwardPlan:
         """Plan of a backward. sync: it ends the step; adds: one of this step was reduced before it."""
-        leads_to = StepState.ACCUMULATED if self.accumulates and not sync else StepState.SUMMED
-        if self.reduces_once and sync:
-            leads_to = StepState.REDUCED
+        leads_to = StepState.SUMMED
+        if self.reduces_once:
+            leads_to = StepState.REDUCED if sync else StepState.ACCUMULATED
         return BackwardPlan(sync or self.reduces_each, last=sync, adds=adds, leads_to=leads_to)
 
 

@@ -104,11 +104,8 @@ class Trainability:
         for unit in hooks.units:
             unit.take_in()
         hooks.step.weights_installed()
-        trained = [bucket for bucket in self._buckets if bucket.trainable]
         hooks.reduce.take_in(hooks.units)
         self.gradients.take_in(late)
-        if hooks.guard is not None:
-            hooks.guard.watch(trained)
         hooks.take_in(late)
 
     def _refuse(self, bucket: ParamGroup) -> None:

@@ -168,8 +168,7 @@ class Weights:
             bucket.views.forget_edits()  # those from before
         for bucket in buckets:
             bucket.use()
-            if (sharded := bucket.views.sharded()) is not None:
-                sharded.count_edits()
+            bucket.views.sharded().count_edits()
         try:
             yield
             edited = self._take_edits(buckets)

@@ -52,7 +52,6 @@ LOCATION = "_fsdp_location"
 """Attribute of a sharded parameter: a weak reference to its `ShardedParameters`, and its index in the bucket."""
 (_UNKEPT,) = [getrefcount(held) for _, held in enumerate([object()])]
 """Reference count of an object that only the list being iterated holds."""
-_ENGINES = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
 
 
 class _Hooked:
@@ -130,6 +129,25 @@ def _superseding(own: type) -> type:
     return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
 
 
+class _Watched:
+    """An unsharded parameter while its weights are whole: what is written through `data` counts as an edit of it."""
+
+    @property
+    def data(self) -> Tensor:
+        return cast(Tensor, self).detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        put_data(cast(Tensor, self), values)
+
+
+@cache
+def watched(own: type) -> type:
+    if issubclass(own, DTensor):
+        return own
+    return cast(type, cast(Any, type(own))(own.__name__, (_Watched, own), {"__module__": own.__module__}))
+
+
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
@@ -193,7 +211,7 @@ class ShardedParameters:
             self.params.append(sharded)
             setattr(sharded, LOCATION, (weakref.ref(self), index))
             if sharded is not param:
-                vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith(_ENGINES)})
+                vars(sharded).update({n: v for n, v in vars(param).items() if not n.startswith("_fsdp_")})
                 setattr(sharded, HOME, getattr(param, HOME))
                 setattr(param, SHARDED, sharded)
         both = list(zip(self.unsharded, self.params, strict=True))
@@ -243,7 +261,7 @@ class ShardedParameters:
         for param, own in self._same:
             param.__class__ = own if unsharded else counting(own)
         for param, sharded, own in self._pairs:
-            param.__class__ = own
+            param.__class__ = watched(own)
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
             if turns and coming.requires_grad is not leaving.requires_grad:
                 coming.requires_grad_(leaving.requires_grad)
@@ -415,4 +433,6 @@ def location_of(param: Tensor) -> tuple[ShardedParameters, int] | None:
 
 
 def sharded_of(param: Any) -> Any:
-    return getattr(param, SHARDED, param)
+    while (following := getattr(param, SHARDED, None)) is not None:  # what was on meta has another one in between
+        param = following
+    return param

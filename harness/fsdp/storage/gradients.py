@@ -35,10 +35,6 @@ from harness.fsdp.tensor_parallel import gradient_here
 from harness.fsdp.vocabulary import GradBuffer, Numerics
 from harness.private_torch import references_to
 
-ADDED = "grad_added_to_main_grad"
-"""Set by a kernel of Megatron's protocol that has added the gradient itself; what autograd gets is a stand-in."""
-MAIN_GRADIENT = "get_main_grad"  # where a kernel of Megatron's protocol finds the place to add to
-
 
 class Accumulation(Enum):
     in_place = "autograd adds to the sums themselves"
@@ -50,13 +46,12 @@ class Accumulation(Enum):
 class GradientPlan:
     """Shared by all buckets of a model.
 
-    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: format of
-    gradients and of their sums under numerics=exact. offload: device of main gradients, apart from the sums.
+    integers: format of gradients and of their sums under numerics=exact. offload: device of main gradients, apart from
+    the sums.
     """
 
     memory: BucketMemory
     buffer: GradBuffer = GradBuffer.flat
-    unsharded: bool = False
     numerics: Numerics = Numerics.fast
     integers: Integers | None = None
     offload: torch.device | None = None
@@ -151,9 +146,8 @@ class Gradients:
 
     @property
     def arriving(self) -> torch.dtype:
-        reduces = self.accumulation is Accumulation.reduced
-        keeps = not reduces or self.plan.unsharded or self.plan.integers
-        return self.dtypes.grads if keeps else self.dtypes.wire
+        is_sent = self.accumulation is Accumulation.reduced and not self.plan.integers
+        return self.dtypes.wire if is_sent else self.dtypes.grads
 
     @by_engine
     def expect(self, *, waits: bool | None = None) -> None:
@@ -161,7 +155,7 @@ class Gradients:
         self._waits = self._waits if waits is None else waits and self.first_may_wait
         arriving = self.arriving
         for param in self.params:
-            expected = param.dtype if self._waits and _may_wait(param) else arriving
+            expected = param.dtype if self._waits and not isinstance(param, DTensor) else arriving
             if grad_of(param) is None and param.grad_dtype != expected:
                 param.grad_dtype = expected
 
@@ -205,7 +199,7 @@ class Gradients:
         if index in self._waiting:  # it came before, and what comes now is added to that in the bucket's dtype
             self.copy_in_waiting(but=index)
         gradient = grad_of(param)
-        if not self._waits or not _may_wait(param) or index not in self._unwritten or gradient is None:
+        if not self._waits or isinstance(param, DTensor) or index not in self._unwritten or gradient is None:
             self.copy_in(index)
             return
         self._waiting[index] = gradient.detach()
@@ -244,25 +238,9 @@ class Gradients:
             self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
 
     def copy_in(self, index: int) -> None:
-        param = self.params[index]
-        if getattr(param, ADDED, False):
-            put_grad(param, self._views[index])
-            setattr(param, ADDED, False)
-        elif not self.concat:
-            _copy_into(param, self._views[index], fresh=index in self._unwritten)
+        if not self.concat:
+            _copy_into(self.params[index], self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
-
-    @by_engine
-    def written_by(self, index: int) -> Tensor:
-        """The place of a gradient, for a kernel that adds to it itself; zeros where nothing has come."""
-        self.prepare()
-        self.copy_in_waiting()
-        self.arrived.add(index)
-        if index in self._unwritten:
-            self._views[index].zero_()
-            self._unwritten.discard(index)
-        put_grad(self.params[index], None)  # what autograd brings goes elsewhere first: it may be a stand-in
-        return self._views[index]
 
     def settle(self) -> None:
         self.copy_in_waiting()
@@ -356,11 +334,6 @@ class Gradients:
             ("main_grads", self._main, self.placements.main_grads),
             ("gradient_sums", self.sums, self.placements.accumulated_grads),
         ]
-
-
-def _may_wait(param: nn.Parameter) -> bool:
-    """False where autograd's gradient is no plain tensor in the weight's dtype."""
-    return not (isinstance(param, DTensor) or getattr(param, ADDED, False))
 
 
 def _copy_into(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:

@@ -6,9 +6,8 @@ holding memory in between.
 
 With fixed buffers nothing is allocated after the first step: the gathered weights of all units but the root's lie in
 two buffers, those of even and of odd units, each as large as its largest unit. Two units alive at once is then a limit,
-not a habit. Unreduced gradients take two more. Each unit has a storage object of its own, which has the buffer's memory
-while the unit has its turn, and none otherwise: what autograd saved finds the memory in the backward. The memory itself
-never moves.
+not a habit. Unreduced gradients take two more. Units of one buffer share its storage, and take turns: what autograd
+saved finds the unit's weights there again in the backward.
 """
 
 from __future__ import annotations
@@ -21,31 +20,27 @@ from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.user_buffers import UserBuffers
-from harness.private_torch import swap_memory
 from harness.shm import ShmGroup
 
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
-CAN_SWAP = bool(swap_memory)
-"""From torch 2.12 on; before, all units share one storage, and a view kept past its unit's turn shows another's."""
 
 
 class SharedBuffer:
     """Memory that grows while units are placed in it, and never after.
 
-    nbytes: its size. user: the unit that has its turn, whose storage has the memory.
+    nbytes: its size. user: the unit that has its turn.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nbytes = 0
         self.user: Turn | None = None
-        # has the memory while no unit has its turn
         self.storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
 
 class Turn:
-    """One unit's part in a shared buffer: a storage that has the buffer's memory from `begin` to `end`.
+    """One unit's part in a shared buffer, which it has from `begin` to `end`.
 
     filled: addresses of its buckets whose contents the buffer has now.
     """
@@ -54,16 +49,15 @@ class Turn:
         self.filled: set[int] = set()
         self._buffer = buffer
         self._cursor = 0
-        self._storage = torch.UntypedStorage(0, device=buffer.device) if CAN_SWAP else buffer.storage
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor behind those placed before, whose contents are undefined; the turn has begun."""
         end = self._cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         if end > self._buffer.nbytes:
-            self._storage.resize_(end)
+            self._buffer.storage.resize_(end)
             self._buffer.nbytes = end
         bucket = torch.empty(0, dtype=dtype, device=self._buffer.device)
-        bucket.set_(self._storage, self._cursor // dtype.itemsize, (numel,), (1,))
+        bucket.set_(self._buffer.storage, self._cursor // dtype.itemsize, (numel,), (1,))
         self._cursor = end
         return bucket
 
@@ -72,18 +66,11 @@ class Turn:
         return self._buffer.user is None or self._buffer.user is self
 
     def begin(self) -> None:
-        if self._buffer.user is not self:
-            self._exchange()
-            self._buffer.user = self
+        self._buffer.user = self
 
     def end(self) -> None:
         if self._buffer.user is self:
-            self._exchange()
             self._buffer.user = None
-
-    def _exchange(self) -> None:
-        if self._storage is not self._buffer.storage:
-            swap_memory(self._storage, self._buffer.storage)
 
 
 class BucketMemory:

@@ -279,10 +279,6 @@ class ParamGroup:
             self.memory.free(encoding.unsharded)
         self.point_at_weights()
 
-    def cancel(self) -> None:
-        for _, pending in self._unsharding:
-            pending.cancel()
-
     @property
     def is_whole(self) -> bool:
         return any(each.is_valid for each in self.encodings)

@@ -25,7 +25,7 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import values_here
-from harness.fsdp.update.rules import COUNTERS, KERNELS, kernels_of, moments_of
+from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
 from harness.muon import steps_matrices
 from harness.private_torch import note_step, version_of
 
@@ -95,17 +95,16 @@ class Counter:
 
 
 class FlatStep:
-    """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* kernels:
-    settings of a group while the rule runs. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients
-    as `decoupled_grad`. step_matrices: called with the optimizer, pieces by group, and its rule, in place of the rule.
+    """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
+    see `kernel_settings`. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients as
+    `decoupled_grad`. step_matrices: called with the optimizer, pieces by group, and its rule, in place of the rule.
     agree: called before, once gradients are known. *Collective.*
     """
 
     def __init__(self, optimizer: Opt) -> None:
         self.optimizer = optimizer
         self.before: list[Callable[..., None]] = []
-        self.kernels: Callable[[Opt, dict[str, Any]], dict[str, bool]] = lambda *_: {}
-        self.steps_unused = self.decoupled = False
+        self.unfused = self.steps_unused = self.decoupled = False
         self.step_matrices: Callable[[Opt, list[list[Any]], Callable[[Opt], Any]], None] | None = None
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
@@ -191,7 +190,7 @@ class FlatStep:
         self._saved = [dict(group) for group in groups], held
         state = self.optimizer.state = defaultdict(dict)
         for group, entries in zip(groups, self._plan, strict=True):
-            group.update(self.kernels(self.optimizer, group))
+            group.update(kernel_settings(self.optimizer, group, unfused=self.unfused))
             group["params"] = [each.flat if isinstance(each, Piece) else each for each in entries]
             state.update({each: held[each] for each in entries if not isinstance(each, Piece) and each in held})
         for piece in self._pieces():
@@ -288,10 +287,6 @@ class FlatStep:
             moments = (held.get(key) for key in self.moments or ()) if location_of(param) is not None else ()
             used += sum(values_here(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
         return used, max(total - used, 0)
-
-    def chosen(self) -> list[str]:
-        pairs = [(group, self.kernels(self.optimizer, group)) for group in self.optimizer.param_groups]
-        return [f"{kernels_of({**g, **own})}, {'chosen by the engine' if own else 'as given'}" for g, own in pairs]
 
     # -- what is stepped together --------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.events import Label
-from harness.fsdp.comm.mesh import Mesh, all_values, mesh_of
+from harness.fsdp.comm.mesh import Mesh, all_values, crossed
 from harness.fsdp.storage.at_rest import ShardedParameters, location_of
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 from harness.fsdp.storage.param_group import ParamGroup
@@ -33,7 +33,6 @@ from harness.fsdp.storage.placement import SHARD
 from harness.fsdp.update.flat_step import Piece
 from harness.fsdp.update.owners import Work, is_shared, owners_of
 from harness.fsdp.update.rules import moments_of
-from harness.fsdp.vocabulary import Transport
 from harness.muon import (
     MOMENTUM,
     WIRE,
@@ -71,13 +70,9 @@ class Grid:
     @classmethod
     def of(cls, mesh: Mesh, tp: Communicator | None) -> Grid:
         """*Collective.*"""
-        runtime, comm = mesh.everyone.runtime, mesh.everyone
-        if tp is not None:
-            everywhere = mesh_of(comm.group, tp.group, runtime.device.type)
-            assert everywhere is not None
-            comm = Communicator(everywhere.get_group(), runtime, Transport.backend)
+        comm = crossed(mesh.everyone, tp)
         own = [mesh.place.inner_rank, mesh.place.outer_rank, 0 if tp is None else tp.rank]
-        found = all_values(comm, torch.tensor(own, device=runtime.device), "places of ranks")
+        found = all_values(comm, torch.tensor(own, device=comm.runtime.device), "places of ranks")
         return cls(comm, [Place(*each) for each in found.tolist()])
 
 

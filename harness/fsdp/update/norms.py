@@ -15,9 +15,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued, scale_together
 from harness.fsdp.comm.fixed_point import norm_from_counters, square_counters
-from harness.fsdp.comm.mesh import Everyone, all_values
+from harness.fsdp.comm.mesh import all_values
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.vocabulary import Numerics
 from harness.private_torch import foreach_norm
@@ -28,17 +29,17 @@ LONG = 1 << 16  # shorter tensors are summed in fp64
 SAFE = (1e-24, 1e30)  # totals for which squares neither vanish nor overflow in fp32; beyond, fp64 is used
 
 
-def gradient_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics) -> Tensor:
+def gradient_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
     """Euclidean norm of the main gradients, equal on all ranks; each parameter counts once. *Collective.*"""
     return _euclidean([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
-def weight_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics) -> Tensor:
+def weight_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics) -> Tensor:
     """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
     return _euclidean([(bucket, bucket.main_shards) for bucket in buckets], everyone, numerics)
 
 
-def _euclidean(shards_of: list[tuple[ParamGroup, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> Tensor:
+def _euclidean(shards_of: list[tuple[ParamGroup, list[Tensor]]], everyone: Communicator, numerics: Numerics) -> Tensor:
     """Buckets that every rank holds unsharded are counted by each for itself, others by the first holder of a shard."""
     whole, counted, split = _dealt(shards_of)
     count = square_counters if numerics.bitwise else sum_of_squares
@@ -60,7 +61,7 @@ def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[T
     return whole, [shard for bucket, shards in split for shard in bucket.counted(shards)], bool(split)
 
 
-def gradient_p_norm(buckets: Sequence[ParamGroup], everyone: Everyone, numerics: Numerics, p: float) -> Tensor:
+def gradient_p_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics, p: float) -> Tensor:
     """The p-norm of the main gradients, p positive or inf, equal on all ranks. *Collective.*
 
     Raises:
@@ -89,7 +90,7 @@ def _sum_of_powers(shards: Sequence[Tensor], p: float, device: torch.device) -> 
     return total
 
 
-def _largest(shards: Sequence[Tensor], everyone: Everyone) -> Tensor:
+def _largest(shards: Sequence[Tensor], everyone: Communicator) -> Tensor:
     none = torch.zeros((), dtype=torch.float64, device=everyone.runtime.device)
     found = [shard.detach().abs().amax().double().to(none.device) for shard in shards if shard.numel()]
     return all_values(everyone, torch.stack([none, *found]).amax(), "norm").amax()

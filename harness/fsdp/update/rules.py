@@ -116,18 +116,16 @@ def _first(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def kernel_settings(
-    optimizer: Optimizer, group: Mapping[str, Any], numerics: Numerics, *, fusable: bool
-) -> dict[str, bool]:
+def kernel_settings(optimizer: Optimizer, group: Mapping[str, Any], *, unfused: bool) -> dict[str, bool]:
     """Settings in place of a group's own, where its user has left the choice of kernels open.
 
     The fused kernel walks once through a flat run of parameters, torch's default a dozen times. SGD walks once or
-    twice anyway. `exact` steps unfused, as one process does; so does `ordered`, where [Note: Bits and cuts] asks.
+    twice anyway.
 
     Args:
-        fusable: every segment of the model may be cut anywhere without a change of bits.
+        unfused: as one process steps under `exact`, and as `ordered` does where [Note: Bits and cuts] asks.
     """
-    if numerics is Numerics.exact or (numerics.bitwise and not fusable):
+    if unfused:
         return {name: False for name in KERNELS if name in group}
     if not isinstance(optimizer, torch.optim.Adam) or any(
         name not in group or group[name] is not None for name in KERNELS
@@ -135,12 +133,6 @@ def kernel_settings(
         return {}
     asks = group.get("differentiable") or group.get("capturable")
     return {} if asks or any(isinstance(value, Tensor) for value in group.values()) else {"fused": True}
-
-
-def kernels_of(group: Mapping[str, Any]) -> str:
-    if all(group.get(name) is None for name in KERNELS):
-        return "the optimizer's default"
-    return next((name for name in KERNELS if group.get(name)), "one tensor at a time")
 
 
 # -- preconditions -----------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def converted(recipe: Fp8, seed: int = 3, tp: int = 1) -> Model:
     model = Model(seed, tp)
-    Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name, history=3, margin=1)
+    Fp8Linear.convert(model, recipe, lambda name, layer: "blocks" in name, history=3)
     return model
 
 

@@ -143,8 +143,8 @@ MUTANTS = {
     views: A view cuts rows
         fsdp.ragged.operations._view: or size[0] % like.shape[0] =>
         uneven: p.reshape(4, 6)
-    rows alone: A sum over rows is of this rank's rows
-        fsdp.ragged.reductions.reduction_of: 0 not in reduced => reduced
+    rows alone: A sum over rows is one of all elements
+        fsdp.ragged.reductions.reduction_of: < like.dim() => < 0
         uneven: p.sum(0)
     copies of whole: All ranks take the first rows
         fsdp.ragged.tensor.RaggedTensor.rows_of: offsets[dim] if sizes[dim] else 0 => 0
@@ -155,9 +155,6 @@ MUTANTS = {
     plain tensors: A rank's plain tensor is taken for all ranks'
         fsdp.ragged.operations._whole: value.numel() > 1 => False
         uneven: torch.ones(8, 3) + p
-    tensor-parallel rows: A row is summed over a rank's columns
-        fsdp.ragged.reductions.reduction_of: and like.cuts_rows_alone =>
-        tp_columns: p.sum(1)
     short rows: Fewer rows than the longest cut's are lost in a gather
         fsdp.ragged.placement.RaggedShard.gather: padded[: len(local)] = local => pass
         uneven: p.cumsum(1)
@@ -242,7 +239,7 @@ MUTANTS = {
         hsdp: p.sum()
     several results: Of several results each is this rank's rows
         fsdp.ragged.tensor.wrap_rows: type(result)(wrap_rows(each, like, cut) for each in result) => result
-        uneven: tuple(p.max(1))
+        uneven: tuple(torch.frexp(p))
     numbers of lists: A number that all ranks have stays a DTensor in a list's operation
         fsdp.ragged.operations._foreach: return _whole(value) if isinstance(value, Tensor) else value => return value
         uneven: torch._foreach_div_([p], q.norm())
