@@ -62,7 +62,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         {
             "name": name,
             "shape": list(shard.shape),
-            "dtype": NAMES.get(shard.holder.dtype, str(shard.holder.dtype)),
+            "dtype": NAMES.get(shard.source.dtype, str(shard.source.dtype)),
             "places": [block.place.numbers for block in shard.blocks],
             "trained": shard.trained,
         }
@@ -75,7 +75,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         "model": _class(watching.models[0]),
         "tensors": tensors,
         "unplaced": watching.found.unplaced,
-        "sharded": any(sum(b.numel for b in s.blocks) < math.prod(s.shape) for s in watching.shards.values()),
+        "sharded": any(s.numel < math.prod(s.shape) for s in watching.shards.values()),
         "compute": _coarsest(watching.compute or {local_part(first).dtype}),
         "grads": _coarsest(watching.grads),
         "depth": of_model(watching.models, watching.counted, 1)._asdict(),

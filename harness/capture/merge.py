@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
 import statistics
@@ -20,20 +19,20 @@ from safetensors import safe_open
 from torch import Tensor
 
 from harness.capture import describe
-from harness.capture.parts import COLUMNS, END, FACTS, FOLDER
+from harness.capture.parts import END, FACTS, FOLDER, WIDTHS
 from harness.probe.capture import write_final, write_step
-from harness.probe.step_checks.sketch import SKETCHES
+from harness.probe.step_checks.pieces import Block, Blocks, Piece
+from harness.probe.step_checks.sketch import SKETCHES, Place
+from harness.probe.step_checks.table import columns_of, relative, rows_of
 from harness.store import check_stream, status
 from harness.store.check_stream import BYTES, CheckedTensor, StreamWriter
-from harness.store.errors import StoreError
-from harness.store.files import held, write_json
-from harness.store.metrics import MetricsWriter, decode, encode
+from harness.store.files import held
+from harness.store.metrics import MetricsWriter, decode, write_summary
 from harness.store.reading import folder_names, read_json, read_text
 from harness.store.status import State, Status
 
 Array = NDArray[np.float64]
-Places = tuple[tuple[int, ...], ...]
-"""Blocks of a tensor (`Place.numbers`, `Range.numbers`); none where a rank has nothing of it."""
+PLACES = columns_of(WIDTHS)
 LIMIT_BYTES = 256 << 20
 """Most bytes of sketches on disk; beyond it, later steps are thinned (`check_stream.cadence`)."""
 ROUNDED = 1e-3
@@ -84,11 +83,6 @@ def _incomplete(parts: Sequence[Rank], steps: int) -> str:
     return "" if odd is None else f"{odd.folder.name} made {len(odd.lines)} steps, and another {steps}"
 
 
-def _numel(place: Sequence[int]) -> int:
-    top, bottom, left, right = place
-    return bottom - top if left < 0 else (bottom - top) * (right - left)
-
-
 def _mean(values: Sequence[float]) -> float | None:
     total = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)  # `fsum` raises for inf - inf
     return total / len(values) if values else None
@@ -119,33 +113,35 @@ class Rank:
     @cached_property
     def rows(self) -> Array:
         """[steps, tensors, columns]"""
-        path, shape = self.folder / "rows.f64", (len(self.facts["tensors"]), len(COLUMNS))
+        path, shape = self.folder / "rows.f64", (len(self.facts["tensors"]), sum(WIDTHS.values()))
         count = path.stat().st_size // (BYTES * math.prod(shape))
         return np.memmap(path, "<f8", "r", shape=(count, *shape)).view(np.ndarray) if count else np.empty((0, *shape))
 
     @cached_property
-    def places(self) -> dict[str, Places]:
-        return {each["name"]: tuple(map(tuple, each["places"])) for each in self.facts["tensors"]}
+    def held(self) -> dict[str, Piece]:
+        """Place of each tensor's part; the tensors themselves are in other files."""
+        found = {}
+        for each in self.facts["tensors"]:
+            places = (Place((top, bottom), (left, right)) for top, bottom, left, right in each["places"])
+            blocks = tuple(map(Block, places))
+            found[each["name"]] = Piece(each["name"], tuple(each["shape"]), torch.empty(0), blocks)
+        return found
 
     @cached_property
     def index(self) -> dict[str, int]:
         return {each["name"]: place for place, each in enumerate(self.facts["tensors"])}
 
-    def pieces(self, name: str) -> Mapping[str, Tensor]:
+    def tensors(self, name: str) -> Mapping[str, Tensor]:
         path = self.folder / f"{name}.safetensors"
         if not path.exists():
             return {}
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
 
-    def part(self, kind: str, step: int, name: str) -> Array:
-        """Sketches and squares of one tensor at a step."""
-        at = COLUMNS.index(f"{kind}_0")
-        found: Array = self.rows[step, self.index[name], at : at + SKETCHES]
+    def seen(self, kind: str, step: int, name: str) -> Array:
+        """Numbers of one tensor at a step: sketches, or one square."""
+        found: Array = self.rows[step, self.index[name], PLACES[kind]]
         return found
-
-    def square(self, kind: str, step: int, name: str) -> float:
-        return float(self.rows[step, self.index[name], COLUMNS.index(f"{kind}_squares")])
 
 
 class Merged:
@@ -154,20 +150,30 @@ class Merged:
         self.steps = min(len(each.lines) for each in parts)
         shapes = {each["name"]: tuple(each["shape"]) for part in parts for each in part.facts["tensors"]}
         self.tensors = [CheckedTensor(name, shape) for name, shape in shapes.items()]
-        self.holders = {each.name: self._holders(each) for each in self.tensors}
+        self.holders = {name: self._holders(name) for name in shapes}
+        self.feeding = {name: self._feeding(name) for name in shapes}
         self.fed = [self._fed(step) for step in range(self.steps)]
         self.divisor = self._divisor()
         for each in self.fed:
             each["divisor"] = self.divisor
 
-    def _holders(self, tensor: CheckedTensor) -> list[Rank]:
+    def _holders(self, name: str) -> list[Rank]:
         """A rank for each of its pieces; none where they do not make up the tensor."""
-        found: dict[Places, Rank] = {}
+        found: dict[Blocks, Rank] = {}
         for part in self.parts:
-            if places := part.places.get(tensor.name):
-                found.setdefault(places, part)
-        covered = sum(_numel(place) for places in found for place in places)
-        return list(found.values()) if covered == math.prod(tensor.shape) else []
+            if name in part.held and part.held[name].blocks:
+                found.setdefault(part.held[name].blocks, part)
+        covered = sum(part.held[name].numel for part in found.values())
+        return list(found.values()) if covered == math.prod(dict(self.tensors)[name]) else []
+
+    def _feeding(self, name: str) -> list[Rank]:
+        """Ranks whose local gradients add up; of those that were fed the same rows, the first."""
+        first: dict[tuple[str, ...], Rank] = {}
+        for part in self.parts:
+            if name in part.held:
+                rows = tuple(part.lines[0]["rows"]) if part.lines else ()
+                first.setdefault(rows or (f"rank {part.rank}",), part)
+        return list(first.values())
 
     def _fed(self, step: int) -> dict[str, Any]:
         """Digest and size of the batch of all ranks; those with the same rows were given them together."""
@@ -187,73 +193,44 @@ class Merged:
     def _divisor(self) -> int:
         """Number that the sum of local gradients is divided by: 1 where the program adds them up, else of the ranks."""
         ranks = int(self.fed[0]["readers"]) if self.fed else 1
-        ratios = []
-        for tensor in self.tensors if self.steps else ():
-            local, reduced = self._local(0, tensor.name), self._sum("reduced", 0, tensor.name)
-            if float(local @ local) > 0:
-                ratios.append(float(local @ reduced) / float(local @ local))
+        if not self.steps:
+            return ranks
+        local, reduced = self._added("local", 0, self.feeding), self._added("reduced", 0, self.holders)
+        squares = (local * local).sum(1)
+        ratios = ((local * reduced).sum(1)[squares > 0] / squares[squares > 0]).tolist()
         return 1 if ratios and abs(statistics.median(ratios) - 1) < ROUNDED else ranks
 
     # -- sketches ----------------------------------------------------------------------------------------------------
 
-    def _sum(self, kind: str, step: int, name: str) -> Array:
-        """Sketches of the whole tensor; not numbers where a part of it is unknown."""
-        holders = self.holders[name]
-        return np.sum([each.part(kind, step, name) for each in holders], 0) if holders else np.full(SKETCHES, np.nan)
-
-    def _squares(self, kind: str, step: int, name: str) -> float:
-        holders = self.holders[name]
-        return sum(each.square(kind, step, name) for each in holders) if holders else math.nan
-
-    def _local(self, step: int, name: str) -> Array:
-        """Sketches of the sum of all ranks' local gradients."""
-        seen = [part.part("local", step, name) for part in self._seeing(name)]
-        found: Array = np.sum(seen, 0) if seen else np.full(SKETCHES, np.nan)
+    def _added(self, kind: str, step: int, counted: Mapping[str, Sequence[Rank]]) -> Array:
+        """[tensors, columns], added up over the ranks that count; not numbers where there is none."""
+        found = np.full((len(self.tensors), WIDTHS[kind]), np.nan)
+        for index, (name, _) in enumerate(self.tensors):
+            if counted[name]:
+                found[index] = np.sum([each.seen(kind, step, name) for each in counted[name]], 0)
         return found
 
-    def _seeing(self, name: str) -> list[Rank]:
-        """Ranks whose local gradients add up; of those that were fed the same rows, the first."""
-        first: dict[tuple[str, ...], Rank] = {}
-        for part in self.parts:
-            if name in part.index:
-                rows = tuple(part.lines[0]["rows"]) if part.lines else ()
-                first.setdefault(rows or (f"rank {part.rank}",), part)
-        return list(first.values())
-
     def _row(self, step: int) -> tuple[list[float], Array]:
-        known: dict[str, Any] = {}
-        table = np.full((len(self.tensors), len(check_stream.tensor_columns(SKETCHES))), np.nan)
-        kept, replicas = np.full((2, len(self.tensors)), 0.0)
-        for index, (name, _) in enumerate(self.tensors):
-            terms = sum(part.square("terms", step, name) for part in self._seeing(name)) / self.divisor**2
-            squares = [self._squares(kind, step, name) for kind in ("reduced", "after")]
-            table[index, : -len(check_stream.MOMENTS)] = [
-                *self._local(step, name) / self.divisor, terms,
-                *self._sum("reduced", step, name), squares[0],
-                *self._sum("after", step, name), squares[1],
-            ]  # fmt: skip
-            scale = math.sqrt(squares[1]) or 1.0
-            begins = self._sum("begin", step, name)
-            left = self._sum("after", step - 1, name) if step else begins
-            kept[index] = np.abs(begins - left).max() / scale
-            replicas[index] = self._apart(step, name) / scale
-        for check, values in (("kept", kept), ("replicas", replicas)):
-            if not np.isnan(values).all():
-                known |= {check: float(np.nanmax(values)), f"{check}_tensor": float(np.nanargmax(values))}
-        columns, rows = check_stream.tensor_columns(SKETCHES), np.nansum(table, 0)
-        whole = dict(zip(columns, rows.tolist(), strict=True))
-        whole |= {key: math.nan for key in whole if np.isnan(table[:, columns.index(key)]).all()}
-        known |= {key: whole[key] for key in check_stream.step_columns(SKETCHES) if key in whole}
-        return [float(known.get(key, math.nan)) for key in check_stream.step_columns(SKETCHES)], table
+        local, terms = (self._added(kind, step, self.feeding) for kind in ("local", "local_squares"))
+        kinds = ("reduced", "reduced_squares", "after", "after_squares", "begin")
+        reduced, squares, after, sizes, begins = (self._added(kind, step, self.holders) for kind in kinds)
+        left = self._added("after", step - 1, self.holders) if step else begins
+        with np.errstate(invalid="ignore"):  # of weights that overflowed
+            kept = np.abs(begins - left).max(1)
+        apart, scale = np.array([self._apart(step, name) for name in self.holders]), np.sqrt(sizes[:, 0])
+        checks = {"kept": _known(relative(kept, scale)), "replicas": _known(relative(apart, scale))}
+        moments = np.full((len(self.tensors), len(check_stream.MOMENTS)), np.nan)
+        tensors = [local / self.divisor, terms / self.divisor**2, reduced, squares, after, sizes, moments]
+        return rows_of(checks, math.nan, tensors, lambda values: _known(values).sum(0))
 
     def _apart(self, step: int, name: str) -> float:
         """Largest difference of two ranks' sketches of one piece."""
-        most = 0.0
+        most = 0.0 if self.holders[name] else math.nan
         for holder in self.holders[name]:
-            own = holder.part("after", step, name)
+            own = holder.seen("after", step, name)
             for other in self.parts:
-                if other is not holder and other.places.get(name) == holder.places[name]:
-                    most = max(most, float(np.abs(own - other.part("after", step, name)).max()))
+                if name in other.held and other.held[name].blocks == holder.held[name].blocks:
+                    most = max(most, float(np.abs(own - other.seen("after", step, name)).max()))
         return most
 
     # -- files -------------------------------------------------------------------------------------------------------
@@ -275,7 +252,7 @@ class Merged:
         values = describe.config(facts, self.fed, f"{self.path.parent.name}/{self.path.name}")
         describe.write_config(self.path, values)
         describe.write_provenance(self.path, facts)
-        write_json(self.path / "summary.json", json.loads(encode(self._summary(lines, captured))))
+        write_summary(self.path / "summary.json", "done", self.steps, lines, {1}, self._facts(captured))
 
     def _line(self, step: int, table: Array) -> dict[str, Any]:
         lines = [part.lines[step] for part in self.parts]
@@ -291,26 +268,17 @@ class Merged:
             "skipped": False,
             "data_digest": self.fed[step]["digest"],
             "step_time_s": lines[0]["seconds"],
+            "memory": lines[0]["memory"],
         }
 
-    def _summary(self, lines: Sequence[Mapping[str, Any]], captured: Sequence[int]) -> dict[str, Any]:
-        last, ends = lines[-1] if lines else {}, [part.end for part in self.parts]
-        times = [line["step_time_s"] for line in lines[1:]] or [0.0]
-        quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    def _facts(self, captured: Sequence[int]) -> dict[str, Any]:
         return {
-            "status": "done",
-            "step": self.steps,
-            "steps": self.steps,
-            "tokens": sum(line["tokens"] for line in lines),
-            "loss": last.get("loss"),
-            "grad_norm": last.get("grad_norm"),
             "initial_weights": self._digest("initial"),
             "final_weights": self._digest("final"),
             "decayed": sorted({name for part in self.parts for name in part.facts["optimizer"]["decayed"]}),
             "unplaced": {name: why for part in self.parts for name, why in part.facts["unplaced"].items()},
             "captured": list(captured),
-            "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
-            "wall_s": max((end.get("seconds", 0.0) for end in ends), default=0.0),
+            "wall_s": max(part.end.get("seconds", 0.0) for part in self.parts),
         }
 
     def _digest(self, kind: str) -> str:
@@ -327,16 +295,20 @@ class Merged:
         names = [{path.stem for path in part.folder.glob("step-*.safetensors")} for part in self.parts]
         found = [name for name in sorted(set.intersection(*names)) if int(name[5:]) <= self.steps]
         steps = [int(name[5:]) for name in found]
-        final = [part.pieces("final") for part in self.parts]
-        has_final = all(final) and bool(steps)
+        final = {part: part.tensors("final") for part in self.parts}
+        has_final = all(final.values()) and bool(steps)
         plan = {"gradients": steps, "updates": steps, "final": has_final, "num_bytes": 0, "left_out": ""}
         folder = self.path / "capture"
         for name, step in zip(found, steps, strict=True):
-            pieces = [part.pieces(name) for part in self.parts]
-            tensors, terms = self._assembled(pieces), {}
-            for key in dict.fromkeys(key for each in pieces for key in each if key.startswith("local/")):
-                tensors[key] = self._added(pieces, key)
-                terms[key.removeprefix("local/")] = self._terms(step - 1, key.removeprefix("local/"))
+            pieces = {part: part.tensors(name) for part in self.parts}
+            tensors = self._assembled(pieces)
+            norms = np.sqrt(self._added("local_squares", step - 1, self.feeding)[:, 0]) / self.divisor
+            terms = {}
+            for (of, feeding), norm in zip(self.feeding.items(), norms.tolist(), strict=True):
+                local = [pieces[part][f"local/{of}"] for part in feeding if f"local/{of}" in pieces[part]]
+                if local:
+                    tensors[f"local/{of}"] = sum(local[1:], local[0]) / self.divisor
+                    terms[of] = norm
             facts: dict[str, Any] = {"num_microbatches": self.fed[step - 1]["microbatches"], "plan": plan}
             if terms:
                 facts |= {"terms": terms, "kept": {}, "wrong_weights": [], "whole": list(terms)}
@@ -345,45 +317,24 @@ class Merged:
             write_final(folder, self.steps, self._assembled(final))
         return steps
 
-    def _terms(self, step: int, name: str) -> float:
-        return math.sqrt(sum(part.square("terms", step, name) for part in self._seeing(name))) / self.divisor
-
-    def _added(self, pieces: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
-        seen = self._seeing(key.removeprefix("local/"))
-        total = sum(each[key] for part, each in zip(self.parts, pieces, strict=True) if part in seen and key in each)
-        assert isinstance(total, Tensor)
-        return total / self.divisor
-
-    def _assembled(self, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def _assembled(self, pieces: Mapping[Rank, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Whole tensors of the ranks' pieces, by their keys; those of which a piece is missing are left out."""
         shapes, found = dict(self.tensors), {}
-        for key in dict.fromkeys(key for each in pieces for key in each if not key.startswith("local/")):
+        for key in dict.fromkeys(key for each in pieces.values() for key in each if not key.startswith("local/")):
             name = self._tensor_of(key)
-            holders = [(part, of.get(key)) for part, of in zip(self.parts, pieces, strict=True)]
-            chosen = [(part, piece) for part, piece in holders if part in self.holders[name]]
-            if not chosen or any(piece is None for _, piece in chosen):
-                continue
-            first = chosen[0][1]
-            assert first is not None
-            shape = shapes[name]
-            whole = torch.empty(shape, dtype=first.dtype).view(shape[0] if shape else 1, -1)
-            for part, piece in chosen:
-                assert piece is not None
-                elements = piece.reshape(-1).split([_numel(place) for place in part.places[name]])
-                for (top, bottom, left, right), here in zip(part.places[name], elements, strict=True):
-                    if left < 0:
-                        whole.view(-1)[top:bottom] = here
-                    else:
-                        whole[top:bottom, left:right] = here.view(bottom - top, right - left)
-            found[key] = whole.view(shape)
+            holders = self.holders[name]
+            if holders and all(key in pieces[part] for part in holders):
+                found[key] = torch.empty(shapes[name], dtype=pieces[holders[0]][key].dtype)
+                for part in holders:
+                    part.held[name].put(found[key], pieces[part][key])
         return found
 
     def _tensor_of(self, key: str) -> str:
+        """Tensor of a last weight, of a part of a step, or of a moment."""
         name = key.partition("/")[2]
-        if name in self.holders:
-            return name
-        if name.rpartition("/")[0] in self.holders:  # a moment, or a last weight
-            return name.rpartition("/")[0]
-        if key in self.holders:
-            return key
-        raise StoreError(f"{self.path}: {key} belongs to no tensor of the model")
+        return next(each for each in (name, name.rpartition("/")[0], key) if each in self.holders)
+
+
+def _known(values: Array) -> Array:
+    """With noughts for what is not known of single tensors [tensors, ...]."""
+    return np.where(np.isnan(values) & ~np.isnan(values).all(0), 0.0, values)

@@ -6,7 +6,7 @@ the last to end reads all of them. So a crash leaves what was seen until then.
 
     part.json               facts of the rank: its tensors with their places, its machine
     steps.jsonl             a line a step: losses, digests of the data, learning rate, seconds
-    rows.f64                a row a step: for each tensor `COLUMNS`; not a number where nothing was seen
+    rows.f64                a row a step: for each tensor `WIDTHS`; not a number where nothing was seen
     step-000001.safetensors of chosen steps this rank's pieces: gradient/ local/ before/ moment/ after/
     final.safetensors       its pieces of the last weights
     end.json                steps, why it ended, and digests of the weights
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,13 +31,11 @@ END = "end.json"
 FACTS = "part.json"
 
 
-def _columns() -> tuple[str, ...]:
-    sketched = ("local", "reduced", "begin", "after")
-    return tuple(f"{kind}_{j}" for kind in sketched for j in range(SKETCHES)) + SQUARES
-
-
-SQUARES = ("terms_squares", "reduced_squares", "after_squares")
-COLUMNS = _columns()
+WIDTHS = {
+    **dict.fromkeys(("local", "reduced", "begin", "after"), SKETCHES),
+    **dict.fromkeys(("local_squares", "reduced_squares", "after_squares"), 1),
+}
+"""Columns of a tensor: sketches, and squares of each local gradient, of reduced ones and of weights."""
 
 
 def folder_of(path: Path, rank: int) -> Path:
@@ -79,7 +76,3 @@ class Part:
 
 def _is_view(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-
-
-def empty_rows(tensors: int) -> Tensor:
-    return torch.full((tensors, len(COLUMNS)), torch.nan, dtype=torch.float64)

@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import logging
 import math
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,10 +162,11 @@ class Run:
             "forwards": watching.forwards,
             "repeats": len({*map(id, watching.updated)}) < len(watching.updated),
             "seconds": now - self._last,
+            "memory": _memory(),
         }
         if watching.kept:
             part.tensors(f"step-{self.steps:06d}", watching.kept)
-        part.step(line, watching.rows)
+        part.step(line, watching.table.values)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -235,6 +237,12 @@ class Run:
 def _last_error() -> BaseException | None:
     """The error that ends this process, or that ended an earlier cell of a notebook."""
     return getattr(sys, "last_value", None)
+
+
+def _memory() -> dict[str, int | None]:
+    """The most until now, in bytes: of tensors by CUDA's allocator, and of this process."""
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+    return {"allocated": allocated, "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 DIGEST_BYTES = 8

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 
-from harness.probe.step_checks.pieces import Piece, local_part
-from harness.probe.step_checks.sketch import Place, Range
+from harness.probe.step_checks.pieces import Block, Piece, blocks_of, local_part
+from harness.probe.step_checks.sketch import Place
 
 Shape = tuple[int, ...]
 
@@ -41,68 +40,19 @@ Parts = Callable[[str, Shape], Sequence[Part] | None]
 """Parts of a parameter by its name and shape on this rank; None: it is what its name says."""
 
 
-class Block(NamedTuple):
-    place: Place | Range
-    begin: int
-    """Index of the first element in the flattened local part of the holder."""
-
-    @property
-    def numel(self) -> int:
-        if isinstance(self.place, Range):
-            return self.place.end - self.place.begin
-        (top, bottom), (left, right) = self.place.rows, self.place.columns
-        return (bottom - top) * (right - left)
-
-
 @dataclass(frozen=True)
-class Shard:
-    name: str
-    shape: Shape
-    holder: Tensor
-    """Parameter, or flat buffer of several, that an optimizer steps."""
-    blocks: tuple[Block, ...]
-    """Empty where this rank has none of the tensor."""
+class Shard(Piece):
+    """Piece of a tensor in the parameter, or the flat buffer of several, that an optimizer steps."""
+
     trained: bool = True
     whole: tuple[int, int] | None = None
     """Elements of the parameter's whole gradient that are this tensor's; None: it has only some of them."""
 
     @property
-    def numel(self) -> int:
-        return sum(each.numel for each in self.blocks)
-
-    @property
     def begin(self) -> int:
-        """Place of the first element in the flattened tensor, of one block that is whole or a range."""
+        """Place of the first element in the flattened tensor."""
         place = self.blocks[0].place
-        return place.begin if isinstance(place, Range) else 0
-
-    def piece(self, name: str, tensor: Tensor) -> Piece:
-        """One block of the holder or a moment. Args: name: of the piece."""
-        if not self.blocks:
-            return Piece(name, self.shape, tensor, None)
-        (block,) = self.blocks
-        covers = block.numel == local_part(tensor).numel()  # then found anew each time: engines replace its memory
-        return Piece(name, self.shape, tensor if covers else self.pieces(tensor)[0], block.place)
-
-    def pieces(self, tensor: Tensor) -> list[Tensor]:
-        """Blocks of the holder, its gradient or a moment; flat views."""
-        flat = local_part(tensor).reshape(-1)
-        return [flat[each.begin : each.begin + each.numel] for each in self.blocks]
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """All blocks in their order; flat, a view where there is one."""
-        pieces = self.pieces(tensor)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-class Kept(NamedTuple):
-    """Elements `start` to `stop` of a flattened parameter, which lie from `begin` on in a flat buffer."""
-
-    holder: Tensor
-    shape: Shape
-    start: int
-    stop: int
-    begin: int
+        return place.rows[0] * math.prod(self.shape[1:]) + place.columns[0]
 
 
 class Found(NamedTuple):
@@ -120,7 +70,8 @@ def find(models: Sequence[nn.Module], optimizer: Any, parts: Parts | None = None
     for plain, (raw, param) in named(models).items():
         for name, each in _members(plain, param, kept):
             try:
-                base = _range(name, each) if isinstance(each, Kept) else _of_piece(Piece.of(name, each))
+                base = replace(each, name=name) if isinstance(each, Shard) else Shard.of(name, each)
+                base = replace(base, whole=(0, math.prod(base.shape)))
                 named_parts = parts(name, base.shape) if parts is not None else None
                 shards = [base] if named_parts is None else _parted(base, named_parts)
             except Exception as error:  # of any engine's own kind of DTensor, or of a map
@@ -141,13 +92,13 @@ def flat_pieces(model: nn.Module, optimizer: Any, states: Mapping[Any, Mapping[s
 
     Args: optimizer: as `find`. states: entries of the optimizer by the holder that it steps.
     """
-    found = {}
+    found: dict[str, Piece] = {}
     for name, shard in find([model], optimizer).shards.items():
-        found[f"weights/{name}"] = shard.piece(name, shard.holder)
-        for entry, value in states.get(shard.holder, {}).items():
-            if local_part(value).shape == local_part(shard.holder).shape:  # no count of steps
+        found[f"weights/{name}"] = shard
+        for entry, value in states.get(shard.source, {}).items():
+            if local_part(value).shape == local_part(shard.source).shape:  # no count of steps
                 key = f"optimizer/{name}/{entry}"
-                found[key] = shard.piece(key, value)
+                found[key] = replace(shard, name=key, source=value)
     return found
 
 
@@ -155,7 +106,7 @@ def _several(optimizer: Any) -> list[Any]:
     return [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
 
 
-def _members(plain: str, param: Tensor, kept: Mapping[int, Kept]) -> Iterator[tuple[str, Tensor | Kept]]:
+def _members(plain: str, param: Tensor, kept: Mapping[int, Shard]) -> Iterator[tuple[str, Tensor | Shard]]:
     """A parameter, or those that a flat parameter of FSDP1 is made of."""
     if isinstance(param, FlatParameter):
         for name, each in zip(param._fqns, _of_flat(param, None), strict=True):
@@ -164,29 +115,18 @@ def _members(plain: str, param: Tensor, kept: Mapping[int, Kept]) -> Iterator[tu
         yield plain, kept.get(id(param), param)
 
 
-def _of_piece(piece: Piece) -> Shard:
-    blocks = () if piece.place is None else (Block(piece.place, 0),)
-    return Shard(piece.name, piece.shape, piece.source, blocks, whole=(0, math.prod(piece.shape)))
-
-
-def _range(name: str, kept: Kept) -> Shard:
-    blocks = tuple(_block(kept.shape, kept.start, kept.stop, kept.begin))
-    return Shard(name, kept.shape, kept.holder, blocks, whole=(0, math.prod(kept.shape)))
-
-
-def _block(shape: Shape, start: int, stop: int, begin: int) -> Iterator[Block]:
-    """A range of a tensor's flattened elements, which lie from `begin` on; none where it is empty."""
-    if start < stop:
-        is_whole = stop - start == math.prod(shape)
-        yield Block(Place.whole(shape) if is_whole else Range(start, stop), begin)
-
-
 # -- flat buffers ------------------------------------------------------------------------------------------------------
 
 
-def _fsdp1(models: Iterable[nn.Module]) -> dict[int, Kept]:
+def _kept(holder: Tensor, shape: Iterable[int], start: int, stop: int, begin: int) -> Shard:
+    """Elements `start` to `stop` of a flattened parameter, which lie from `begin` on in a flat buffer."""
+    whole = tuple(shape)
+    return Shard("", whole, holder, blocks_of(whole, start, stop, begin))
+
+
+def _fsdp1(models: Iterable[nn.Module]) -> dict[int, Shard]:
     """Parameters that FSDP1 left in their modules (`use_orig_params`): each views its range of a flat parameter."""
-    found: dict[int, Kept] = {}
+    found: dict[int, Shard] = {}
     for module in (each for model in models for each in model.modules()):
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         if isinstance(flat, FlatParameter) and flat._params is not None:
@@ -194,18 +134,18 @@ def _fsdp1(models: Iterable[nn.Module]) -> dict[int, Kept]:
     return found
 
 
-def _of_flat(flat: FlatParameter, params: Sequence[Tensor] | None) -> Iterator[Kept]:
+def _of_flat(flat: FlatParameter, params: Sequence[Tensor] | None) -> Iterator[Shard]:
     """Args: params: the model's own, whose elements begin with their range; None: the flat parameter's are taken."""
     for number, (shape, info) in enumerate(zip(flat._shapes, flat._shard_param_infos, strict=True)):
         holder = flat if params is None else params[number]
         start, stop, begin = info.intra_param_start_idx, info.intra_param_end_idx, info.offset_in_shard
         if not info.in_shard or start is None or stop is None or begin is None:
-            yield Kept(holder, tuple(shape), 0, 0, 0)
+            yield _kept(holder, shape, 0, 0, 0)
         else:
-            yield Kept(holder, tuple(shape), start, stop + 1, begin if params is None else 0)
+            yield _kept(holder, shape, start, stop + 1, begin if params is None else 0)
 
 
-def _megatron(models: Iterable[nn.Module]) -> dict[int, Kept]:
+def _megatron(models: Iterable[nn.Module]) -> dict[int, Shard]:
     """Parameters of Megatron-FSDP: DTensors cut where a bucket is, which no placement says."""
     found = {}
     storages: list[Any] = [getattr(model, "param_and_grad_buffer", None) for model in models]
@@ -215,13 +155,13 @@ def _megatron(models: Iterable[nn.Module]) -> dict[int, Kept]:
             buffer = group.main_weight_buffer or group.model_weight_buffer
             if buffer is not None:  # else whole
                 start, stop = buffer._get_item_slice_in_shard(buffer.param_idx[param.orig_param])
-                found[id(param)] = Kept(param, tuple(param.shape), start, stop, 0)
+                found[id(param)] = _kept(param, param.shape, start, stop, 0)
     return found
 
 
-def _zero(owners: Iterable[Any]) -> dict[int, Kept]:
+def _zero(owners: Iterable[Any]) -> dict[int, Shard]:
     """Parameters of DeepSpeed's ZeRO. Args: owners: models and optimizers, of which one knows."""
-    found: dict[int, Kept] = {}
+    found: dict[int, Shard] = {}
     zeros: list[Any] = [zero for each in owners for zero in (each, getattr(each, "optimizer", None))]
     for zero in zeros:
         if hasattr(zero, "fp16_partitioned_groups_flat"):
@@ -244,17 +184,17 @@ def _offsets(params: Iterable[Tensor]) -> list[int]:
 
 def _zero_2(
     zero: Any, flats: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], offsets: Sequence[Sequence[int]]
-) -> dict[int, Kept]:
+) -> dict[int, Shard]:
     found = {}
     for flat, params, begins, group in zip(flats, groups, offsets, zero.real_dp_process_group, strict=True):
         low = dist.get_rank(group) * flat.numel()
         for param, offset in zip(params, begins, strict=True):
             first, last = max(low, offset), min(low + flat.numel(), offset + param.numel())
-            found[id(param)] = Kept(flat, tuple(param.shape), first - offset, last - offset, first - low)
+            found[id(param)] = _kept(flat, param.shape, first - offset, last - offset, first - low)
     return found
 
 
-def _zero_3(zero: Any) -> dict[int, Kept]:
+def _zero_3(zero: Any) -> dict[int, Shard]:
     """Frozen parameters lie in their own partition."""
     found = {}
     for flat, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
@@ -267,10 +207,10 @@ def _zero_3(zero: Any) -> dict[int, Kept]:
     return found
 
 
-def _partition(param: Any, holder: Tensor, begin: int) -> Kept:
+def _partition(param: Any, holder: Tensor, begin: int) -> Shard:
     size = param.partition_numel()
     start = min(dist.get_rank(param.ds_process_group) * size, param.ds_numel)
-    return Kept(holder, tuple(param.ds_shape), start, min(start + size, param.ds_numel), begin)
+    return _kept(holder, param.ds_shape, start, min(start + size, param.ds_numel), begin)
 
 
 # -- a declared map ----------------------------------------------------------------------------------------------------
@@ -290,7 +230,7 @@ def _parted(base: Shard, parts: Sequence[Part]) -> list[Shard]:
         blocks = tuple(_moved(base, part, (top, bottom), shape))
         whole = None if part.at else (top * width, bottom * width)
         same = found.get(part.name)
-        found[part.name] = Shard(part.name, shape, base.holder, (*(same.blocks if same else ()), *blocks), whole=whole)
+        found[part.name] = Shard(part.name, shape, base.source, (*(same.blocks if same else ()), *blocks), whole=whole)
     return [*found.values()]
 
 
@@ -299,19 +239,17 @@ def _moved(base: Shard, part: Part, rows: tuple[int, int], shape: Shape) -> Iter
     width, length = math.prod(base.shape[1:]), math.prod(shape[1:])
     down, right = part.at or (0, 0)
     for place, begin in base.blocks:
-        if isinstance(place, Place) and (right or place.columns != (0, width)) and (right or width == length):
-            (top, bottom), (left, end) = place.rows, place.columns
+        (top, bottom), (left, end) = place.rows, place.columns
+        if right or width == length:  # a row is one of the named tensor's
             first, last = max(top, rows[0]), min(bottom, rows[1])
             if first < last:
                 there = Place((first - rows[0] + down, last - rows[0] + down), (left + right, end + right))
                 yield Block(there, begin + (first - top) * (end - left))
-        elif isinstance(place, Range) or place.columns == (0, width):
-            of = place if isinstance(place, Range) else Range(place.rows[0] * width, place.rows[1] * width)
-            start, stop = max(of.begin, rows[0] * width), min(of.end, rows[1] * width)
-            if right and start < stop:
-                raise ValueError(f"{base.name} is cut within its rows, and {part.name} has longer ones")
+        elif end - left == width or bottom - top == 1:
+            of = top * width + left
+            start, stop = max(of, rows[0] * width), min(of + place.numel, rows[1] * width)
             shift = down * length - rows[0] * width
-            yield from _block(shape, start + shift, stop + shift, begin + start - of.begin)
+            yield from blocks_of(shape, start + shift, stop + shift, begin + start - of)
         else:
             raise ValueError(f"{base.name} is cut in its columns, and {part.name} has rows of another length")
 

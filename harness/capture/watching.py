@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from harness.capture import shards
-from harness.capture.parts import COLUMNS, empty_rows
+from harness.capture.parts import WIDTHS
 from harness.capture.shards import Parts, Shard, named, plain_name
 from harness.probe.hooks import ParameterHooks
-from harness.probe.step_checks.pieces import local_part
-from harness.probe.step_checks.sketch import SKETCHES, Place, Range, Signs, Sketch
+from harness.probe.step_checks.pieces import NOTHING, Piece, local_part, sketches
+from harness.probe.step_checks.sketch import Place, Signs, Sketch, added
+from harness.probe.step_checks.table import StepTable
 
 Guard = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -108,10 +109,9 @@ class Watching:
                 self._local_part(shard, found.reshape(-1)[slice(*shard.whole)].view(shard.shape))
 
     def _local_part(self, shard: Shard, gradient: Tensor) -> None:
-        sketch = self.signs.sketch(shard.name, shard.shape, gradient, Place.whole(shard.shape))
-        row = self._row(shard.name)
-        self._add(row, "local", sketch.values)
-        self._add(row, "terms_squares", sketch.squares.reshape(1))
+        place = Place.whole(shard.shape)
+        found = self.signs.sketch(shard.name, shard.shape, gradient, place)
+        self.local.append((self.index[shard.name], found))
         if self.is_captured:
             wide, key = gradient.to("cpu", torch.float64), f"local/{shard.name}"
             held = self.kept.get(key)
@@ -141,7 +141,7 @@ class Watching:
         self.updated.append(optimizer)
         held: dict[int, list[Shard]] = {}
         for shard in self.shards.values():
-            held.setdefault(id(shard.holder), []).append(shard)
+            held.setdefault(id(shard.source), []).append(shard)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 for shard in held.get(id(param), ()):
@@ -154,16 +154,16 @@ class Watching:
             handle.remove()
         if not self.initial:
             self.initial = self.digests(torch.float32)
-        self._sketch("begin", squares=False)
+        self.table.put("begin", sketches(self.signs, self.shards.values(), squares=False))
         if self.is_captured:
             self.keep("before")
 
     def _reduced_gradient(self, shard: Shard, param: Tensor, optimizer: Optimizer) -> None:
-        row = self._row(shard.name)
         if not shard.blocks:
             return
+        at = self.index[shard.name]
         if param.grad is None:
-            self._put(row, "reduced", torch.zeros(SKETCHES + 1))
+            self.reduced[at] = NOTHING
             return
         local = local_part(param.grad)
         self.grads.add(local.dtype)
@@ -171,29 +171,21 @@ class Watching:
             return
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler: a fused optimizer divides by it itself
         gradient = local if scale is None else local / scale.to(local.device)
-        sketch = self._sketched(shard, gradient)
-        self._put(row, "reduced", torch.cat([sketch.values, sketch.squares.reshape(1)]))
+        here = shard.within(gradient)
+        self.reduced[at] = shard.sketch(self.signs, here)
         if self.is_captured:
-            self.kept[f"gradient/{shard.name}"] = shard.local(gradient).clone()
+            self.kept[f"gradient/{shard.name}"] = here.clone()
             for entry, moment in optimizer.state.get(param, {}).items():
                 if isinstance(moment, Tensor) and local_part(moment).shape == local.shape and local.ndim:
-                    self.kept[f"moment/{shard.name}/{entry}"] = shard.local(moment).clone()
-
-    def _sketched(self, shard: Shard, tensor: Tensor, *, squares: bool = True) -> Sketch:
-        """Sketch of this rank's part of a tensor, its gradient or a moment, on the CPU."""
-        pairs = zip(shard.blocks, shard.pieces(tensor), strict=True)
-        found = [
-            self.signs.sketch(shard.name, shard.shape, piece, block.place, squares=squares) for block, piece in pairs
-        ]
-        if len(found) == 1:
-            return Sketch(found[0].values.cpu(), found[0].squares.cpu())
-        several = Sketch.stack(found)
-        return Sketch(several.values.sum(0), several.squares.sum())
+                    self.kept[f"moment/{shard.name}/{entry}"] = shard.within(moment).clone()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, *, captured: bool) -> None:
-        self.rows = empty_rows(len(self.shards))
+        self.table = StepTable(len(self.shards), WIDTHS, torch.nan)
+        self.local: list[tuple[int, Sketch]] = []
+        self.reduced: dict[int, Sketch] = {}
+        """By the index of the tensor; copied from a device at the end, as a copy waits for it."""
         self.updated: list[Optimizer] = []
         """One for each update, in their order."""
         self.is_captured = captured
@@ -203,7 +195,11 @@ class Watching:
     def end(self) -> None:
         """Look at the weights after the step. Raises `ValueError`: the model has other parameters than at first."""
         self.follow()
-        self._sketch("after", squares=True)
+        self.table.put("after", sketches(self.signs, self.shards.values()))
+        local, seen = added(self.local, len(self.shards)), sorted({at for at, _ in self.local})
+        self.table.put("local", Sketch(local.values[seen], local.squares[seen]), seen)
+        if self.reduced:
+            self.table.put("reduced", Sketch.stack([*self.reduced.values()]), [*self.reduced])
         if self.is_captured:
             self.keep("after")
 
@@ -226,41 +222,15 @@ class Watching:
 
     def bytes_here(self) -> int:
         """Size of this rank's part of all weights."""
-        held = ((block.numel, shard.holder) for shard in self.shards.values() for block in shard.blocks)
-        return sum(numel * holder.element_size() for numel, holder in held)
+        return sum(shard.numel * shard.source.element_size() for shard in self.shards.values())
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: shard.local(shard.holder) for name, shard in self.shards.items() if shard.blocks}
+        return {name: shard.local for name, shard in self.shards.items() if shard.blocks}
 
     def digests(self, dtype: torch.dtype | None = None) -> dict[str, int]:
-        found = {}
-        for name, shard in self.shards.items():
-            width = math.prod(shard.shape[1:])
-            pieces = zip(shard.blocks, shard.pieces(shard.holder), strict=True)
-            sums = [digest(name, piece.to(dtype or piece.dtype), block.place, width) for block, piece in pieces]
-            if sums:
-                found[name] = sum(sums) % 2**64
-        return found
-
-    def _sketch(self, kind: str, *, squares: bool) -> None:
-        for name, shard in self.shards.items():
-            if shard.blocks:
-                found = self._sketched(shard, shard.holder, squares=squares)
-                values = torch.cat([found.values, found.squares.reshape(1)]) if squares else found.values
-                self._put(self._row(name), kind, values)
-
-    def _row(self, plain: str) -> Tensor:
-        return self.rows[self.index[plain]]
-
-    def _put(self, row: Tensor, kind: str, values: Tensor) -> None:
-        at = COLUMNS.index(f"{kind}_0")
-        row[at : at + SKETCHES] = values[:SKETCHES]
-        if len(values) > SKETCHES:
-            row[COLUMNS.index(f"{kind}_squares")] = values[SKETCHES]
-
-    def _add(self, row: Tensor, kind: str, values: Tensor) -> None:
-        at = COLUMNS.index(f"{kind}_0" if len(values) > 1 else kind)
-        row[at : at + len(values)] = row[at : at + len(values)].nan_to_num(0.0) + values.cpu()
+        return {
+            name: digest(self.shards[name], local.to(dtype or local.dtype)) for name, local in self.weights().items()
+        }
 
 
 def _has_moved(optimizer: Optimizer) -> bool:
@@ -291,22 +261,22 @@ ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd factors with bits everywhere: of splitmix64 and murmur3, as signed numbers."""
 
 
-def digest(name: str, piece: Tensor, place: Place | Range, width: int) -> int:
-    """Sum over a piece's elements modulo 2**64; pieces of a tensor add up to the whole. Args: width: of its rows."""
-    if isinstance(place, Range):
-        return sum(digest(name, elements, block, width) for block, elements in place.blocks(piece, width)) % 2**64
-    (top, _), (left, right) = place.rows, place.columns
-    wide = right - left
-    bits = piece.detach().contiguous().view(BITS[piece.element_size()]).reshape(-1)
-    total, seed = 0, zlib.crc32(name.encode())
-    for begin in range(0, bits.numel(), AT_ONCE):
-        part = bits[begin : begin + AT_ONCE].to(torch.int64)
-        at = torch.arange(begin, begin + part.numel(), device=part.device)
-        index = (top + at // wide) * width + left + at % wide
-        mixed = part * ODD[0] + (index + seed) * ODD[1]
-        mixed = (mixed ^ (mixed >> 29)) * ODD[2]
-        mixed = (mixed ^ (mixed >> 32)) * ODD[0]
-        total += int((mixed ^ (mixed >> 31)).sum())
+def digest(piece: Piece, local: Tensor) -> int:
+    """Sum over a piece's elements modulo 2**64; pieces of a tensor add up to the whole."""
+    width, seed = math.prod(piece.shape[1:]), zlib.crc32(piece.name.encode())
+    flat = local.contiguous().view(BITS[local.element_size()]).reshape(-1)
+    total = 0
+    for block in piece.own:
+        (top, _), (left, right) = block.place.rows, block.place.columns
+        bits, wide = flat[block.begin : block.end], right - left
+        for begin in range(0, bits.numel(), AT_ONCE):
+            part = bits[begin : begin + AT_ONCE].to(torch.int64)
+            at = torch.arange(begin, begin + part.numel(), device=part.device)
+            index = (top + at // wide) * width + left + at % wide
+            mixed = part * ODD[0] + (index + seed) * ODD[1]
+            mixed = (mixed ^ (mixed >> 29)) * ODD[2]
+            mixed = (mixed ^ (mixed >> 32)) * ODD[0]
+            total += int((mixed ^ (mixed >> 31)).sum())
     return total % 2**64
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.store.errors import StoreError
-from harness.store.files import write_atomic
+from harness.store.files import write_atomic, write_json
 from harness.store.reading import open_regular
 from harness.store.shapes import STEP, Shape, fault
 
@@ -198,6 +199,31 @@ def _last_lines(path: Path, count: int) -> list[bytes]:
         begin = file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
     return (lines[1:] if begin and len(lines) > 1 else lines)[-count:]
+
+
+def write_summary(
+    path: Path,
+    status: str,
+    steps: int,
+    records: Sequence[Mapping[str, Any]],
+    first_steps: Collection[int],
+    facts: Mapping[str, Any],
+) -> None:
+    """Write `summary.json` from a run's entire record and further facts; quartiles exclude `first_steps` (warm-up)."""
+    last: Mapping[str, Any] = records[-1] if records else {}
+    times = [record["step_time_s"] for record in records if record["step"] not in first_steps]
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    summary = {
+        "status": status,
+        "step": last.get("step", 0),
+        "steps": steps,
+        "tokens": sum(record["tokens"] for record in records),
+        "loss": last.get("loss"),
+        "grad_norm": last.get("grad_norm"),
+        **facts,
+        "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
+    }
+    write_json(path, _plain(summary))
 
 
 def cut_back(path: Path, step: int, begins_after: int = 0) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -67,11 +68,8 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
     """
     seen = session.engine.seen()
     assert seen is not None
-    if not have_room(session, control):
-        return None
-    with plain_model(workload_for(session.config), session.config, session.ranks.device) as model:
-        _fill(model, session, seen)
-        return local_gradients(model, session, names, signs, step, lambda loss: _scaled(loss, seen, session.config))
+    scaled = partial(_scaled, seen=seen, config=session.config)
+    return _by_plain_model(session, control, names, signs, step, partial(_fill, seen=seen), scaled)
 
 
 def is_same_function_asked(config: Config, done: int) -> bool:
@@ -85,16 +83,24 @@ def same_function(session: Session, control: Control, names: list[str], signs: S
 
     None without memory. Collective over all ranks.
     """
-    if not have_room(session, control):
+    return _by_plain_model(session, control, names, signs, 1, _fill_first, lambda loss: loss)
+
+
+def _by_plain_model(
+    session: Session,
+    control: Control,
+    names: list[str],
+    signs: Signs,
+    step: int,
+    fill: Callable[[nn.Module, Session], None],
+    scaled: Callable[[Tensor], Tensor],
+) -> Sketch | None:
+    workload = workload_for(session.config)
+    if not all(fits for (fits,) in control.gather([int(_fits(workload, session))])):
         return None
-    with plain_model(workload_for(session.config), session.config, session.ranks.device) as model:
-        _fill_first(model, session)
-        return local_gradients(model, session, names, signs, 1, lambda loss: loss)
-
-
-def have_room(session: Session, control: Control) -> bool:
-    """True if every rank has room for the unsharded model. Collective over all ranks."""
-    return all(fits for (fits,) in control.gather([int(_fits(workload_for(session.config), session))]))
+    with plain_model(workload, session.config, session.ranks.device) as model:
+        fill(model, session)
+        return local_gradients(model, session, names, signs, step, scaled)
 
 
 def local_gradients(

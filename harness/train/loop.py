@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.checkpoint.policy import Checkpoints
-from harness.config.derived import lr_at
+from harness.config.derived import lr_at, parameter_count
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.control import Control, StepReport
 from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
 from harness.probe.meters import ASIDE
-from harness.store.metrics import MetricsWriter, cut_back, read_metrics
+from harness.store.metrics import MetricsWriter, cut_back, read_metrics, write_summary
 from harness.train.bench import Bench
 from harness.train.callbacks import Callbacks, made
 from harness.train.captures import Captures
 from harness.train.evaluation import Evaluation
 from harness.train.feed import Feed, joined
-from harness.train.record import Measured, StepRecords, weights_digest, write_summary
+from harness.train.record import Measured, StepRecords, held_out, weights_digest
 from harness.train.session import Outcome, Progress, Session
 from harness.train.step_checks import StepChecks
 from harness.train.trace import Trace, untimed
@@ -301,7 +302,11 @@ class Loop:
             own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return
+        path = self.session.run_dir
+        records = read_metrics(path / "metrics.jsonl")
         facts = {
+            "parameters": parameter_count(self.config),
+            **held_out(records),
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
             "accounted_bytes": self.session.engine.accounted_bytes(),  # some of it is made in the first step
@@ -314,10 +319,9 @@ class Loop:
             **self._looked(),
             "wall_s": wall_s,
             **benched,
+            "collectives": [asdict(row) for row in self.last_rows],
         }
         warm_up = {1, start + 1, *untimed(self.config.measure.trace_steps)}
         if self.bench is not None:
             warm_up = {*range(1, self.config.measure.warmup_steps + 1)}
-        path = self.session.run_dir
-        records = read_metrics(path / "metrics.jsonl")
-        write_summary(path / "summary.json", self.config, status, records, warm_up, facts, self.last_rows)
+        write_summary(path / "summary.json", status, self.config.train.steps, records, warm_up, facts)

@@ -51,31 +51,23 @@ def whole_moments(session: Session, control: Control, entries: Sequence[str]) ->
     for entry in entries:
         pieces = [
             (found or {}).get(f"optimizer/{weight.name}/{entry}")
-            or Piece(weight.name, weight.shape, torch.empty(0), None)
+            or Piece(weight.name, weight.shape, torch.empty(0), ())
             for weight in weights
         ]
         rows = control.gather(own_places(pieces))
-        counted, _ = shares(pieces, rows, session.ranks.rank)
+        counted, _ = shares(rows, session.ranks.rank)
         for index, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
-            if any(any(row[4 * index : 4 * index + 4]) for row in rows):
+            if any(row[index] for row in rows):
                 yield f"{weight.name}/{entry}", _whole(piece, bool(counted[index]), session.control)
-
-
-def put(whole: Tensor, piece: Piece, values: Tensor) -> None:
-    """Copy the values of a piece to its place in a whole tensor, if it has one."""
-    matrix = whole.view(piece.shape[0] if piece.shape else 1, -1)
-    for block, elements in piece.place.blocks(values.to("cpu", torch.float64), matrix.shape[1]) if piece.place else ():
-        part = matrix[slice(*block.rows), slice(*block.columns)]
-        part.copy_(elements.reshape(part.shape))
 
 
 def _whole(piece: Piece, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
     whole = torch.zeros(piece.shape, dtype=torch.float64)
     if counts:
-        put(whole, piece, piece.local)
+        piece.put(whole, piece.local)
     if group is not None:
         dist.all_reduce(whole, group=group)
-    return whole.to(piece.local.dtype if piece.place is not None else torch.float32)
+    return whole.to(piece.local.dtype if piece.blocks else torch.float32)
 
 
 MOST = 1 << 34
@@ -100,7 +92,7 @@ class WholeMatrices:
         self.rule, self.decays, self.control = rule, decays, control
         self.places, self.weights = list(weights), list(weights.values())
         self.momenta = [
-            next(iter(momenta[each.name]), Piece(each.name, each.shape, torch.empty(0), None)) for each in self.weights
+            next(iter(momenta[each.name]), Piece(each.name, each.shape, torch.empty(0), ())) for each in self.weights
         ]
         self.counted = [self._counted(pieces) for pieces in (self.weights, self.momenta)]
         sizes = [math.prod(each.shape) * min(each.shape[-2:]) for each in self.weights]
@@ -108,7 +100,7 @@ class WholeMatrices:
 
     def _counted(self, pieces: Sequence[Piece]) -> list[float]:
         rows = self.control.gather(own_places(pieces))
-        found: list[float] = shares(pieces, rows, self.control.ranks.rank)[0].tolist()
+        found: list[float] = shares(rows, self.control.ranks.rank)[0].tolist()
         return found
 
     def before(self, step: int) -> None:
@@ -131,11 +123,11 @@ class WholeMatrices:
         weight, momentum = self.weights[self.at], self.momenta[self.at]
         parts = torch.zeros(3, *weight.shape, dtype=torch.float64)
         if self.counted[0][self.at]:
-            put(parts[0], weight, self.left)
-            put(parts[1], weight, weight.local.double() - self.left * (1 - lr * self.decays[weight.name]))
+            weight.put(parts[0], self.left)
+            weight.put(parts[1], weight.local.double() - self.left * (1 - lr * self.decays[weight.name]))
         if self.counted[1][self.at]:
             after = momentum.local.double().flatten()
-            put(parts[2], momentum, self.rule.mix(after, self.gradient * clipping))
+            momentum.put(parts[2], self.rule.mix(after, self.gradient * clipping))
         self.control.begin_totals(parts, torch.zeros(1))()
         if self.control.ranks.rank:
             return None

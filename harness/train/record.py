@@ -16,18 +16,14 @@ time of anything but these ranks over the timed_s seconds of timed steps).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from harness.config.derived import parameter_count, tokens_per_step
+from harness.config.derived import tokens_per_step
 from harness.config.schema import Config
 from harness.control import StepReport
 from harness.data.loader import global_digest
@@ -36,8 +32,6 @@ from harness.probe.capture import raw_bytes
 from harness.probe.collectives import Row, by_kind
 from harness.probe.flops import flops_per_token, peak_flops
 from harness.store.fields import as_line, members
-from harness.store.files import write_json
-from harness.store.metrics import encode
 
 
 def global_loss(losses: Sequence[float]) -> float:
@@ -140,7 +134,7 @@ def _parts(spans: Mapping[str, float]) -> dict[str, float | None]:
     }
 
 
-def _held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Last and lowest held-out loss of a record; empty without any."""
     losses = {record["step"]: loss for record in records if (loss := (record.get("validation") or {}).get("loss"))}
     if not losses:
@@ -149,33 +143,3 @@ def _held_out(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     last = losses[max(losses)]
     validation = {"loss": last, "perplexity": perplexity(last), "best_loss": losses[best], "best_step": best}
     return {"validation": validation}
-
-
-def write_summary(
-    path: Path,
-    config: Config,
-    status: str,
-    records: Sequence[Mapping[str, Any]],
-    first_steps: Iterable[int],
-    facts: Mapping[str, Any],
-    rows: Sequence[Row],
-) -> None:
-    """Write `summary.json` from the run's entire record; quartiles exclude `first_steps` (warm-up)."""
-    last: Mapping[str, Any] = records[-1] if records else {}
-    warm = set(first_steps)
-    times = [record["step_time_s"] for record in records if record["step"] not in warm]
-    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    summary = {
-        "status": status,
-        "step": last.get("step", 0),
-        "steps": config.train.steps,
-        "tokens": sum(record["tokens"] for record in records),
-        "loss": last.get("loss"),
-        "grad_norm": last.get("grad_norm"),
-        "parameters": parameter_count(config),
-        **_held_out(records),
-        **facts,
-        "collectives": [asdict(row) for row in rows],
-        "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
-    }
-    write_json(path, json.loads(encode(summary)))  # encode spells non-finite numbers as the record does

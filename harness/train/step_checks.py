@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,9 +44,9 @@ from harness.models.workload import workload_for
 from harness.probe.hooks import named_modules
 from harness.probe.step_checks.cadence import Cadence
 from harness.probe.step_checks.local import ForwardWatch, LocalWatch
-from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
+from harness.probe.step_checks.pieces import NOTHING, Piece, own_places, portions, shares, sketches
 from harness.probe.step_checks.sample import Made, Sample, Values, unit_of
-from harness.probe.step_checks.sketch import SKETCHES, Place, Range, Signs, Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Signs, Sketch
 from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import check_stream as stream
 from harness.store.check_stream import CheckedTensor, StreamWriter
@@ -57,8 +56,6 @@ from harness.train.again import is_same_function_asked, off_by, same_function, s
 from harness.train.callbacks import Callback
 from harness.train.pieces import WEIGHTS, WholeMatrices, pieces_of
 from harness.train.session import Session
-
-NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
 
 EXACT = 1e-9
 """Relative: beyond it, a skipped step has changed something."""
@@ -98,10 +95,9 @@ class StepChecks(Callback):
         super().__init__(config)
         self.session, self.control, self.pieces, self.sample, self.matrices = session, control, pieces, sample, matrices
         self.names = [piece.name for piece in pieces]
-        self.places = {name: place for place, name in enumerate(self.names)}
         self.signs = Signs()
         rows = control.gather(own_places(pieces))
-        self.counted, self.among = shares(pieces, rows, session.ranks.rank)
+        self.counted, self.among = shares(rows, session.ranks.rank)
         self.portions = portions(pieces, rows, session.ranks.rank)
         compute, main = TORCH_DTYPES[config.dtype.compute], TORCH_DTYPES[config.dtype.main_params]
         self.cast = None if compute is main else compute
@@ -199,8 +195,8 @@ class StepChecks(Callback):
             self.in_forward = {place: piece.local for place, piece in enumerate(self.pieces) if piece.is_whole}
         self.begun = {place: self._begins(place) for place in range(len(self.pieces)) if place not in self.in_forward}
         if self.cast is not None:
-            cast = self._sketches(lambda piece: piece.local.to(self.cast), squares=False)
-            self.summed.put("cast", cast, self.counted)
+            cast = [piece.sketch(self.signs, piece.local.to(self.cast), squares=False) for piece in self.pieces]
+            self.summed.put_shares("cast", Sketch.stack(cast), self.counted)
         self.values = self.sample.look()
         if self.matrices is not None:
             self.matrices.before(step)
@@ -208,9 +204,7 @@ class StepChecks(Callback):
 
     def _begins(self, place: int) -> Sketch:
         piece = self.pieces[place]
-        if piece.place is None:
-            return NOTHING
-        return self.signs.sketch(piece.name, piece.shape, piece.local, piece.place, squares=self.left is None)
+        return piece.sketch(self.signs, piece.local, squares=self.left is None)
 
     def _settle(self) -> None:
         """Complete the sketches before the step, after the forwards and before the update, with weights no forward used
@@ -218,13 +212,13 @@ class StepChecks(Callback):
         seen = {} if self.watching is None else self.watching.begun
         for place in self.in_forward:
             self.begun[place] = seen[place] if place in seen else self._begins(place)
-        sketches = Sketch.stack([self.begun[place] for place in range(len(self.pieces))])
+        found = Sketch.stack([self.begun[place] for place in range(len(self.pieces))])
         if self.left is not None:  # squares are a scale, of what is the same where `kept` is nought
-            sketches = sketches._replace(squares=self.left[0].squares)
-            self.largest["kept"][:] = self._kept(sketches, self.values)
-        self.summed.put("before", sketches, self.counted)
+            found = found._replace(squares=self.left[0].squares)
+            self.largest["kept"][:] = self._kept(found, self.values)
+        self.summed.put_shares("before", found, self.counted)
         if self.cast is None:
-            self.summed.put("cast", sketches, self.counted)
+            self.summed.put_shares("cast", found, self.counted)
 
     def work_out_again(self, step: int) -> None:
         """Recompute local gradients with the plain model in chosen steps, and evaluate it in the first and the last of
@@ -275,8 +269,7 @@ class StepChecks(Callback):
         gradients = engine.local_gradients()
         if gradients is None:
             return
-        everything = torch.ones(len(self.pieces), dtype=torch.float64)
-        self.summed.put("reduced", self._sketch(self._portions_of(gradients)), everything)
+        self.summed.put("reduced", self._of_gradients(gradients))
         self.gradient_sample = self.sample.gradients(gradients)
         if self.matrices is not None:
             self.matrices.reduced(gradients)
@@ -294,10 +287,10 @@ class StepChecks(Callback):
     def _look_after(self, step: int, lr: float, grad_norm: float, *, was_skipped: bool) -> None:
         if self.forward is not None:
             self._tell_forward(self.forward)
-        sketches, values = self._sketches(), self.sample.look()
+        found, values = sketches(self.signs, self.pieces), self.sample.look()
         self.summed["moments_after"][:] = self.sample.of_moments(values, len(self.pieces))
-        self.summed.put("after", sketches, self.counted)
-        self.summed.put("dissent", sketches, self.among)
+        self.summed.put_shares("after", found, self.counted)
+        self.summed.put_shares("dissent", found, self.among)
         alone = self.again is not None, self.drift is not None
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False, *alone)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
@@ -305,7 +298,7 @@ class StepChecks(Callback):
             self._hold_to_rule(step, lr, grad_norm, values, was_skipped=was_skipped)
         if self.watching is not None:
             self._tell_local(self.watching)
-        self.left = sketches, values
+        self.left = found, values
         summed, largest, divisor = self.summed, self.largest, getattr(self, "divisor", 1)
         end = self.control.begin_totals(summed.values, largest.values)
 
@@ -390,7 +383,7 @@ class StepChecks(Callback):
         """Observe the last weights of a finished run."""
         if status == "done" and self.left is not None:
             self._begin()
-            self.largest["kept"][:] = self._kept(self._sketches(), self.sample.look())
+            self.largest["kept"][:] = self._kept(sketches(self.signs, self.pieces), self.sample.look())
             self.control.begin_totals(self.summed.values, self.largest.values)()
             if self.writer is not None:
                 self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest["kept"].numpy()))
@@ -401,35 +394,20 @@ class StepChecks(Callback):
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _sketches(self, of: Callable[[Piece], Tensor] = attrgetter("local"), *, squares: bool = True) -> Sketch:
-        """Sketches of this rank's parts [tensors, m]; 0 for tensors without one."""
-        return self._sketch(
-            ((None if piece.place is None else of(piece), piece.place) for piece in self.pieces), squares=squares
-        )
-
-    def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | Range | None]]:
-        """This rank's rows of gradients among the ranks with copies, in the places of its pieces.
+    def _of_gradients(self, gradients: Mapping[str, Tensor]) -> Sketch:
+        """Sketches of this rank's rows of gradients among the ranks with copies, in the places of its pieces.
 
         Differences between copies show in the weights after the step (`dissent`).
         """
+        found = []
         for piece, portion in zip(self.pieces, self.portions, strict=True):
             gradient = gradients.get(piece.name)
-            if gradient is not None and piece.place is not None and portion is not None:
-                gradient = piece.place.take(gradient, portion)
-            yield gradient, portion
-
-    def _sketch(self, parts: Iterable[tuple[Tensor | None, Place | Range | None]], *, squares: bool = True) -> Sketch:
-        found = [
-            NOTHING
-            if part is None or place is None
-            else self.signs.sketch(piece.name, piece.shape, part, place, squares=squares)
-            for piece, (part, place) in zip(self.pieces, parts, strict=True)
-        ]
+            found.append(NOTHING if gradient is None else piece.sketch(self.signs, gradient, portion))
         return Sketch.stack(found)
 
-    def _kept(self, sketches: Sketch, values: Values) -> Tensor:
+    def _kept(self, found: Sketch, values: Values) -> Tensor:
         assert self.left is not None
         left, sampled = self.left
-        off = (sketches.values - left.values).abs().amax(1)
+        off = (found.values - left.values).abs().amax(1)
         relative = torch.where(off == 0, 0.0, off / left.squares.sqrt())
         return torch.maximum(relative, self.sample.largest(self.sample.moved(sampled, values), len(self.pieces)))

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
         "RuntimeError: a fault of its own",
     ),
     "a hook of the backward": (
-        lambda patch: patch.setattr(Watching, "_add", _raises),
+        lambda patch: patch.setattr(Watching, "_local_part", _raises),
         "RuntimeError: a fault of its own",
     ),
     "a hook of the optimizer": (

@@ -15,7 +15,7 @@ from harness.parity.alone.every_step import BETWEEN
 from harness.parity.compare import compare
 from harness.parity.outcome import Grade, Outcome, Verdict
 from harness.parity.tiers import watched
-from harness.probe.step_checks.sketch import Place
+from harness.probe.step_checks.pieces import Piece, blocks_of
 from harness.store.check_stream import read
 from tests.capture import loops
 from tests.support.mutants import Slip, each
@@ -83,16 +83,15 @@ def a_row_has_one_digest_in_every_batch(parts: Path, to: Path) -> bool:
 
 def exchanged_weights_have_another_digest(parts: Path, to: Path) -> bool:
     one = torch.tensor([[1.0, 2.0]])
-    place = Place.whole(one.shape)
-    return watching.digest("w", one, place, 2) != watching.digest("w", one.flip(1), place, 2)
+    piece = Piece.of("w", one)
+    return watching.digest(piece, one) != watching.digest(piece, one.flip(1))
 
 
 def pieces_add_up_to_the_whole(parts: Path, to: Path) -> bool:
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    pieces = [
-        watching.digest("w", whole[top:bottom], Place((top, bottom), (0, 3)), 3) for top, bottom in ((0, 3), (3, 4))
-    ]
-    return sum(pieces) % 2**64 == watching.digest("w", whole, Place.whole(whole.shape), 3)
+    pieces = [Piece("w", (4, 3), whole, blocks_of(whole.shape, *cut, cut[0])) for cut in ((0, 7), (7, 12))]
+    sums = [watching.digest(each, each.local) for each in pieces]
+    return sum(sums) % 2**64 == watching.digest(Piece.of("w", whole), whole)
 
 
 def its_own_fault_reaches_nobody(parts: Path, to: Path) -> bool:
@@ -107,14 +106,14 @@ def its_own_fault_reaches_nobody(parts: Path, to: Path) -> bool:
 Holds = Callable[[Path, Path], bool]
 MUTANTS: dict[str, tuple[Slip, Holds]] = {
     "copies": (
-        Slip(merge.Merged, "_sum", "for each in holders]", "for each in self.parts]", "Copies are added up"),
+        Slip(merge.Merged, "_added", "in counted[name]]", "in self.parts]", "Copies are added up"),
         copies_count_once,
     ),
     "between steps": (
         Slip(
             merge.Merged,
             "_row",
-            'self._sum("after", step - 1, name) if step else begins',
+            'self._added("after", step - 1, self.holders) if step else begins',
             "begins",
             "Weights before a step are taken to be those after the one before",
         ),

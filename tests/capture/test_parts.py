@@ -195,12 +195,12 @@ MUTANTS: dict[str, tuple[Slip, str]] = {
         "cut",
     ),
     "where a part begins": (
-        Slip(shards, "_moved", "begin + start - of.begin", "begin", "Each part is read from the parameter's first row"),
+        Slip(shards, "_moved", "begin + start - of", "begin", "Each part is read from the parameter's first row"),
         "packed",
     ),
     "place of a part": (
         Slip(
-            shards, "_moved", "down * length - rows[0] * width", "-rows[0] * width", "Ranks overwrite each other's rows"
+            shards, "_moved", "first - rows[0] + down", "first - rows[0]", "Ranks overwrite each other's rows"
         ),
         "cut",
     ),

@@ -16,6 +16,7 @@ from harness.capture.parts import FOLDER
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import Record, load
+from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir
 from harness.store.show import show
 from tests.capture import loops
@@ -75,6 +76,11 @@ def test_show_tells_of_another_program(study: Path) -> None:
     told = show(RunDir(study / "ddp"))
     assert "another program" in told
     assert "stale" not in told
+
+
+def test_time_and_memory_are_recorded(study: Path) -> None:
+    lines = read_metrics(study / "ddp" / "metrics.jsonl")
+    assert all(line["step_time_s"] > 0 and line["memory"]["rss"] > 1 << 24 for line in lines)
 
 
 def scaled(end: str, at: int, step: int, model: Any, optimizer: Any) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.probe.step_checks.pieces import Piece, own_places, portions
-from harness.probe.step_checks.sketch import Place, Range, Signs
+from harness.probe.step_checks import pieces as module
+from harness.probe.step_checks.pieces import Block, Piece, own_places, portions
+from harness.probe.step_checks.sketch import Place, Signs
 from tests.support.mutants import Slip, each
 
 SHAPES = ((7, 6), (5, 4, 3), (11,), (1, 40), (9, 1), ())
@@ -19,8 +20,9 @@ CUTS = ((), (1,), (5,), (6,), (7,), (4, 9), (2, 3, 10))
 
 
 def flat(shape: tuple[int, ...], whole: Tensor, begin: int, end: int) -> Piece:
-    place = Place.whole(shape) if end - begin == whole.numel() else Range(begin, end) if end > begin else None
-    return Piece("w", shape, whole.flatten()[begin:end], place)
+    """Elements of a flattened tensor in a buffer that has others before and behind them."""
+    buffer = torch.cat([torch.full((3,), 7.0), whole.flatten()[begin:end], torch.full((2,), 7.0)])
+    return Piece("w", shape, buffer, module.blocks_of(shape, begin, end, 3))
 
 
 def wrong() -> Iterator[str]:
@@ -30,7 +32,7 @@ def wrong() -> Iterator[str]:
         bounds = [0, *(cut for cut in cuts if cut < numel), numel]
         pieces = [flat(shape, whole, a, b) for a, b in itertools.pairwise(bounds)]
         wanted = Signs().sketch("w", shape, whole, Place.whole(shape))
-        parts = [Signs().sketch("w", shape, each.local, each.place) for each in pieces if each.place]
+        parts = [each.sketch(Signs(), each.local) for each in pieces]
         if not torch.allclose(torch.stack([part.values for part in parts]).sum(0), wanted.values, rtol=0, atol=1e-12):
             yield f"{shape} cut at {cuts}: another sketch"
         if abs(sum(float(part.squares) for part in parts) - float(wanted.squares)) > 1e-12 * numel:
@@ -38,6 +40,11 @@ def wrong() -> Iterator[str]:
         found = torch.cat([each.local.take(each.indices(range(numel))) for each in pieces])
         if not torch.equal(found, whole.flatten()):
             yield f"{shape} cut at {cuts}: other elements"
+        put = torch.zeros(shape)
+        for piece in pieces:
+            piece.put(put, piece.local)
+        if not torch.equal(put, whole):
+            yield f"{shape} cut at {cuts}: put elsewhere"
     yield from wrong_copies()
 
 
@@ -47,29 +54,35 @@ def wrong_copies() -> Iterator[str]:
     held = [[flat((5, 6), whole, 4, 27)] for _ in range(3)]
     rows = [own_places(pieces) for pieces in held]
     shares = [portions(pieces, rows, rank)[0] for rank, pieces in enumerate(held)]
-    place = held[0][0].place
-    assert isinstance(place, Range)
-    seen = [place.take(held[0][0].local, share) for share in shares if share is not None]
-    if not torch.equal(torch.cat(seen), whole.flatten()[4:27]):
+    seen = torch.cat([held[0][0].local[each.begin : each.end] for share in shares for each in share])
+    if not torch.equal(seen.sort().values, whole.flatten()[4:27]):
         yield "copies do not look at each element once"
+    wanted = held[0][0].sketch(Signs(), held[0][0].local)
+    parts = [held[0][0].sketch(Signs(), held[0][0].local, share).values for share in shares]
+    if not torch.allclose(torch.stack(parts).sum(0), wanted.values, rtol=0, atol=1e-12):
+        yield "what copies look at has another sketch"
 
 
 MUTANTS = {
     "a range begins with a row": Slip(
-        Range, "blocks", "(left, width))", "(0, width - left))", "The end of a row has the signs of its begin"
+        module, "blocks_of", "(left, width))", "(0, width - left))", "The end of a row has the signs of its begin"
     ),
     "rows one on": Slip(
-        Range,
-        "blocks",
+        module,
+        "blocks_of",
         "top + bool(left), bottom",
         "top + 1, bottom + (not left)",
         "A range that begins with a row has the signs of the next",
     ),
     "elements from the begin of the tensor": Slip(
-        Range, "index", "wanted - self.begin if", "wanted if", "A range's element is looked up where the tensor's lies"
+        Place, "index", "(row - top) *", "row *", "A range's element is looked up where the tensor's lies"
     ),
     "all copies look at all": Slip(
-        Range, "share", "count * part // parts", "0", "What copies hold counts several times"
+        Block,
+        "share",
+        "(bottom - top) * each // parts",
+        "(bottom - top) * (each > part)",
+        "What copies hold counts several times",
     ),
 }
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.probe.step_checks import pieces as pieces_module, sketch as module
 from harness.probe.step_checks.local import LocalWatch
-from harness.probe.step_checks.pieces import Piece, own_places, portions, shares
+from harness.probe.step_checks.pieces import Block, Piece, own_places, portions, shares
 from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
 from tests.support.mutants import Slip, each, kills, slips
 
@@ -125,9 +125,9 @@ MUTANTS = slips(
     a row is one cell: All sketches of a row alone have one size, and may all be small
         probe.step_checks.sketch.cell_of: width // CELLS => width
     pieces begin with a cell: A piece that begins inside a cell has the signs of another place
-        probe.step_checks.sketch.Signs._block: (left % length, -right % length) => (0, left % length + -right % length)
+        probe.step_checks.sketch.Signs.sketch: (left % length, -right % length) => (0, left % length + -right % length)
     cells of the whole row: A piece has the signs of the row's first cells
-        probe.step_checks.sketch.Signs._block: drawn.cells[:, left // length : -(-right // length)]
+        probe.step_checks.sketch.Signs.sketch: drawn.cells[:, left // length : -(-right // length)]
             => drawn.cells[:, : -(-right // length) - left // length]
     one sign a row: All sketches share the rows' signs
         probe.step_checks.sketch.sketch: (of_rows * signs.rows) => (of_rows * signs.rows[:1])
@@ -157,11 +157,11 @@ def test_a_piece_that_is_no_block_of_rows_and_columns_is_refused() -> None:
 
 def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
     whole = Piece.of("a", drawn(4, 2))
-    half = [Piece("b", (4, 2), drawn(2, 2), Place((top, top + 2), (0, 2))) for top in (0, 2)]
-    missing = Piece("c", (4, 2), drawn(0, 2), None)
+    half = [Piece("b", (4, 2), drawn(2, 2), (Block(Place((top, top + 2), (0, 2))),)) for top in (0, 2)]
+    missing = Piece("c", (4, 2), drawn(0, 2), ())
     ranks = [[whole, half[rank % 2], missing] for rank in range(4)]
     rows = [own_places(pieces) for pieces in ranks]
-    told = [shares(pieces, rows, rank) for rank, pieces in enumerate(ranks)]
+    told = [shares(rows, rank) for rank in range(len(ranks))]
     assert torch.stack([counted for counted, _ in told]).tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]
     among = torch.stack([weights for _, weights in told])
     assert torch.allclose(among[:, 0].sum(), torch.zeros((), dtype=torch.float64), atol=1e-12)
@@ -174,16 +174,17 @@ def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
 def test_of_copies_every_row_is_looked_at_once(copies: int) -> None:
     """Also where there are fewer rows than copies; sketches of the portions add up to that of the whole."""
     whole, few = drawn(7, 6), drawn(2)
-    ranks = [[Piece.of("a", whole), Piece.of("b", few), Piece("c", (4, 2), drawn(0, 2), None)] for _ in range(copies)]
+    ranks = [[Piece.of("a", whole), Piece.of("b", few), Piece("c", (4, 2), drawn(0, 2), ())] for _ in range(copies)]
     rows = [own_places(pieces) for pieces in ranks]
     found = [portions(pieces, rows, rank) for rank, pieces in enumerate(ranks)]
-    assert all(each[2] is None for each in found)
+    assert all(each[2] == () for each in found)
     for index, tensor in enumerate((whole, few)):
-        places = [each[index] for each in found]
-        assert [row for place in places if place for row in range(*place.rows)] == list(range(len(tensor)))
-        parts = [Signs().sketch("w", tensor.shape, tensor[slice(*place.rows)], place) for place in places if place]
-        summed = torch.stack([part.values for part in parts]).sum(0)
-        expected = Signs().sketch("w", tensor.shape, tensor, Place.whole(tensor.shape))
+        piece = ranks[0][index]
+        looked = [each[index] for each in found]
+        rows_seen = [row for blocks in looked for block in blocks for row in range(*block.place.rows)]
+        assert rows_seen == list(range(len(tensor)))
+        summed = torch.stack([piece.sketch(Signs(), tensor, blocks).values for blocks in looked]).sum(0)
+        expected = piece.sketch(Signs(), tensor)
         assert torch.allclose(summed, expected.values, rtol=0, atol=1e-12)
 
 

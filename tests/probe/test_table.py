@@ -28,7 +28,7 @@ def sum_of(microbatches: int, alike: float, factor: float, least: float = 0.0) -
     summed["terms"][:] = float(microbatches)
     summed["saw"][:] = 1.0
     mean = values * factor / microbatches
-    summed.put("reduced", Sketch(mean, mean[:, 0] ** 2), torch.ones(1, dtype=torch.float64))
+    summed.put("reduced", Sketch(mean, mean[:, 0] ** 2))
     row, _ = step_numbers(summed, largest, Looked(True, True, False, False, False), microbatches, alike, least)
     return row[step_columns(M).index("sum")]
 

@@ -10,7 +10,7 @@ them; of very large batches the first `ROWS` positions are looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import Fp8Linear
 from harness.probe.hooks import Aside, ParameterHooks, named_modules, named_parameters
-from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Place, Signs, Sketch, added
 
 
 class LocalWatch:
@@ -91,20 +91,16 @@ class LocalWatch:
 
     def gradients(self) -> Sketch:
         """Sketches of the sum of this rank's local gradients [tensors, m]; their squared norms, added up [tensors]."""
-        found = Sketch(self._table(0.0), self._table(0.0)[:, 0])
-        if self._gradients:
-            places, seen = _together(self._gradients)
-            found.values.index_add_(0, places, seen.values)
-            found.squares.index_add_(0, places, seen.squares)
-        return found
+        return added(self._gradients, len(self._places))
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Largest and least sketch [tensors, m] of weights in this rank's forwards; -inf and inf for unused ones."""
         largest, least = self._table(-math.inf), self._table(math.inf)
         if self._weights:
-            places, seen = _together(self._weights)
-            np.maximum.at(largest.numpy(), places.numpy(), seen.values.numpy())
-            np.minimum.at(least.numpy(), places.numpy(), seen.values.numpy())
+            places = np.array([place for place, _ in self._weights])
+            seen = Sketch.stack([sketch for _, sketch in self._weights]).values.numpy()
+            np.maximum.at(largest.numpy(), places, seen)
+            np.minimum.at(least.numpy(), places, seen)
         return largest, least
 
     def _table(self, value: float) -> Tensor:
@@ -115,10 +111,6 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     if (one.dtype, one.shape, one.stride(), one.device) != (other.dtype, other.shape, other.stride(), other.device):
         return False
     return one.data_ptr() == other.data_ptr()
-
-
-def _together(seen: Sequence[tuple[int, Sketch]]) -> tuple[Tensor, Sketch]:
-    return torch.tensor([place for place, _ in seen]), Sketch.stack([sketch for _, sketch in seen])
 
 
 ROWS = 1 << 20

@@ -3,6 +3,7 @@ moments in between."""
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -93,12 +94,9 @@ class Sample:
         for tensor, weight in enumerate(weights):
             step = rule.of_tensor(orthogonalized=weight.name in orthogonalized)
             own, count = tuple(moments.get(weight.name, ())), len(step.entries)
-            if weight.name in trained and (len(own) != count or any(m.place != weight.place for m in own)):
+            if weight.name in trained and (len(own) != count or any(m.own != weight.own for m in own)):
                 continue  # another rank steps it
-            numel = 1
-            for extent in weight.shape:
-                numel *= extent
-            indices = weight.indices(chosen(weight.name, numel))
+            indices = weight.indices(chosen(weight.name, math.prod(weight.shape)))
             if len(indices):
                 decay = decay_of[weight.name]
                 self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay, step))

@@ -60,6 +60,16 @@ class Sketch(NamedTuple):
         return cls(values, squares)
 
 
+def added(seen: Sequence[tuple[int, Sketch]], tensors: int) -> Sketch:
+    """Sums of sketches by the index of their tensor: [tensors, m] and [tensors], on the CPU; 0 for those without."""
+    found = Sketch(torch.zeros(tensors, SKETCHES, dtype=torch.float64), torch.zeros(tensors, dtype=torch.float64))
+    if seen:
+        at, each = torch.tensor([index for index, _ in seen]), Sketch.stack([sketch for _, sketch in seen])
+        found.values.index_add_(0, at, each.values)
+        found.squares.index_add_(0, at, each.squares)
+    return found
+
+
 @dataclass(frozen=True)
 class Place:
     """Rows and columns of a piece in its tensor as a matrix; columns are all dimensions but the first."""
@@ -88,61 +98,16 @@ class Place:
     def numbers(self) -> list[int]:
         return [*self.rows, *self.columns]
 
+    @property
+    def numel(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
     def index(self, wanted: int, width: int) -> int | None:
         """Flat index into the piece of an element of the whole tensor; None if it is elsewhere."""
         (top, bottom), (left, right) = self.rows, self.columns
         row, column = divmod(wanted, width)
         inside = top <= row < bottom and left <= column < right
         return (row - top) * (right - left) + column - left if inside else None
-
-    def share(self, part: int, parts: int) -> Place:
-        """Rows of this place that are one of so many parts."""
-        top, bottom = self.rows
-        begin, end = (top + (bottom - top) * each // parts for each in (part, part + 1))
-        return Place((begin, end), self.columns)
-
-    def take(self, piece: Tensor, share: Place | Range) -> Tensor:
-        """The part of a piece here that is in one of the shares of this place."""
-        assert isinstance(share, Place)
-        top, bottom = self.rows
-        return piece.reshape(bottom - top, -1)[share.rows[0] - top : share.rows[1] - top]
-
-    def blocks(self, piece: Tensor, _width: int) -> list[tuple[Place, Tensor]]:
-        return [(self, piece)]
-
-
-@dataclass(frozen=True)
-class Range:
-    """Elements of a piece in its flattened tensor, for engines that cut without regard to rows; methods of `Place`."""
-
-    begin: int
-    end: int
-
-    @property
-    def numbers(self) -> list[int]:
-        return [self.begin, self.end, -1, -1]
-
-    def index(self, wanted: int, _width: int) -> int | None:
-        return wanted - self.begin if self.begin <= wanted < self.end else None
-
-    def share(self, part: int, parts: int) -> Range:
-        count = self.end - self.begin
-        return Range(self.begin + count * part // parts, self.begin + count * (part + 1) // parts)
-
-    def take(self, piece: Tensor, share: Place | Range) -> Tensor:
-        assert isinstance(share, Range)
-        return piece.reshape(-1)[share.begin - self.begin : share.end - self.begin]
-
-    def blocks(self, piece: Tensor, width: int) -> list[tuple[Place, Tensor]]:
-        """The end of a row, whole rows and the begin of a row, each with its elements. Args: width: of a row."""
-        (top, left), (bottom, right) = divmod(self.begin, width), divmod(self.end, width)
-        if top == bottom:
-            found = [Place((top, top + 1), (left, right))]
-        else:
-            first, whole = Place((top, top + 1), (left, width)), Place((top + bool(left), bottom), (0, width))
-            found = [*([first] if left else []), whole, Place((bottom, bottom + 1), (0, right))]
-        counts = [math.prod(last - first for first, last in (each.rows, each.columns)) for each in found]
-        return [each for each in zip(found, piece.reshape(-1).split(counts), strict=True) if each[1].numel()]
 
 
 def cell_of(width: int) -> int:
@@ -167,20 +132,9 @@ class Signs:
         self.sketches = sketches
         self._drawn: dict[tuple[str, torch.device], Drawn] = {}
 
-    def sketch(
-        self, name: str, shape: Sequence[int], piece: Tensor, place: Place | Range, *, squares: bool = True
-    ) -> Sketch:
+    def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place, *, squares: bool = True) -> Sketch:
         """Sketch of a piece of the tensor with this name and full shape; `squares`: with the sum of squares."""
         drawn = self._of(name, shape, piece.device)
-        if isinstance(place, Place):
-            return self._block(drawn, piece, place, squares=squares)
-        found = Sketch(drawn.within.new_zeros(self.sketches), drawn.within.new_zeros(()))
-        for block, elements in place.blocks(piece.detach(), math.prod(shape[1:])):
-            of_block = self._block(drawn, elements, block, squares=squares)
-            found = Sketch(found.values + of_block.values, found.squares + of_block.squares)
-        return found
-
-    def _block(self, drawn: Drawn, piece: Tensor, place: Place, *, squares: bool) -> Sketch:
         (top, bottom), (left, right), length = place.rows, place.columns, len(drawn.within)
         matrix = piece.detach().reshape(bottom - top, right - left)  # detached: no graph is made
         if left % length or right % length:  # a piece that ends inside cells: with noughts beside it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.probe.step_checks.sketch import Sketch
-from harness.store.check_stream import MOMENTS
+from harness.store.check_stream import CHECKS, MOMENTS
 
 Table = NDArray[np.float64]
 
@@ -34,13 +34,12 @@ ORDER = 1e-12
 """Largest relative difference of fp64 sums of the same numbers in another order."""
 
 
-class _Table:
+class StepTable:
     """Numbers of one rank in a step: named columns, or blocks of them; a row a tensor."""
 
-    def __init__(self, tensors: int, widths: Mapping[str, int]) -> None:
-        ends = list(accumulate(widths.values(), initial=0))
-        self._places = {name: slice(begin, end) for name, (begin, end) in zip(widths, pairwise(ends), strict=True)}
-        self.values = torch.zeros(tensors, ends[-1], dtype=torch.float64)
+    def __init__(self, tensors: int, widths: Mapping[str, int], nothing: float = 0.0) -> None:
+        self._places = columns_of(widths)
+        self.values = torch.full((tensors, sum(widths.values())), nothing, dtype=torch.float64)
 
     def __getitem__(self, name: str) -> Tensor:
         """A view: [tensors], or [tensors, columns] of a block."""
@@ -50,8 +49,19 @@ class _Table:
     def read(self, name: str) -> Table:
         return self[name].numpy()
 
+    def put(self, name: str, found: Sketch, at: slice | list[int] = slice(None)) -> None:
+        """Store sketches [tensors, m], and their squares where there is a column for them. Args: at: some tensors."""
+        self[name][at] = found.values
+        if f"{name}_squares" in self._places:
+            self[f"{name}_squares"][at] = found.squares
 
-class SummedTable(_Table):
+
+def columns_of(widths: Mapping[str, int]) -> dict[str, slice]:
+    ends = list(accumulate(widths.values(), initial=0))
+    return {name: slice(begin, end) for name, (begin, end) in zip(widths, pairwise(ends), strict=True)}
+
+
+class SummedTable(StepTable):
     """Sums: sketches [tensors, sketches], moments [tensors, 2], and single columns."""
 
     def __init__(self, tensors: int, sketches: int) -> None:
@@ -60,14 +70,12 @@ class SummedTable(_Table):
         moments = dict.fromkeys(("moments_before", "moments_after"), len(MOMENTS))
         super().__init__(tensors, {**dict.fromkeys(SUMMED, sketches), **moments, **dict.fromkeys(single, 1)})
 
-    def put(self, name: str, found: Sketch, shares: Tensor) -> None:
-        """Store sketches of this rank's pieces [tensors, m], each times its share [tensors]."""
-        self[name][:] = shares[:, None] * found.values
-        if name in WITH_SQUARES:
-            self[f"{name}_squares"][:] = shares * found.squares
+    def put_shares(self, name: str, found: Sketch, shares: Tensor) -> None:
+        """Store sketches of this rank's pieces, each times its share [tensors]."""
+        self.put(name, Sketch(shares[:, None] * found.values, shares * found.squares))
 
 
-class LargestTable(_Table):
+class LargestTable(StepTable):
     """Maxima: of forwards' weights the largest sketch and the negative of the least, [tensors, 2 sketches]; and single
     columns, of which `clipping` is equal for all tensors."""
 
@@ -79,12 +87,12 @@ class LargestTable(_Table):
     def differ_from(self, summed: SummedTable, left: Table) -> None:
         """Raise `kept` to the distance of weights before the step from the sketches [tensors, sketches] after the last
         one."""
-        self._keep(_relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares"))))
+        self._keep(relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares"))))
 
     def moments_differ_from(self, summed: SummedTable, left: Table) -> None:
         """Raise `kept` to the distance of moments before the step from those after the last one, [tensors, 2]
         (`MOMENTS`)."""
-        self._keep(_relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
+        self._keep(relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
 
     def _keep(self, off: Table) -> None:
         self["kept"][:] = torch.maximum(self["kept"], torch.from_numpy(np.where(off > ORDER, off, 0.0)))
@@ -123,29 +131,50 @@ def step_numbers(
     )  # M equal terms have a sum that is sqrt(M) times as long as all of them
     with np.errstate(invalid="ignore"):  # of gradients that overflowed
         off = np.abs(reduced - local).max(1)
-    sums = _relative(off, added) if saw and seen.reduced else nothing
+    sums = relative(off, added) if saw and seen.reduced else nothing
     used = largest.read("used")
     apart = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
-    gathered = np.where(np.isinf(used).any(1), 0.0, _relative(apart, before)) if saw else nothing
+    gathered = np.where(np.isinf(used).any(1), 0.0, relative(apart, before)) if saw else nothing
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
-    dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
+    dissent = relative(np.abs(summed.read("dissent")).max(1), after)
     rule = np.where(summed.read("followed") > 0, largest.read("rule"), np.nan) if seen.rule else nothing
     blind, blind_twice = (bool(summed.read(name).any()) for name in BLIND)
     again = largest.read("again") if seen.again and saw and not blind else nothing
     drift = largest.read("drift") if seen.drift and not blind_twice else nothing
-    checks = [sums, gathered, largest.read("kept"), dissent, rule, again, drift]
-    row = [number for check in checks for number in _worst(check)]
+    checks = {"sum": sums, "gather": gathered, "kept": largest.read("kept"), "replicas": dissent, "rule": rule}
     whole = math.sqrt(float(squares.sum()))
     clipping = max(largest["clipping"].tolist(), default=0.0)
-    row.append(max(abs(norm - whole) / whole, clipping) if seen.reduced and whole > 0 else math.nan)
+    off_norm = max(abs(norm - whole) / whole, clipping) if seen.reduced and whole > 0 else math.nan
     local = local if saw else np.full_like(local, np.nan)
     if not seen.reduced:
         reduced, squares = np.full_like(reduced, np.nan), nothing
-    row += [*local.sum(0), *reduced.sum(0), squares.sum(), *summed.read("after").sum(0), float((after**2).sum())]
-    weights = [summed.read("after"), (after**2)[:, None]]
-    columns = [local, terms[:, None], reduced, squares[:, None], *weights, summed.read("moments_after")]
-    table = np.concatenate(columns, axis=1)
-    return [float(value) for value in row], table
+    tensors = [local, terms, reduced, squares, summed.read("after"), after**2, summed.read("moments_after")]
+    return rows_of(checks | {"again": again, "drift": drift}, off_norm, tensors)
+
+
+def _total(values: Table) -> Table:
+    found: Table = values.sum(0)
+    return found
+
+
+def rows_of(
+    checks: Mapping[str, Table],
+    norm: float,
+    tensors: Sequence[Table],
+    total: Callable[[Table], Table] = _total,
+) -> tuple[list[float], Table]:
+    """Row of the stream for a step, and for its tensors.
+
+    Args: checks: by name, of every tensor; others were not made. tensors: sketches of local gradients, squares of
+    their terms, sketches and squares of reduced ones and of weights after the step, and moments; [tensors], or
+    [tensors, columns]. total: over the tensors.
+    """
+    row = [number for name in CHECKS for number in (_worst(checks[name]) if name in checks else (math.nan, math.nan))]
+    local, terms, *others, moments = (each if each.ndim > 1 else each[:, None] for each in tensors)
+    row.append(norm)
+    for values in (local, *others):
+        row += total(values).tolist()
+    return row, np.concatenate([local, terms, *others, moments], axis=1)
 
 
 def closing_numbers(columns: Sequence[str], kept: Table) -> list[float]:
@@ -154,7 +183,8 @@ def closing_numbers(columns: Sequence[str], kept: Table) -> list[float]:
     return [known.get(name, math.nan) for name in columns]
 
 
-def _relative(off: Table, scale: Table) -> Table:
+def relative(off: Table, scale: Table) -> Table:
+    """0 where nothing is off, whatever the scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found: Table = np.where(off == 0.0, 0.0, off / scale)
     return found
