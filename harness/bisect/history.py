@@ -6,7 +6,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 from harness.bisect.revisions import WORKTREE, Repository, Version
@@ -38,15 +37,19 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
     request.check()
     repository = Repository.own(request.root)
     control, arm = (repository.version(revision) for revision in (old, new))
+    _warn_of_dirt(repository, (control, arm), tell)
+    return _compared(request, repository, control, arm, tell)
+
+
+def _compared(request: Request, repository: Repository, control: Version, arm: Version, tell: Tell) -> Compared:
     if control.tree == arm.tree:
         return Compared(_one_version(request, repository, control, arm), Path(arm.word), Path(control.word))
-    _warn_of_dirt(repository, (control, arm), tell)
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
         snapshot.check(request.words)
-    runs = [_run(snapshot, request, tell) for snapshot in snapshots]
-    verdict = _judge(request, arm, runs[1], control, runs[0])
-    return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), runs[1], runs[0])
+    before, after = (_run(snapshot, request, tell) for snapshot in snapshots)
+    verdict = compare_versions(Side(after, arm.label), Side(before, control.label), bitwise=request.bitwise)
+    return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), after, before)
 
 
 def _one_version(request: Request, repository: Repository, control: Version, arm: Version) -> Verdict:
@@ -75,10 +78,6 @@ def _run(snapshot: Snapshot, request: Request, tell: Tell) -> Path:
     return snapshot.run(request.words)
 
 
-def _judge(request: Request, arm: Version, run: Path, control: Version, control_run: Path) -> Verdict:
-    return compare_versions(Side(run, arm.label), Side(control_run, control.label), bitwise=request.bitwise)
-
-
 def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
     looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
     again = ("compare", "--code", control.word, arm.word)
@@ -91,97 +90,61 @@ def _commands(request: Request, verdict: Verdict, control: Version, arm: Version
 
 
 @dataclass(frozen=True)
-class Skipped:
-    version: Version
-    why: str
-
-
-@dataclass(frozen=True)
 class Culprit:
-    control: Version
+    """same: last version known not to differ. skipped: versions between it and `first`, and why."""
+
     same: Version
     first: Version
     verdict: Verdict
-    skipped: tuple[Skipped, ...]
-    next: tuple[str, ...]
+    skipped: tuple[tuple[Version, str], ...]
 
     @property
     def sentence(self) -> str:
+        what = f"{self.first.title} is the first that differs"
         if self.skipped:
-            rest = len(self.skipped)
-            what = f"{self.first.title} is the first that is known to differ, after {rest} that could not be tried"
-        else:
-            what = f"{self.first.title} is the first that differs"
+            after = f"after {len(self.skipped)} that could not be tried"
+            what = f"{self.first.title} is the first that is known to differ, {after}"
         return f"{what}: {self.verdict.sentence}"
 
 
-class Bisection:
-    def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
-        """Raises `BadRequest`: a revision is unknown, or `bad` is not built on `good`.
+def bisect(request: Request, good: str, bad: str, tell: Tell) -> Culprit:
+    """First version that differs from `good`; asked again, runs that are done are used again.
 
-        Args: good: revision of the control. bad: a revision built on it, or WORKTREE. tell: called with a line a trial.
-        """
-        request.check()
-        if good == WORKTREE:
-            raise refuse(
-                f"bisect {WORKTREE}", "nothing is built on it yet: it can be the bad end alone", fix="a commit"
-            )
-        self._request, self._tell = request, tell
-        self._repository = Repository.own(request.root)
-        self.good, self.bad = (self._repository.version(revision) for revision in (good, bad))
-        _check_history(self._repository, self.good, self.bad)
-        _warn_of_dirt(self._repository, (self.good, self.bad), tell)
-        self._verdicts: dict[str, Verdict] = {}
-        self._reasons: dict[str, str] = {}
+    Args: good: revision of the control. bad: a revision built on it, or WORKTREE. tell: called with a line a trial.
 
-    def find(self) -> Culprit:
-        """Bisect; a repeated call reuses finished runs.
+    Raises `BadRequest`: a revision is unknown, an end cannot be run, or they do not differ. `KeyboardInterrupt`.
+    """
+    request.check()
+    if good == WORKTREE:
+        raise refuse(f"bisect {WORKTREE}", "nothing is built on it yet: it can be the bad end alone", fix="a commit")
+    repository = Repository.own(request.root)
+    control, end = (repository.version(revision) for revision in (good, bad))
+    _check_history(repository, control, end)
+    _warn_of_dirt(repository, (control, end), tell)
+    verdicts: dict[str, Verdict] = {}
+    reasons: dict[str, str] = {}
 
-        Raises `BadRequest`: an end cannot be run, or they do not differ. `KeyboardInterrupt`.
-        """
-        ends = [Snapshot(self._repository, version) for version in (self.good, self.bad)]
-        for end in ends:
-            end.check(self._request.words)
-        self._tell(f"versions after {self.good.title}, each held against it")
-        self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
-        self._control = ends[0].run(self._request.words)
-        verdict = self._verdict(self.bad)
-        check_ends(verdict, self.good.label, self.bad.label, undecided=self._request.undecided)
-        self._tell(f"  the end  {self.bad.title}: {brief(verdict)}")
-        same, *between, first = self._repository.bisect(self.good, self.bad, lambda version: self._try(version).value)
-        skipped = tuple(Skipped(version, self._reasons[version.tree]) for version in between)
-        found = Culprit(self.good, same, first, self._verdicts[first.tree], skipped, ())
-        return replace(found, next=tuple(self._next(found)))
+    def judge(version: Version) -> Verdict:
+        verdicts[version.tree] = _compared(request, repository, control, version, lambda _: None).verdict
+        return verdicts[version.tree]
 
-    def _verdict(self, version: Version) -> Verdict:
-        run = Snapshot(self._repository, version).run(self._request.words)
-        self._verdicts[version.tree] = _judge(self._request, version, run, self.good, self._control)
-        return self._verdicts[version.tree]
-
-    def _try(self, version: Version) -> Answer:
-        head = f"  {version.title}"
-        if version.tree == self.good.tree:
-            self._tell(f"{head}: EQUAL, the same files")
-            return Answer.same
+    def answer(version: Version) -> str:
         try:
-            verdict = self._verdict(version)
+            verdict = judge(version)
         except BadRequest as error:
-            self._reasons[version.tree] = redacted(" ".join(error.violations[0].problem.split()))
-            self._tell(f"{head}: skipped, {self._reasons[version.tree]}")
-            return Answer.unresolved
-        answer = answer_of(verdict, self._verdicts[self.bad.tree].outcome, undecided=self._request.undecided)
-        if answer is Answer.unresolved:
-            self._reasons[version.tree] = verdict.sentence
-        self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
-        return answer
+            reasons[version.tree] = redacted(" ".join(error.violations[0].problem.split()))
+            tell(f"  {version.title}: skipped, {reasons[version.tree]}")
+            return SKIP
+        found = answer_of(verdict, verdicts[end.tree].outcome)
+        reasons[version.tree] = verdict.sentence
+        tell(f"  {version.title}: {'skipped, ' * (found == SKIP)}{brief(verdict)}")
+        return found
 
-    def _next(self, found: Culprit) -> list[str]:
-        commands = [self._request.command("compare", "--code", found.same.word, found.first.word)]
-        parents = [] if found.first.asked == WORKTREE or found.skipped else self._repository.parents(found.first)
-        if len(parents) > 1:  # what was merged has a history of its own
-            fork = self._repository.fork(*parents[:2])
-            commands += [self._request.command("bisect", fork, parents[1])] if fork else []
-        return commands
+    tell(f"versions after {control.title}, each held against it; progress is in {repository.cache}/*/runs/*.log")
+    _check_end(judge(end), control, end)
+    tell(f"  the end  {end.title}: {brief(verdicts[end.tree])}")
+    same, *between, first = repository.bisect(control, end, answer)
+    return Culprit(same, first, verdicts[first.tree], tuple((each, reasons[each.tree]) for each in between))
 
 
 def _check_history(repository: Repository, good: Version, bad: Version) -> None:
@@ -190,36 +153,35 @@ def _check_history(repository: Repository, good: Version, bad: Version) -> None:
         raise refuse(f"bisect {good.label} {bad.label}", "names the same files twice", fix=fix)
     if repository.is_ancestor(good, bad):
         return
-    fork = repository.fork(good.commit, bad.commit)
+    fix = f"two revisions of one history; git merge-base {good.word} {bad.word} says where these part"
     if repository.is_ancestor(bad, good):
         fix = f"bisect {bad.word} {good.word}: the first version that differs from the older one, be it a repair"
-    else:
-        fix = f"bisect {fork} {bad.word}: from where they part" if fork else "two revisions of one history"
     raise refuse(f"bisect {good.label} {bad.label}", "the second is not built on the first", fix=fix)
 
 
-class Answer(Enum):
-    """Word of `git bisect` for a version."""
-
-    same = "good"
-    differs = "bad"
-    unresolved = "skip"
+def _check_end(verdict: Verdict, good: Version, bad: Version) -> None:
+    if why := unfit(verdict):
+        fix = "both ends must run to their end on one machine"
+        raise refuse(bad.label, f"cannot be held against {good.label}: {why}", fix=fix)
+    if answer_of(verdict, verdict.outcome) != BAD:
+        problem = f"does not differ from {good.label}, so there is nothing to find. {verdict.sentence}"
+        fix = "a longer run, another seed, or --bitwise with numerics=deterministic may tell them apart"
+        raise refuse(bad.label, problem, fix=fix)
 
 
 PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
 
+GOOD, BAD, SKIP = "good", "bad", "skip"
+"""Words of `git bisect` for a version."""
+
 
 @dataclass(frozen=True)
 class Request:
-    """Overrides of every trial, its store, and the criterion of a difference.
-
-    bitwise: any unequal bit. undecided: doubtful verdicts count.
-    """
+    """Overrides of every trial, and its store. bitwise: any unequal bit is a difference."""
 
     words: tuple[str, ...] = ()
     root: str = "runs"
     bitwise: bool = False
-    undecided: bool = False
 
     def check(self) -> None:
         """Raises `BadRequest`: a setting is not the request's to choose, or bits are demanded where sums have no
@@ -231,8 +193,7 @@ class Request:
             raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
 
     def command(self, *before: str) -> str:
-        flags = ["--bitwise"] * self.bitwise + ["--undecided"] * (self.undecided and before[0] == "bisect")
-        return commands.verb(shlex.join([*before, *self.words, *flags]), self.root)
+        return commands.verb(shlex.join([*before, *self.words, *["--bitwise"] * self.bitwise]), self.root)
 
 
 def unfit(verdict: Verdict) -> str:
@@ -251,27 +212,12 @@ def brief(verdict: Verdict) -> str:
     return verdict.sentence if first is None else f"{verdict.outcome.value}: {describe(first, first, first.note)}"
 
 
-def answer_of(verdict: Verdict, sought: Outcome, *, undecided: bool = False) -> Answer:
-    """Verdict as an answer to a search.
+def answer_of(verdict: Verdict, sought: Outcome) -> str:
+    """Answer of a verdict to `git bisect`: UNDECIDED is skipped, and so is NOT_COMPARABLE.
 
-    DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither (or differs, if `undecided`).
-    NOT_COMPARABLE differs only if `sought` (the outcome at the bad end) is the same; elsewhere it is unresolved.
+    Where the bad end is NOT_COMPARABLE itself (`sought`), that is the difference which is searched for.
     """
     if verdict.outcome in PASSED:
-        return Answer.same
-    if verdict.outcome is Outcome.DIFFERENT or (undecided and verdict.outcome is Outcome.UNDECIDED):
-        return Answer.differs
-    if verdict.outcome is Outcome.NOT_COMPARABLE and verdict.outcome is sought and not unfit(verdict):
-        return Answer.differs
-    return Answer.unresolved
-
-
-def check_ends(verdict: Verdict, good: str, bad: str, *, undecided: bool = False) -> None:
-    """Raises `BadRequest`, with the verdict's sentence: the ends do not differ."""
-    if why := unfit(verdict):
-        raise refuse(bad, f"cannot be held against {good}: {why}", fix="both ends must run to their end on one machine")
-    if answer_of(verdict, verdict.outcome, undecided=undecided) is not Answer.differs:
-        fix = "a longer run, another seed, or --bitwise with numerics=deterministic may tell them apart"
-        if verdict.outcome is Outcome.UNDECIDED:
-            fix = "--undecided takes what is in doubt for a difference"
-        raise refuse(bad, f"does not differ from {good}, so there is nothing to find. {verdict.sentence}", fix=fix)
+        return GOOD
+    is_sought = verdict.outcome is Outcome.NOT_COMPARABLE and verdict.outcome is sought and not unfit(verdict)
+    return BAD if verdict.outcome is Outcome.DIFFERENT or is_sought else SKIP

@@ -142,12 +142,6 @@ class Repository:
             return False
         return True
 
-    def fork(self, one: str, other: str) -> str:
-        try:
-            return self._git("merge-base", one, other).strip()[:SHORT]
-        except GitError:
-            return ""
-
     def parents(self, version: Version) -> list[str]:
         return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.bisect.history import Bisection, Request, compare_code
+from harness.bisect.history import Request, bisect, compare_code
 from harness.cli.runs import located
 from harness.cli.verbs import Implementation, path
 from harness.config.errors import refuse
@@ -196,23 +196,19 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--bitwise", action="store_true", help="any unequal bit is a difference (deterministic numerics)"
     )
-    parser.add_argument(
-        "--undecided", action="store_true", help="what is in doubt is a difference too: UNDECIDED counts as DIFFERENT"
-    )
 
 
 def _bisect(arguments: Namespace) -> int:
-    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise, arguments.undecided)
+    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise)
     try:
-        found = Bisection(request, arguments.good, arguments.bad, _tell).find()
+        found = bisect(request, arguments.good, arguments.bad, _tell)
     except KeyboardInterrupt:
         _tell("\ninterrupted; asked again, runs that are done are used again")
         raise
     _tell(f"\n{found.sentence}")
-    for each in found.skipped:
-        _tell(f"not tried: {each.version.title}: {each.why}")
-    for command in found.next:
-        print(f"next: {command}")
+    for version, why in found.skipped:
+        _tell(f"not tried: {version.title}: {why}")
+    print(f"next: {request.command('compare', '--code', found.same.word, found.first.word)}")
     return EXIT_UNDECIDED if found.skipped else 0
 
 

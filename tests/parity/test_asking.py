@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect.history import Answer, Request, answer_of
 from harness.cli.main import main, read
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
@@ -54,20 +53,11 @@ def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_options_stand_anywhere() -> None:
-    _, arguments = read(["bisect", "GOOD", "--bitwise", "BAD", "train.steps=3", "--undecided", "data.seq_len=8"])
-    assert (arguments.good, arguments.bad, arguments.bitwise, arguments.undecided) == ("GOOD", "BAD", True, True)
+    _, arguments = read(["bisect", "GOOD", "--bitwise", "BAD", "train.steps=3", "data.seq_len=8"])
+    assert (arguments.good, arguments.bad, arguments.bitwise) == ("GOOD", "BAD", True)
     assert arguments.overrides == ["train.steps=3", "data.seq_len=8"]
     _, arguments = read(["compare", "RUN", "--json", "OTHER", "--root", "x"])
     assert (arguments.words, arguments.json, arguments.root) == (["RUN", "OTHER"], True, "x")
-
-
-def test_what_is_in_doubt_differs_on_request(bench: Bench) -> None:
-    verdict = doubted(bench)
-    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    assert answer_of(verdict, verdict.outcome) is Answer.unresolved
-    assert answer_of(verdict, verdict.outcome, undecided=True) is Answer.differs
-    assert "--undecided" in Request(undecided=True).command("bisect", "a", "b")
-    assert "--undecided" not in Request(undecided=True).command("compare", "--code", "a", "b")
 
 
 def accepted(command: str) -> None:

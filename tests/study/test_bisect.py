@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.bisect import history, revisions
-from harness.bisect.history import Answer, Bisection, Culprit, Request, answer_of, compare_code
+from harness.bisect.history import BAD, GOOD, SKIP, Culprit, Request, answer_of, bisect, compare_code
 from harness.bisect.revisions import WORKTREE, Version
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
@@ -86,7 +86,7 @@ def grow(top: Path, *kinds: str) -> None:
 
 
 def found(good: str, bad: str, told: list[str] | None = None) -> Culprit:
-    return Bisection(Request(("train.steps=3",)), good, bad, (told if told is not None else []).append).find()
+    return bisect(Request(("train.steps=3",)), good, bad, (told if told is not None else []).append)
 
 
 def test_the_commit_that_doubles_gradients_is_named_with_what_shows_it(toy: Path) -> None:
@@ -96,8 +96,7 @@ def test_the_commit_that_doubles_gradients_is_named_with_what_shows_it(toy: Path
     assert culprit.first.subject == "3 doubled"
     assert culprit.verdict.outcome is Outcome.DIFFERENT
     assert culprit.sentence.startswith(f"{culprit.first.commit[:7]} '3 doubled' is the first that differs: DIFFERENT: ")
-    previous, own = git(toy, "rev-parse", "main~5", "main~4").splitlines()
-    assert culprit.next == (f"python -m harness compare --code {previous[:7]} {own[:7]} train.steps=3",)
+    assert (culprit.same.subject, culprit.skipped) == ("2 harmless", ())
     assert 2 + 2 <= len(ToySnapshot.ran) <= 2 + 3, "both ends, and log2(7) trials"
     assert sum(line.startswith("  ") and "the end" not in line for line in told) == len(ToySnapshot.ran) - 2, (
         "a line a trial"
@@ -123,15 +122,16 @@ def test_commits_that_cannot_be_tried_are_skipped_and_reported(toy: Path) -> Non
     grow(toy, "clean", "broken", "fails", "doubled", "doubled")
     culprit = found("main~4", "main")
     assert culprit.first.subject == "3 doubled"
-    assert [each.version.subject for each in culprit.skipped] == ["1 broken", "2 fails"]
-    assert "It is broken" in culprit.skipped[0].why
-    assert "failed, not done (no luck)" in culprit.skipped[1].why
+    assert [version.subject for version, _ in culprit.skipped] == ["1 broken", "2 fails"]
+    broken, fails = (why for _, why in culprit.skipped)
+    assert "It is broken" in broken
+    assert "failed, not done (no luck)" in fails
     assert "is the first that is known to differ, after 2 that could not be tried" in culprit.sentence
 
 
 def test_other_data_hides_a_difference_of_numbers_and_is_one_where_it_is_the_end(toy: Path) -> None:
     grow(toy, "clean", "other data", "doubled", "clean", "other data", "other data")
-    assert [each.version.subject for each in found("main~5", "main~3").skipped] == ["1 other data"]
+    assert [version.subject for version, _ in found("main~5", "main~3").skipped] == ["1 other data"]
     culprit = found("main~2", "main")
     assert culprit.first.subject == "4 other data"
     assert culprit.verdict.outcome is Outcome.NOT_COMPARABLE
@@ -149,23 +149,7 @@ def test_the_working_tree_can_be_the_bad_end(toy: Path) -> None:
     grow(toy, "clean", "harmless")
     (toy / "file.py").write_text("doubled: here\n")
     culprit = found("main~1", WORKTREE)
-    assert culprit.first.asked == WORKTREE
-    assert culprit.next[0].split()[-3:] == [git(toy, "rev-parse", "HEAD")[:7], WORKTREE, "train.steps=3"]
-
-
-def test_a_merge_says_where_to_look_next(toy: Path) -> None:
-    grow(toy, "clean")
-    git(toy, "checkout", "--quiet", "-b", "side")
-    grow(toy, "doubled")
-    side = git(toy, "rev-parse", "HEAD")[:7]
-    git(toy, "checkout", "--quiet", "main")
-    commit(toy, "harmless: main\n", "On main")
-    git(toy, "merge", "--quiet", "--strategy=ours", "side", "--message", "Merge side")
-    (toy / "file.py").write_text("doubled: merged\n")
-    git(toy, "commit", "--quiet", "--all", "--amend", "--no-edit")
-    culprit = found("main~2", "main")
-    assert culprit.first.subject == "Merge side"
-    assert culprit.next[1] == f"python -m harness bisect {git(toy, 'rev-parse', 'main~2')[:7]} {side} train.steps=3"
+    assert (culprit.same.commit, culprit.first.asked) == (git(toy, "rev-parse", "HEAD"), WORKTREE)
 
 
 @pytest.mark.parametrize(
@@ -227,20 +211,20 @@ def verdict(outcome: Outcome, check: str = "", stage: Stage = Stage.record) -> V
 @pytest.mark.parametrize(
     ("judged", "sought", "answer"),
     [
-        (verdict(Outcome.EQUAL), Outcome.DIFFERENT, Answer.same),
-        (verdict(Outcome.EQUIVALENT), Outcome.DIFFERENT, Answer.same),
-        (verdict(Outcome.DIFFERENT), Outcome.DIFFERENT, Answer.differs),
-        (verdict(Outcome.DIFFERENT), Outcome.NOT_COMPARABLE, Answer.differs),
-        (verdict(Outcome.UNDECIDED), Outcome.DIFFERENT, Answer.unresolved),
-        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.DIFFERENT, Answer.unresolved),
-        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.NOT_COMPARABLE, Answer.differs),
-        (verdict(Outcome.NOT_COMPARABLE, "train.seed"), Outcome.NOT_COMPARABLE, Answer.differs),
-        (verdict(Outcome.NOT_COMPARABLE, "whole record"), Outcome.NOT_COMPARABLE, Answer.unresolved),
-        (verdict(Outcome.NOT_COMPARABLE, "torch version"), Outcome.NOT_COMPARABLE, Answer.unresolved),
+        (verdict(Outcome.EQUAL), Outcome.DIFFERENT, GOOD),
+        (verdict(Outcome.EQUIVALENT), Outcome.DIFFERENT, GOOD),
+        (verdict(Outcome.DIFFERENT), Outcome.DIFFERENT, BAD),
+        (verdict(Outcome.DIFFERENT), Outcome.NOT_COMPARABLE, BAD),
+        (verdict(Outcome.UNDECIDED), Outcome.DIFFERENT, SKIP),
+        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.DIFFERENT, SKIP),
+        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.NOT_COMPARABLE, BAD),
+        (verdict(Outcome.NOT_COMPARABLE, "train.seed"), Outcome.NOT_COMPARABLE, BAD),
+        (verdict(Outcome.NOT_COMPARABLE, "whole record"), Outcome.NOT_COMPARABLE, SKIP),
+        (verdict(Outcome.NOT_COMPARABLE, "torch version"), Outcome.NOT_COMPARABLE, SKIP),
     ],
 )
-def test_what_a_verdict_says_to_a_search(judged: Verdict, sought: Outcome, answer: Answer) -> None:
-    assert answer_of(judged, sought) is answer
+def test_what_a_verdict_says_to_a_search(judged: Verdict, sought: Outcome, answer: str) -> None:
+    assert answer_of(judged, sought) == answer
 
 
 SMALL = (

@@ -138,7 +138,6 @@ def test_a_merge_is_one_step(repository: Repository, top: Path) -> None:
     assert [each.subject for each in span] == ["Commit 2", "Merge"]
     assert "On the side" not in seen
     assert repository.parents(span[1])[1] == side[:7]
-    assert repository.fork(*repository.parents(span[1])) == git(top, "rev-parse", "main~3")[:7]
 
 
 def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
