@@ -129,25 +129,6 @@ def _superseding(own: type) -> type:
     return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
 
 
-class _Watched:
-    """An unsharded parameter while its weights are whole: what is written through `data` counts as an edit of it."""
-
-    @property
-    def data(self) -> Tensor:
-        return cast(Tensor, self).detach()
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        put_data(cast(Tensor, self), values)
-
-
-@cache
-def watched(own: type) -> type:
-    if issubclass(own, DTensor):
-        return own
-    return cast(type, cast(Any, type(own))(own.__name__, (_Watched, own), {"__module__": own.__module__}))
-
-
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
@@ -261,7 +242,7 @@ class ShardedParameters:
         for param, own in self._same:
             param.__class__ = own if unsharded else counting(own)
         for param, sharded, own in self._pairs:
-            param.__class__ = watched(own)
+            param.__class__ = own
             coming, leaving = (param, sharded) if unsharded else (sharded, param)
             if turns and coming.requires_grad is not leaving.requires_grad:
                 coming.requires_grad_(leaving.requires_grad)
