@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,18 +50,8 @@ def watch(
     parts: what parameters are made of, where their names and shapes do not say it (packed, stacked, cut by hand).
     """
     run = Run(Path(path), limit_mib * MIB, steps)
-    run.start(model, optimizer, parts)
+    run.guard(run.start)(model, optimizer, parts)
     return run
-
-
-def _kept_from_training(work: Callable[..., None]) -> Callable[..., None]:
-    """The method without its errors, and without a graph; nothing once one has failed."""
-
-    @wraps(work)
-    def guarded(self: Run, *args: Any, **keywords: Any) -> None:
-        self.guard(lambda: work(self, *args, **keywords))()
-
-    return guarded
 
 
 class Guarded:
@@ -91,9 +80,9 @@ class Guarded:
 class Run:
     def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None) -> None:
         self.path, self.limit_bytes, self.chosen = path, limit_bytes, steps
-        self.is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.is_distributed else 0
-        self.world_size = dist.get_world_size() if self.is_distributed else 1
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
         self.steps = 0
         self.problem = ""
         """Why the record is incomplete; empty while it is whole."""
@@ -117,8 +106,7 @@ class Run:
         if self._watching is not None:
             self._watching.close()
 
-    @_kept_from_training
-    def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None = None) -> None:
+    def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
         if folder_of(self.path, self.rank).exists() or (self.path / "summary.json").exists():
             self._is_closed = True  # what lies there is another's
             raise FileExistsError(f"{self.path} holds a run already: name another folder, or remove it")
@@ -131,12 +119,14 @@ class Run:
             describe.begin(self.path, models)
         atexit.register(self.close)
 
-    @_kept_from_training
     def step(self, loss: Any = None, data: Any = None) -> None:
         """End a step, after the optimizer's; before it, the call adds a microbatch to the step.
 
         Args: loss: this rank's, a number or a tensor of one. data: what this rank was fed; its digests are kept.
         """
+        self.guard(self._step)(loss, data)
+
+    def _step(self, loss: Any, data: Any) -> None:
         watching, part = self._watching, self._part
         assert watching is not None
         assert part is not None

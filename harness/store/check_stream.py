@@ -17,7 +17,7 @@ the element's place alone (`harness.probe.step_checks.sketch`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -66,8 +66,8 @@ def step_columns(sketches: int) -> tuple[str, ...]:
     checks = tuple(name for check in CHECKS for name in (check, f"{check}_tensor"))
     return (
         *checks, "norm",
-        *_numbered("local", sketches), *_numbered("reduced", sketches), "reduced_squares",
-        *_numbered("after", sketches), "after_squares",
+        *numbered("local", sketches), *numbered("reduced", sketches), "reduced_squares",
+        *numbered("after", sketches), "after_squares",
     )  # fmt: skip
 
 
@@ -75,13 +75,13 @@ def step_columns(sketches: int) -> tuple[str, ...]:
 def tensor_columns(sketches: int) -> tuple[str, ...]:
     """Names of a tensor's numbers at a kept step, in order; `terms_squares` is of all local gradients, averaged."""
     return (
-        *_numbered("local", sketches), "terms_squares",
-        *_numbered("reduced", sketches), "reduced_squares",
-        *_numbered("after", sketches), "after_squares", *MOMENTS,
+        *numbered("local", sketches), "terms_squares",
+        *numbered("reduced", sketches), "reduced_squares",
+        *numbered("after", sketches), "after_squares", *MOMENTS,
     )  # fmt: skip
 
 
-def _numbered(name: str, count: int) -> tuple[str, ...]:
+def numbered(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}_{number}" for number in range(count))
 
 
@@ -217,27 +217,15 @@ class Stream:
         return (chosen, found) if looked.all() else (chosen[looked], found[looked])
 
 
-def last_weights(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Sketches [tensors, m] of the weights after a step; None if not kept, or of other tensors."""
-    return _last(run_dir, step, names, lambda sketches: list(_numbered("after", sketches)))
-
-
-def last_moments(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
-    """Signed sums of the moments after a step, `MOMENTS` [tensors, 2]; None if not kept."""
-    return _last(run_dir, step, names, lambda sketches: list(MOMENTS))
-
-
-def _last(
-    run_dir: Path, step: int, names: Sequence[str], columns: Callable[[int], list[str]]
-) -> NDArray[np.float64] | None:
-    """Columns [tensors, columns] of a kept step; None if one is NaN, or of other tensors."""
+def last(run_dir: Path, step: int, names: Sequence[str], columns: Sequence[str]) -> NDArray[np.float64] | None:
+    """Columns [tensors, columns] of a kept step; None if it is not there, if one is NaN, or of other tensors."""
     found = read(run_dir)
     if found is None or [each.name for each in found.tensors] != list(names):
         return None
     steps, rows = found.kept()
     if step not in steps:
         return None
-    places = [tensor_columns(found.sketches).index(name) for name in columns(found.sketches)]
+    places = [tensor_columns(found.sketches).index(name) for name in columns]
     wanted: NDArray[np.float64] = rows[steps.tolist().index(step)][:, places].copy()
     return None if bool((wanted != wanted).any()) else wanted
 

@@ -121,8 +121,10 @@ class StepChecks(Callback):
         self.cadence = Cadence(config.measure.step_checks_share, done, always, self._agreed, on_device=on_device)
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
-            self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
-            self.moments = None if not done else stream.last_moments(session.run_dir, done, self.names)
+            if done:
+                after = stream.numbered("after", SKETCHES)
+                self.whole = stream.last(session.run_dir, done, self.names, after)
+                self.moments = stream.last(session.run_dir, done, self.names, stream.MOMENTS)
             shapes = [CheckedTensor(piece.name, piece.shape) for piece in pieces]
             limit = config.measure.step_checks_limit_mib << 20
             every = stream.cadence(config.train.steps, len(pieces), SKETCHES, limit)
@@ -165,8 +167,8 @@ class StepChecks(Callback):
         return self.control.gather([every])[0][0]
 
     def _begin(self) -> None:
-        self.summed = SummedTable(len(self.pieces), SKETCHES)
-        self.largest = LargestTable(len(self.pieces), SKETCHES)
+        self.summed = SummedTable(len(self.pieces))
+        self.largest = LargestTable(len(self.pieces))
         self.begun: dict[int, Sketch] = {}
         self.in_forward: dict[int, Tensor] = {}
         """Weights, by place, whose sketch in `begun` is taken by the step's first forward."""

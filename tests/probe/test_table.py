@@ -9,19 +9,19 @@ import torch
 
 from harness.config.roundoff import FINEST
 from harness.fsdp.vocabulary import Numerics
-from harness.probe.step_checks.sketch import Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Sketch
 from harness.probe.step_checks.table import LargestTable, Looked, SummedTable, step_numbers
 from harness.store.check_stream import step_columns
 from harness.train.step_checks import integer_floor
 from tests.support.factory import small_config
 
-M = 4
+M = SKETCHES
 
 
 def sum_of(microbatches: int, alike: float, factor: float, least: float = 0.0) -> float:
     """The column `sum` where so many local gradients of norm 1 were added, whose sum is so much of what equal ones
     would have, and the engine's is times a factor off it."""
-    summed, largest = SummedTable(1, M), LargestTable(1, M)
+    summed, largest = SummedTable(1), LargestTable(1)
     total = alike * microbatches
     values = torch.full((1, M), total, dtype=torch.float64)
     summed["local"][:] = values

@@ -17,7 +17,8 @@ from harness.store.check_stream import (
     cadence,
     is_kept,
     kept_until,
-    last_weights,
+    last,
+    numbered,
     step_columns,
     tensor_columns,
 )
@@ -26,6 +27,7 @@ from tests.support.mutants import Slip, kills
 
 TENSORS = [CheckedTensor("a", (3, 2)), CheckedTensor("b", ())]
 M = 4
+AFTER = numbered("after", M)
 
 
 def write(run_dir: Path, steps: range, *, every: int = 1, done: int = 0) -> None:
@@ -66,9 +68,9 @@ def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
     found = check_stream.read(tmp_path)
     assert found is not None
     assert [math.isnan(value) for value in found.column("sum")] == [True, True, True, False, False]
-    assert last_weights(tmp_path, 3, ["a", "b"]) is None
-    assert last_weights(tmp_path, 5, ["a", "b"]).tolist() == [[5.0] * M] * 2  # type: ignore[union-attr] # there it is
-    assert last_weights(tmp_path, 5, ["a", "c"]) is None
+    assert last(tmp_path, 3, ["a", "b"], AFTER) is None
+    assert last(tmp_path, 5, ["a", "b"], AFTER).tolist() == [[5.0] * M] * 2  # type: ignore[union-attr] # there it is
+    assert last(tmp_path, 5, ["a", "c"], AFTER) is None
 
 
 def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class LocalWatch:
         return largest, least
 
     def _table(self, value: float) -> Tensor:
-        return torch.full((len(self._places), self.signs.sketches), value, dtype=torch.float64)
+        return torch.full((len(self._places), SKETCHES), value, dtype=torch.float64)
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

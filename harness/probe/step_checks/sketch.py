@@ -128,8 +128,7 @@ class Drawn(NamedTuple):
 
 
 class Signs:
-    def __init__(self, sketches: int = SKETCHES) -> None:
-        self.sketches = sketches
+    def __init__(self) -> None:
         self._drawn: dict[tuple[str, torch.device], Drawn] = {}
 
     def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place, *, squares: bool = True) -> Sketch:
@@ -147,8 +146,8 @@ class Signs:
         if key not in self._drawn:
             height, width = shape[0] if shape else 1, math.prod(shape[1:])
             length = cell_of(width)
-            rows = self._draw(f"rows of {name}", height, self.sketches)
-            cells = self._draw(f"cells of {name}", width // length, self.sketches)
+            rows = self._draw(f"rows of {name}", height, SKETCHES)
+            cells = self._draw(f"cells of {name}", width // length, SKETCHES)
             within = self._draw(f"places within cells of {name}", length, 1)
             of_rows, of_cells = (signs.t().contiguous().to(device) for signs in (rows, cells))
             self._drawn[key] = Drawn(of_rows, of_cells, within[:, 0].to(device))

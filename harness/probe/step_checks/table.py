@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.probe.step_checks.sketch import Sketch
+from harness.probe.step_checks.sketch import SKETCHES, Sketch
 from harness.store.check_stream import CHECKS, MOMENTS
 
 Table = NDArray[np.float64]
@@ -64,11 +64,10 @@ def columns_of(widths: Mapping[str, int]) -> dict[str, slice]:
 class SummedTable(StepTable):
     """Sums: sketches [tensors, sketches], moments [tensors, 2], and single columns."""
 
-    def __init__(self, tensors: int, sketches: int) -> None:
-        self.sketches = sketches
+    def __init__(self, tensors: int) -> None:
         single = ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND)
         moments = dict.fromkeys(("moments_before", "moments_after"), len(MOMENTS))
-        super().__init__(tensors, {**dict.fromkeys(SUMMED, sketches), **moments, **dict.fromkeys(single, 1)})
+        super().__init__(tensors, {**dict.fromkeys(SUMMED, SKETCHES), **moments, **dict.fromkeys(single, 1)})
 
     def put_shares(self, name: str, found: Sketch, shares: Tensor) -> None:
         """Store sketches of this rank's pieces, each times its share [tensors]."""
@@ -79,9 +78,8 @@ class LargestTable(StepTable):
     """Maxima: of forwards' weights the largest sketch and the negative of the least, [tensors, 2 sketches]; and single
     columns, of which `clipping` is equal for all tensors."""
 
-    def __init__(self, tensors: int, sketches: int) -> None:
-        self.sketches = sketches
-        super().__init__(tensors, {"used": 2 * sketches, **dict.fromkeys(MAXIMA, 1)})
+    def __init__(self, tensors: int) -> None:
+        super().__init__(tensors, {"used": 2 * SKETCHES, **dict.fromkeys(MAXIMA, 1)})
         self["used"][:] = -torch.inf
 
     def differ_from(self, summed: SummedTable, left: Table) -> None:
@@ -120,7 +118,6 @@ def step_numbers(
     Args: summed, largest: over all ranks. divisor: of the sum of local gradients. norm: logged gradient norm. least:
     norm [tensors] that a sum is at least compared with, where rounding does not shrink with it.
     """
-    m = summed.sketches
     saw = seen.gradients and bool(summed.read("saw").any())
     local, terms = summed.read("local") / divisor, summed.read("terms") / divisor**2
     reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
@@ -133,7 +130,7 @@ def step_numbers(
         off = np.abs(reduced - local).max(1)
     sums = relative(off, added) if saw and seen.reduced else nothing
     used = largest.read("used")
-    apart = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
+    apart = np.abs(used * np.repeat([1.0, -1.0], SKETCHES) - np.tile(summed.read("cast"), 2)).max(1)
     gathered = np.where(np.isinf(used).any(1), 0.0, relative(apart, before)) if saw else nothing
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = relative(np.abs(summed.read("dissent")).max(1), after)
