@@ -94,7 +94,7 @@ if CAMPAIGN.exists():
     plot.rates(found, ax)
     print(found[["name", "hits", "of", "share"]].to_string(index=False))
 else:
-    print(f"There is no campaign at {CAMPAIGN}; benchmarks/power/whole_runs.py makes one.")
+    print(f"There is no campaign at {CAMPAIGN}.")
 
 # %%
 plt.show()

@@ -1,9 +1,13 @@
 """Make the runs of `benchmarks.power.classes`, see how strong its faults are, judge them once, and say what was found.
 
-python benchmarks/power/class_runs.py strength --out FILE.csv
-python benchmarks/power/class_runs.py train    --root DIR [--kind clean]
-python benchmarks/power/class_runs.py judge    --root DIR --out FILE.csv
-python benchmarks/power/class_runs.py table    --out FILE.csv
+    python benchmarks/power/class_runs.py strength --out FILE.csv
+    python benchmarks/power/class_runs.py train    --root DIR [--kind clean]
+    python benchmarks/power/class_runs.py judge    --root DIR --out FILE.csv
+    python benchmarks/power/class_runs.py table    --out FILE.csv
+
+Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
+costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
+command.
 """
 
 from __future__ import annotations
@@ -25,20 +29,22 @@ from torch import Tensor
 from benchmarks.pages.tables import markdown_table
 from benchmarks.power import classes
 from benchmarks.power.classes import ClassPair
-from benchmarks.power.steps import compose_all
-from benchmarks.power.whole_runs import OUTCOMES, least, share, train
+from benchmarks.power.steps import PASSES, compose_all
+from harness.analysis.stats import interval
 from harness.config.compose import Cell
 from harness.config.schema import Config
 from harness.parity.compare import judge
 from harness.parity.record import load
 from harness.store import status
 from harness.store.identity import directory_name
-from harness.store.rundir import Store
+from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.faults.corpus import corpus
-from tests.study.short import functions_given_back
+from tests.study import short
 from tests.support.factory import train as train_once
-from tests.support.spawn import run_ranks
+from tests.support.spawn import RankFailed, run_ranks
+
+DATA = Path(__file__).resolve().parents[1] / "data" / "power_classes.csv"
 
 BEGINS = 3
 """The step at which faults begin where their strength is seen."""
@@ -49,7 +55,7 @@ def main() -> int:
     parser.add_argument("verb", choices=("strength", "train", "judge", "table"))
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where the runs are (default: runs)")
     parser.add_argument("--kind", default="", help="classes, or clean, separated by commas (default: all)")
-    parser.add_argument("--out", type=Path, help="table")
+    parser.add_argument("--out", type=Path, default=DATA, help="table (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.verb == "table":
         print("\n\n".join(tables(pd.read_csv(arguments.out, keep_default_na=False))))
@@ -71,11 +77,46 @@ def main() -> int:
     return 0
 
 
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+TOGETHER = 24
+"""Runs that ranks make before they end: what a campaign that is broken off loses at most."""
+
+
+def train(chosen: Sequence[ClassPair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
+    halved = {cells[pair.arm].signature for pair in chosen if pair.resumes}
+    missing = [cell for cell in {cell.signature: cell for cell in cells.values()}.values() if not _is_made(store, cell)]
+    missing.sort(key=lambda cell: cell.typed.mesh.world_size)
+    for begin in range(0, len(missing), TOGETHER):
+        _make(missing[begin : begin + TOGETHER], halved, store)
+        print(f"{min(begin + TOGETHER, len(missing))} of {len(missing)} runs", flush=True)
+
+
+def _is_made(store: Store, cell: Cell) -> bool:
+    state = status.effective(store.path_of(cell))
+    return state is not None and state.state in (State.done, State.failed)
+
+
+def _make(batch: Sequence[Cell], halved: set[str], store: Store) -> None:
+    """Runs that fail together are made one by one, and the one at fault is left failed."""
+    try:
+        short.trained({cell.signature: cell for cell in batch}, halved, store, classes.PREEMPT_AT)
+    except RankFailed as error:
+        for cell in batch if len(batch) > 1 else ():
+            _make([cell], halved, store)
+        if len(batch) == 1:
+            run = RunDir(store.path_of(batch[0]))
+            status.move(run.path, run.attempts()[-1], State.failed, "a rank failed")
+            print(f"{run.path.name} failed: {str(error)[-500:]}", flush=True)
+
+
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 STAGES = [*("data", "weights", "gather", "forward", "gradient", "reduction", "clipping", "optimizer"), "checkpoint"]
 """In the order of a step."""
 CLAIM = re.compile(r"at steps? (?P<step>[0-9]+)|\((?:between (?P<first>[a-z]+) and )?(?P<last>[a-z]+)[,)]")
+BEGUN = re.compile(r"; begun (?:after step (?P<after>[0-9]+)|at any step so far)")
+"""Of an interval of steps, up to the one that is named."""
 _record = lru_cache(maxsize=96)(load)
 
 
@@ -114,6 +155,8 @@ def claimed(sentence: str, control: Path) -> dict[str, object]:
     own = [first, *besides] if f"; in {classes.STUDY}/{control.name}" not in first else besides
     found = list(CLAIM.finditer(own[0])) if own else []
     steps = [int(each["step"]) for each in found if each["step"]]
+    if own and steps and (began := BEGUN.search(own[0])):
+        steps += range(int(began["after"] or 0) + 1, steps[-1])
     stages = set[str]()
     for each in found:
         first_stage, last = each["first"] or each["last"], each["last"]
@@ -157,6 +200,16 @@ def tables(rows: pd.DataFrame) -> Iterator[str]:
     yield markdown_table(["pairs", "training", "all", *OUTCOMES], counts)
 
 
+def share(hits: pd.Series) -> str:
+    return f"{hits.sum()} of {len(hits)} ({100 * hits.mean():.1f} %)" if len(hits) else "none"
+
+
+def least(hits: pd.Series) -> str:
+    """Lower one-sided 95 % bound of a rate (Clopper and Pearson 1934)."""
+    return f"{100 * interval(int(hits.sum()), len(hits), 0.1)[0]:.1f} %"
+
+
+OUTCOMES = (*PASSES, "UNDECIDED", "DIFFERENT")
 KEY = ["kind", "name", "world"]
 NOT_MADE = "not made"
 """For a pair of which there was no time to make a run."""
@@ -202,7 +255,7 @@ def kept(rank: int, jobs: Sequence[tuple[Path, Config]]) -> list[float]:
     found, clean = [], dict[str, Tensor]()
     for path, config in jobs:
         tensors: dict[str, Tensor] = {}
-        with functions_given_back():
+        with short.functions_given_back():
             train_once(config, path, rank, wrap_engine=lambda engine, tensors=tensors: Kept(engine, tensors))
         if config.fault.name == "none":
             clean = tensors

@@ -1,4 +1,4 @@
-"""The classes of the power study that `whole.py` lacks: fixed before any of their pairs was judged.
+"""The power study of whole runs: classes of faults, and clean pairs, fixed before any of their pairs was judged.
 
 Twelve steps under default settings: steps 1 and 12 are captured, and one is drawn by the seed and worked out again
 (`DRAWN`). A fault of edition 4 acts from `LATE` on, or in one step only; each faulty run is held against its twin (the
@@ -16,6 +16,9 @@ loss or a tensor (a gradient of a rank, a rank's rows of a weight or moment afte
 docs/verdicts.md: 4e-7 of a tensor where all is fp32 (*Recomputed gradients*), so 4e-6 in a run that computes in fp64,
 in which no rounding hides it. A weight counts in units of what the step changes of it, whose bound is 1e-5. Faults that
 are weaker are left out of rates and listed; one that leaves no trace in a run does not count there (`acts`).
+
+[Note: Clean groups] The arms of one group have one kind of training and one seed and differ in what must not matter;
+every two of them are a pair. Pairs of a group share runs: groups are independent, pairs are not.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from benchmarks.power.whole import ARMS as WHOLE_ARMS, BASE, FRESH_ARMS
 from tests.faults.corpus import ZERO1, ZERO3, Fault, corpus
 
 STUDY = "power_classes"
@@ -33,8 +35,13 @@ LATE, LAST, UNSEEN = 8, 12, 9
 SEED, DRAWN = 4, 6
 """Of all runs with faults, and what it draws from 12 steps."""
 
-WITHOUT = ("study.name", "measure.capture_steps", "measure.update_steps")
-COMMON = (f"study.name={STUDY}", *(text for text in BASE if text.partition("=")[0] not in WITHOUT))
+PREEMPT_AT = 7
+"""Step after which a run that is to be resumed is interrupted: what a resume spoils shows at `LATE`."""
+
+COMMON = (
+    *(f"study.name={STUDY}", f"train.steps={LAST}", "train.warmup_steps=0", "train.global_batch_size=8"),
+    *("train.microbatch_size=4", "data.seq_len=32", "model.num_layers=2", "ckpt=none"),
+)
 
 WORLDS: dict[str, tuple[str, ...]] = {
     "fp32": (),
@@ -101,23 +108,38 @@ SEEDS = {
     "fp8": (49,),
 }
 """Of clean groups."""
+ONE = ("sharding=no_shard", "mesh.world_size=1")
 ARMS = {
-    **FRESH_ARMS,
-    "single k=2": WHOLE_ARMS["single k=2"],
-    "one rank": WHOLE_ARMS["one rank"],
+    "single k=1": ("engine=single", *ONE, "train.microbatch_size=8"),
+    "single k=4": ("engine=single", *ONE, "train.microbatch_size=2"),
+    "one rank k=2": ONE,
+    "ddp": ("engine=ddp",),
+    "fsdp2": ("engine=fsdp2", FULL),
+    "no_shard": ("sharding=no_shard",),
+    "no_shard k=2": ("sharding=no_shard", "train.microbatch_size=2"),
+    "optim_grads k=4": ("sharding=optim_grads", "train.microbatch_size=1"),
+    "optim_grads_params": (FULL,),
+    "hsdp": ("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2"),
+    "hfsdp k=2": ("sharding=hfsdp", "mesh=two_by_two", "train.microbatch_size=1"),
+    "four ranks": ("sharding=optim", "mesh.world_size=4", "train.microbatch_size=2"),
+    "buffers k=4": (FULL, "engine.double_buffer=true", "engine.grad_buffer=concat", "train.microbatch_size=1"),
+    "messages": (FULL, "engine.prefetch=2", "engine.transport=auto"),
+    "single k=2": ("engine=single", *ONE),
+    "one rank": (*ONE, "train.microbatch_size=8"),
     "fsdp1": ENGINES["fsdp1"],
     "fsdp1 no_shard": ("engine=fsdp1", "sharding=no_shard", "train.microbatch_size=2"),
     "deepspeed": ENGINES["deepspeed"],
     "deepspeed optim": ("engine=deepspeed", "sharding=optim"),
     "megatron_fsdp": ENGINES["megatron_fsdp"],
 }
+"""What must not matter, by name."""
 NOT_IN = {
     "bf16": ("fsdp1 no_shard",),
     "bf16_pure": ("deepspeed",),
     "moe": ("deepspeed", "megatron"),
     "fp8": ("fsdp", "deepspeed", "megatron"),
 }
-"""Arms that a kind of training does not have, by the beginning of their names."""
+"""Arms of clean groups that a kind of training does not have, by the beginning of their names."""
 
 
 @dataclass(frozen=True)

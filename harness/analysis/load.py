@@ -206,13 +206,13 @@ def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFra
     capture is missing.
     """
     from harness.parity.record import load
-    from harness.parity.tiers.gradients import compare
+    from harness.parity.tiers.gradients import compared
 
     for path in (arm, control):
         checksums.demand(Path(path))
     left, right = load(Path(arm)), load(Path(control))
     pairs = (
-        compare(left.captures[step], right.captures[step]) if step in left.captures and step in right.captures else ()
+        compared(left.captures[step], right.captures[step]) if step in left.captures and step in right.captures else ()
     )
     rows = [(left.name, p.name, p.numel, p.norm, p.distance, p.b, p.standard_error) for p in pairs]
     return pd.DataFrame(rows, columns=["run", "tensor", "numel", "norm", "distance", "scale_error", "standard_error"])

@@ -18,7 +18,7 @@ _TENSORS = "docs/checkpoints.md has the lines that read and write a checkpoint's
 MOVED = {
     "export": _TENSORS,
     "import": _TENSORS,
-    "power": "in a checkout: python benchmarks/power/whole_runs.py",
+    "power": "in a checkout: python benchmarks/power/class_runs.py",
     "rehearse": "run.py --from RUN study.name=again launch.preempt_at=N, twice, and compare; see docs/checkpoints.md",
 }
 

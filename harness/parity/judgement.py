@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import every_step, optimizer, structure, witness
-from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
+from harness.parity.outcome import SELDOM, Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, divergence, forward, numeric, trajectory, watched
@@ -29,7 +29,7 @@ from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import Admission, admissible, unlisted
 from harness.parity.tiers.divergence import Divergence
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
+from harness.parity.tiers.gradients import Mismatch, TensorPair, compared, names, pool
 from harness.parity.tiers.trajectory import Perturbation, Span, grown, listed, stable_until
 
 CAST_FIRST = "casts weights before it quantizes them, by design of FSDP2: forwards are not held to the same bits"
@@ -83,11 +83,7 @@ class Judgement:
 
     @cached_property
     def pairs(self) -> Mapping[int, list[TensorPair]]:
-        found: dict[int, list[TensorPair]] = {}
-        for step in self.steps:
-            left, right = self.arm.captures[step], self.control.captures[step]
-            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
-        return found
+        return {step: compared(self.arm.captures[step], self.control.captures[step]) for step in self.steps}
 
     @cached_property
     def mismatches(self) -> Mapping[int, list[Mismatch]]:
@@ -95,11 +91,8 @@ class Judgement:
 
     @cached_property
     def updates(self) -> Mapping[int, list[TensorPair]]:
-        found: dict[int, list[TensorPair]] = {}
-        for step in sorted(self.arm.updates.keys() & self.control.updates.keys()):
-            left, right = self.arm.updates[step], self.control.updates[step]
-            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
-        return found
+        left, right = self.arm.updates, self.control.updates
+        return {step: compared(left[step], right[step]) for step in sorted(left.keys() & right.keys())}
 
     @cached_property
     def _of_itself(self) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
@@ -135,7 +128,7 @@ class Judgement:
         left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
         if left is None or right is None:
             return False
-        pairs = [compare_tensor(name, left.capture, right.capture) for name in names(left.capture, right.capture)[0]]
+        pairs = compared(left.capture, right.capture)
         if step > 1:
             found = numeric.later_step(step, pairs, self.envelope, push)
         else:
@@ -159,6 +152,19 @@ class Judgement:
         if watched.is_one(self.arm, self.control):
             left.pop(every_step.RECOMPUTED, None)
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
+
+    def _right(self, finding: Finding) -> list[int] | None:
+        """Steps in which the run that a finding of its own accuses was asked the same, and was right; else None."""
+        accused = 0 if any(each is finding for each in self._of_itself[0]) else 1
+        columns = (*every_step.REQUIRED, every_step.RECOMPUTED)
+        column = next((name for name in columns if every_step.LOOKS[name].check == finding.check), None)
+        if column is not None:
+            runs = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
+            return every_step.right_in(column, *runs[accused])
+        if finding.check not in SELDOM:
+            return None
+        own = self._of_itself[accused]
+        return [f.step for f in own if f.check == finding.check and f.grade is Grade.ok and f.step is not None]
 
     def _followed(self) -> tuple[int, int]:
         """Number of tensors that both streams follow, and of all that either run recorded."""
@@ -357,8 +363,8 @@ class Judgement:
             evidence=self._evidence(),
             findings=failed,
             resolution=resolution,
-            looked_at=(looked_at := self._looked_at()),
-            looks={look.check: looked_at[name] for name, look in every_step.LOOKS.items() if name in looked_at},
+            looked_at=self._looked_at(),
+            right=self._right,
             followed=self._followed(),
             besides=self._besides,
             limits=self.limits,
@@ -401,7 +407,7 @@ class Judgement:
         for kind in [*self.alone, self.alike, *self.numbers]:
             found = worst(kind)
             if found is not None:
-                rows.append(wording.standing_for(found, listed(kind)))
+                rows.append(replace(found, count=listed(kind)))
         return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
 
 

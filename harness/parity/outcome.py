@@ -115,6 +115,13 @@ def grade(observed: float, allowed: float, refuted: float) -> Grade:
 WORKED_OUT = "gradient worked out again"
 """Check of a forward and backward by the plain model, in a few steps."""
 
+IN_16_BITS = "update by the rule, rounded once"
+
+OF_FORWARD = "weights of the forward"
+
+SELDOM = (IN_16_BITS, OF_FORWARD)
+"""Checks of one run in captured steps: a failure may have begun at any step since the last one that was right."""
+
 REFUTED = 2.0
 """Multiple of what is allowed beyond which rounding is refuted; between the two is doubt."""
 

@@ -70,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["bisect", "WORKTREE", "HEAD"], "can be the bad end alone"),
         (["rehearse", "@last"], "launch.preempt_at=N, twice, and compare"),
         (["compare", "a", "b", "--step", "x"], "--step"),
-        (["power", "--short"], "in a checkout: python benchmarks/power/whole_runs.py"),
+        (["power", "--short"], "in a checkout: python benchmarks/power/class_runs.py"),
         (["verdict"], "required: STUDY"),
         (["--nope"], "VERB"),
     ],

@@ -87,7 +87,7 @@ def train(arm: Arm) -> Outcome:
         scale = 1.0 if arm.clip is None else min(1.0, arm.clip / (norm + 1e-6))
         lr = arm.lr * min(1.0, step / 2)
         before = {name: value.copy() for name, value in weights.items()}
-        clipped = {n: g * g.dtype.type(scale) for n, g in mean.items()}
+        clipped = {n: main(g * g.dtype.type(scale)) for n, g in mean.items()}
         had = tuple({n: v.copy() for n, v in each.items()} for each in (weights, optimizer.m, optimizer.v))
         checker.step(step, grads, mean, clipped, norm, lr)
         if step != fault.skipped:
@@ -158,7 +158,8 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
     for step, changes in outcome.updates.items():
         write_capture(run.path, step, changes, "update")
     if 1 in outcome.updates:
-        write_capture(run.path, 1, initial(arm.seed), "weights")
+        kept = rounder(arm.main)
+        write_capture(run.path, 1, {name: kept(value) for name, value in initial(arm.seed).items()}, "weights")
     outcome.checker.write(run.path)
     for step, (mean, terms) in outcome.witnesses.items():
         write_capture(run.path, step, mean, "witness", terms=terms, kept={}, wrong_weights=[])

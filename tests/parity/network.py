@@ -135,3 +135,5 @@ class Optimizer:
             self.v[name] += w.dtype.type(0.05) * (g * g - self.v[name])
             hat = self.m[name] / w.dtype.type(1 - 0.9**t)
             w -= w.dtype.type(lr) * hat / (np.sqrt(self.v[name] / w.dtype.type(1 - 0.95**t)) + w.dtype.type(1e-8))
+            for kept in (w, self.m[name], self.v[name]):  # once, as a fused kernel does
+                kept[...] = rounder(arm.main)(kept)

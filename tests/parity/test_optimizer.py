@@ -18,7 +18,7 @@ from harness.config import update_rule
 from harness.config.update_rule import Rule, UpdateState
 from harness.parity import compare
 from harness.parity.alone import optimizer
-from harness.parity.outcome import Finding, Grade, Outcome, Stage
+from harness.parity.outcome import IN_16_BITS, Finding, Grade, Outcome, Stage
 from harness.parity.record import load
 from harness.parity.telling import script
 from harness.store.rundir import RunDir
@@ -27,7 +27,7 @@ from tests.parity.conftest import Bench
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN, write_capture
 from tests.parity.network import initial
-from tests.support.mutants import Slip, each, kills
+from tests.support.mutants import Slip, each, kills, slips
 
 THREE = Arm(captures=(1, 2, 3), updates=(1, 2, 3))
 WIDE = Arm(captures=(1, 2, 3), updates=(1, 2, 3), compute="fp64", main="fp64", ranks=1, k=4)
@@ -68,6 +68,36 @@ FAULTS: dict[str, tuple[Arm, int, str]] = {
         "x the rule's",
     ),
 }
+
+
+PURE = Arm(captures=(1, 2), updates=(1, 2), compute="bf16", main="bf16")
+
+
+def wrong_in_16_bits(bench: Bench) -> list[str]:
+    """Of a decay that only one weight in a hundred notices, and of none that is left out."""
+    clean, faulty = (judged(bench.run(arm)) for arm in (PURE, broken(PURE, no_decay=True)))
+    told = [(f.check, f.step, f.grade) for f in (*clean, *faulty)]
+    return [] if told == [(IN_16_BITS, 1, grade) for grade in (Grade.ok, Grade.bad)] else list(map(str, told))
+
+
+def test_a_decay_that_few_weights_notice_is_told_by_their_bits(bench: Bench) -> None:
+    assert wrong_in_16_bits(bench) == []
+
+
+SLIPS_IN_16_BITS = slips(
+    """
+    no share: Other bits are not counted
+        parity.alone.optimizer._rounded_once: (main(before + update) != => 0 * (main(before + update) !=
+    no rounding: A weight is held to what 16 bits do not hold
+        parity.alone.optimizer._rounded_once: main(before + update) => before + update
+    """
+)
+
+
+@pytest.mark.parametrize("name", each("The comparator: the optimizer's rule", SLIPS_IN_16_BITS))
+def test_a_slip_in_16_bits_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    SLIPS_IN_16_BITS[name].put(monkeypatch)
+    assert wrong_in_16_bits(bench)
 
 
 DECAYED = Arm(captures=(1, 2, 3), updates=(1, 2, 3), optimizer="adam", clip=None)
@@ -153,7 +183,8 @@ def test_where_it_cannot_be_worked_out_nothing_is_said(bench: Bench, tmp_path: P
     (run / "capture/step-000002.safetensors").unlink()
     assert {finding.step for finding in judged_whole(run)} == {1}
     assert judged(bench.run(replace(THREE, updates=(2, 3)))) == []
-    assert judged(bench.run(replace(THREE, compute="bf16", main="bf16"))) == []
+    assert judged(bench.run(replace(PURE, engine="single"))) == []
+    assert judged(bench.run(replace(PURE, numerics="ordered"))) == []
 
 
 def judged_whole(run: Path) -> list[Finding]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from harness.cli.main import main
 from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.outcome import IN_16_BITS, Finding, Grade, Stage
 from harness.parity.telling import script as scripts
 from harness.parity.telling.explain import CHECKS
 from harness.parity.telling.script import LOOKS, first_shown, overrides, script, scripted, write_script
@@ -116,11 +116,11 @@ AT, TENSOR = 2, "blocks.1.w_up.weight"
 Spoil = Callable[[Path], None]
 
 
-def in_capture(kind: str, change: Callable[[dict[str, Any]], object]) -> Spoil:
+def in_capture(kind: str, change: Callable[[dict[str, Any]], object], step: int = AT) -> Spoil:
     """Change the tensors of a capture."""
 
     def spoil(run: Path) -> None:
-        path = run / "capture" / f"{kind}-{AT:06d}.safetensors"
+        path = run / "capture" / f"{kind}-{step:06d}.safetensors"
         tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
         change(tensors)
         save_file(tensors, path)
@@ -172,6 +172,7 @@ SPOILS: dict[str, Spoil] = {
     "update by the rule": TWICE["update"],
     "update by the rule, worst piece": in_capture("update", lambda held: held[TENSOR].view(-1)[:200].zero_()),
     "update without a gradient": TWICE["update"],
+    IN_16_BITS: in_capture("update", lambda held: held[TENSOR].view(-1)[:200].mul_(2), 1),
     "sum of local gradients": TWICE["step"],
     "sum, worst piece": in_capture("step", lambda held: held[TENSOR].view(-1)[:200].zero_()),
     "scale of the sum": TWICE["witness"],
@@ -216,13 +217,17 @@ def still(run: Path) -> Path:
     return run
 
 
+def arm_of(arm: Arm, check: str) -> Arm:
+    return replace(arm, compute="bf16", main="bf16") if check == IN_16_BITS else arm
+
+
 def said_of(bench: Bench, check: str) -> str:
     """The script of a verdict that ends with this finding alone."""
     look = LOOKS[check]
-    paths = bench.run(WHOLE), bench.run(BARE)
+    paths = bench.run(arm_of(WHOLE, check)), bench.run(arm_of(BARE, check))
     bound = "as it should be" if look.body in ("facts", "fed") or look.measure in EXACTLY else 4e-4
     bound = 1.0 if look.key == "rule" else bound  # its unit is what rounding explains
-    step = 12 if look.whole and look.body != "facts" else AT
+    step = 12 if look.whole and look.body != "facts" else 1 if check == IN_16_BITS else AT
     tensor = None if check == "scale of all gradients" else TENSOR
     note = f"in {Path(paths[0]).name}"
     finding = Finding("T2", check, Stage.gradient, Grade.bad, 1.0, bound, step=step, tensor=tensor, note=note)
@@ -238,7 +243,7 @@ def test_the_script_of_every_kind_tells_a_bad_run_from_a_clean_one(
     bench: Bench, play: Played, tmp_path: Path, check: str
 ) -> None:
     text = said_of(bench, check)
-    clean, bad = (whole(copied(bench.run(BARE), tmp_path / each)) for each in ("clean", "bad"))
+    clean, bad = (whole(copied(bench.run(arm_of(BARE, check)), tmp_path / each)) for each in ("clean", "bad"))
     if check == "update without a gradient":
         still(clean)
     SPOILS[check](bad)

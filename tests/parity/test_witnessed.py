@@ -17,7 +17,7 @@ from harness.parity.alone import every_step
 from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
-from harness.parity.tiers import comparable, divergence
+from harness.parity.tiers import divergence
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.check_stream import FOLDER, ONCE, step_columns
 from tests.parity.arms import Params, broken
@@ -28,7 +28,7 @@ from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
 from tests.parity.test_every_step import AT, CONTROL, NAME, SEEN
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 STEPS = SEEN.steps
 LOOKS = dict(every_step.LOOKS)
@@ -52,11 +52,11 @@ class Witnessed:
         self.clean, self.control = load(bench.run(SEEN)), load(bench.run(CONTROL))
         self.copies: dict[tuple[Any, ...], Record] = {}
 
-    def saying(self, name: str, step: int, value: float, of: str = "clean") -> Record:
-        """The run, or its control, with one number of one step in its stream another; it is the third tensor's."""
+    def saying(self, name: str, step: int, value: float, of: Record | None = None) -> Record:
+        """The run, or another, with one number of one step in its stream another; it is the third tensor's."""
         key = (name, step, value, of)
         if key not in self.copies:
-            path = self._copy(getattr(self, of))
+            path = self._copy(of or self.clean)
             rows = np.fromfile(path / FOLDER / "steps.f64").reshape(-1, len(step_columns(SKETCHES)))
             rows[step - 1, column(name)] = value
             if name != "norm":
@@ -115,6 +115,27 @@ def wrong_looks(it: Witnessed) -> Iterator[str]:
             yield f"resumed after step {step}, what step 5 does not begin with is not the {stage.value}'s"
 
 
+def wrong_8_bits(it: Witnessed) -> Iterator[str]:
+    """In 8 bits a run is held to the bits of its own recomputed steps before; other ones refute nothing."""
+    of_8_bits = {**it.clean.config, "dtype.compute": "bf16", "dtype.fp8": "current"}
+    cases: list[tuple[float, float, dict[str, Any], Grade]] = [
+        (0.0, 0.5, {}, Grade.bad),
+        (0.0, 0.02, {}, Grade.doubt),
+        (0.0, 0.0, {}, Grade.ok),
+        (1e-3, 0.5, {}, Grade.doubt),
+        (np.nan, 0.5, {}, Grade.doubt),
+        (0.0, 0.5, {"attempts": 2}, Grade.doubt),
+        (0.0, 0.5, {"config": of_8_bits | {"cluster.device": "cuda"}}, Grade.ok),
+    ]
+    for before, now, more, grade in cases:
+        run = it.saying("again", AT, now, it.saying("again", 5, before))
+        run = replace(run, **{"config": of_8_bits, **more})
+        told = every_step.check(run, Arithmetic.of(run.config))
+        found = [f.grade for f in told if (f.check, f.step) == (LOOKS["again"].check, AT)]
+        if [*found, Grade.ok][0] is not grade:
+            yield f"{now} after {before}, {[*more]}: {found}"
+
+
 def wrong_step_checks(it: Witnessed) -> Iterator[str]:
     """How far a run, and a pair, was seen to be right."""
     if every_step.checked_until(it.clean, it.arithmetic) != STEPS:
@@ -124,7 +145,7 @@ def wrong_step_checks(it: Witnessed) -> Iterator[str]:
             until = every_step.checked_until(it.saying(name, 5, value), it.arithmetic)
             if until != (STEPS if name in ("replicas", *ONCE) else 4):
                 yield f"{name} is {value} at step 5, and checked until {until}"
-    pairs = ((it.saying("rule", 5, np.nan), it.control, 4), (it.clean, it.saying("sum", 3, np.nan, "control"), 2))
+    pairs = ((it.saying("rule", 5, np.nan), it.control, 4), (it.clean, it.saying("sum", 3, np.nan, it.control), 2))
     for arm, control, until in pairs:
         if Judgement(arm, control, []).certain != until:
             yield f"the pair is certain elsewhere than until {until}"
@@ -174,7 +195,7 @@ def wrong_places(it: Witnessed) -> Iterator[str]:
         ((it.clean, it.control), [], seen),
         ((it.saying("sum", AT, np.nan), it.control), [], seen - {Stage.reduction}),
         ((it.saying("sum", AT - 1, np.nan), it.control), [], seen - {Stage.reduction}),
-        ((it.clean, it.saying("rule", AT, np.nan, "control")), [], seen - {Stage.optimizer}),
+        ((it.clean, it.saying("rule", AT, np.nan, it.control)), [], seen - {Stage.optimizer}),
         ((it.clean, it.control), [(AT - 1, Stage.gather)], seen - {Stage.gather}),
         ((it.clean, replace(it.control, stream=None)), [], {*every_step.ALWAYS}),
     ]
@@ -209,7 +230,16 @@ def unseen(it: Witnessed, arm: Any) -> Path:
 
 
 ROUNDED = broken(CONTROL, reduced=stored_as(bf16), reduced_from=AT)
-CLAIMS = (wrong_looks, wrong_step_checks, wrong_testimony, wrong_data, wrong_losses, wrong_weights, wrong_places)
+CLAIMS = (
+    wrong_looks,
+    wrong_8_bits,
+    wrong_step_checks,
+    wrong_testimony,
+    wrong_data,
+    wrong_losses,
+    wrong_weights,
+    wrong_places,
+)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -237,34 +267,6 @@ def not_required(name: str) -> Slip:
 MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
     **{f"no {name}": (wrong_looks, without(name)) for name in LOOKS},
     **{f"{name} not required": (wrong_step_checks, not_required(name)) for name in every_step.REQUIRED},
-    "steps from nought": (
-        wrong_looks,
-        Slip(
-            every_step, "_column", "np.minimum(rows + 1, run.length)", "rows", "A row is taken for the step before it"
-        ),
-    ),
-    "the row after the end": (
-        wrong_looks,
-        Slip(every_step, "_column", "rows >= run.length", "rows > run.length", "The closing row is the last step's"),
-    ),
-    "no doubt": (
-        wrong_looks,
-        Slip(every_step, "bounds", "REFUTED * allowed", "allowed", "Beyond its bound all is refuted"),
-    ),
-    "the tensor of another row": (
-        wrong_looks,
-        Slip(every_step, "_named", "indices[rows[at]]", "indices[at - 1]", "The tensor is that of another step"),
-    ),
-    "until the last right step": (
-        wrong_step_checks,
-        Slip(
-            every_step,
-            "checked_until",
-            "int(np.argmin(right))",
-            "int(np.flatnonzero(right)[-1]) + 1",
-            "A run is checked up to its last right step, whatever lies before",
-        ),
-    ),
     "one of two": (
         wrong_step_checks,
         Slip(
@@ -297,31 +299,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
             "What a control says against itself is not heard",
         ),
     ),
-    "data of step 1": (
-        wrong_data,
-        Slip(
-            comparable,
-            "_steps",
-            "if series[0] != series[1]:",
-            "if series[0][:1] != series[1][:1]:",
-            "Tokens are compared at the first step alone",
-        ),
-    ),
     "no loss": (wrong_losses, Slip(divergence, "losses", "", lambda _: lambda *a: [], "Losses are asked for nothing")),
-    "losses with the room of hot training": (
-        wrong_losses,
-        Slip(divergence, "losses", "<= last_stable", "<= 0", "Every loss has the room of unstable training"),
-    ),
-    "losses of the step before": (
-        wrong_losses,
-        Slip(
-            divergence,
-            "losses",
-            "np.arange(2, rows + 1),\n",
-            "np.arange(1, rows),\n",
-            "A loss counts for the step before",
-        ),
-    ),
     "weights are not asked": (
         wrong_weights,
         Slip(
@@ -332,35 +310,69 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
             "Weights never jump",
         ),
     ),
-    "this step alone": (
-        wrong_places,
-        Slip(
-            every_step, "cleared", "{max(1, step - 1), step}", "{step}", "A stage is right where this step's was seen"
-        ),
+    **slips(
+        wrong_looks,
+        """
+        steps from nought: A row is taken for the step before it
+            parity.alone.every_step._column: np.minimum(rows + 1, run.length) => rows
+        the row after the end: The closing row is the last step's
+            parity.alone.every_step._column: rows >= run.length => rows > run.length
+        no doubt: Beyond its bound all is refuted
+            parity.alone.every_step.bounds: REFUTED * allowed => allowed
+        the tensor of another row: The tensor is that of another step
+            parity.alone.every_step._named: indices[rows[at]] => indices[at - 1]
+    """,
     ),
-    "one run's word": (
-        wrong_places,
-        Slip(every_step, "cleared", "for run in runs", "for run in list(runs)[:1]", "The arm clears a stage for both"),
+    **slips(
+        wrong_8_bits,
+        """
+        8 bits owe nothing: What was equal before is refuted by nothing afterwards
+            parity.alone.every_step._owed_again: return (np => return 0 > (np
+        unequal before: A run that never had equal bits owes them
+            parity.alone.every_step._owed_again: np.cumsum(others) - others == 0 => others >= 0
+        the first step: Nothing before it was equal, and it owes bits
+            parity.alone.every_step._owed_again: np.arange(len(values)) > 0 => np.arange(len(values)) >= 0
+        another attempt: Bits are owed across attempts
+            parity.alone.every_step._owed_again: run.attempts < 2 => True
+    """,
     ),
-    "what was found wrong": (
-        wrong_places,
-        Slip(
-            every_step, "cleared", "stage is each", "stage is None", "A stage in which a witness found a fault is right"
-        ),
+    **slips(
+        wrong_step_checks,
+        """
+        until the last right step: A run is checked up to its last right step, whatever lies before
+            parity.alone.every_step.checked_until: int(np.argmin(right)) => int(np.flatnonzero(right)[-1]) + 1
+    """,
     ),
-    "NaN is right": (
-        wrong_places,
-        Slip(every_step, "_seen", "not math.isnan(float(values[step - 1]))", "True", "What was not seen is right"),
+    **slips(
+        wrong_data,
+        """
+        data of step 1: Tokens are compared at the first step alone
+            parity.tiers.comparable._steps: if series[0] != series[1]: => if series[0][:1] != series[1][:1]:
+    """,
     ),
-    "the middle is taken out": (
+    **slips(
+        wrong_losses,
+        """
+        losses with the room of hot training: Every loss has the room of unstable training
+            parity.tiers.divergence.losses: <= last_stable => <= 0
+        losses of the step before: A loss counts for the step before
+            parity.tiers.divergence.losses: np.arange(2, rows + 1),\\n => np.arange(1, rows),\\n
+    """,
+    ),
+    **slips(
         wrong_places,
-        Slip(
-            every_step,
-            "narrowed",
-            "since=None if len(left) == 1 else left[0]",
-            "since=None",
-            "One stage is named of several",
-        ),
+        """
+        this step alone: A stage is right where this step's was seen
+            parity.alone.every_step.cleared: {max(1, step - 1), step} => {step}
+        one run's word: The arm clears a stage for both
+            parity.alone.every_step.cleared: for run in runs => for run in list(runs)[:1]
+        what was found wrong: A stage in which a witness found a fault is right
+            parity.alone.every_step.cleared: stage is each => stage is None
+        NaN is right: What was not seen is right
+            parity.alone.every_step._seen: not math.isnan(float(values[step - 1])) => True
+        the middle is taken out: One stage is named of several
+            parity.alone.every_step.narrowed: since=None if len(left) == 1 else left[0] => since=None
+    """,
     ),
 }
 

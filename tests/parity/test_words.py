@@ -8,19 +8,21 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.parity import Outcome, Verdict, compare, judgement
 from harness.parity.outcome import Finding
 from harness.parity.telling import wording
-from harness.store.check_stream import FOLDER, STREAM
+from harness.store.check_stream import FOLDER, STREAM, step_columns
 from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import bf16, scaled, stored_as
 from tests.parity.lab import CLEAN
-from tests.parity.test_every_step import AT, CONTROL, SEEN, in_bf16, late, one_element
-from tests.support.mutants import Slip, each
+from tests.parity.streams import SKETCHES
+from tests.parity.test_every_step import AT, CONTROL, SEEN, damaged, in_bf16, late, one_element
+from tests.support.mutants import Slip, each, slips
 
 Change = Callable[[Path], object]
 
@@ -100,6 +102,10 @@ def test_words_go_with_the_record(bench: Bench, tmp_path: Path) -> None:
 AHEAD = broken(replace(CONTROL, updates=(1,), checked=False), adam_steps_ahead=1)
 """A peer whose Adam is one step ahead and that shows nothing of its steps, as megatron-fsdp."""
 
+KNOWN = ", as if one step had been taken before"
+REST = f"{KNOWN}; nothing else was found; forwards and backwards, worked out again: at no step."
+
+
 LATE = {
     "gradients x 1.00001": (broken(SEEN, reduced=scaled(1.00001), reduced_from=AT), "sum, sketched (reduction"),
     "gradients in bf16": (broken(SEEN, reduced=stored_as(bf16), reduced_from=AT), "sum, sketched (reduction"),
@@ -121,10 +127,43 @@ def masked(bench: Bench) -> Iterator[str]:
         yield f"of one run: {sentence}"
     for pair in ((SEEN, AHEAD), (AHEAD, SEEN)):
         verdict = held(bench, *pair)
-        if verdict.outcome is not Outcome.DIFFERENT or "besides" in verdict.sentence:
+        if verdict.outcome is not Outcome.DIFFERENT or not verdict.sentence.endswith(REST):
             yield f"clean: {verdict.sentence}"
     if "besides" in (sentence := held(bench, LATE["gradients in bf16"][0], CONTROL).sentence):
         yield f"one fault is two: {sentence}"
+
+
+def wrong_intervals(bench: Bench, folder: Path) -> Iterator[str]:
+    """Where a fault of few recomputed steps has begun, by those of its own run that were right; masked or not."""
+
+    def again(*off: float) -> Callable[[Any], object]:
+        """Of steps 1, 6 and 12."""
+        return lambda rows: rows.__setitem__(([0, 5, 11], step_columns(SKETCHES).index("again")), off)
+
+    def ninth(rows: Any) -> None:
+        rows[8, step_columns(SKETCHES).index("again")] = 0.0
+
+    control = damaged(bench.run(CONTROL), folder / "control" / "lab" / "control", ninth)
+    for number, (off, said) in enumerate(
+        (
+            ((0.0, 0.0, 0.5), "; begun after step 6, the last one worked out again, and right, before it"),
+            ((0.0, 1e-6, 0.5), "; begun after step 1, the last one worked out again, and right, before it"),
+            (
+                (float("nan"), float("nan"), 0.5),
+                "; begun at any step so far: none before it was worked out again, and right",
+            ),
+        )
+    ):
+        arm = damaged(bench.run(SEEN), folder / str(number) / "lab" / "arm", again(*off))
+        for other, known in ((control, ": "), (bench.run(AHEAD), BESIDES)):
+            for pair in ((arm, other), (other, arm)):
+                sentence = compare(*pair, sources=CLEAN).sentence
+                if f"{known}at step 12, gradient worked out again" not in sentence or said not in sentence:
+                    yield sentence
+
+
+def test_an_interval_is_of_the_run_that_is_accused(bench: Bench, tmp_path: Path) -> None:
+    assert list(wrong_intervals(bench, tmp_path)) == []
 
 
 def test_a_known_fault_hides_no_other(bench: Bench) -> None:
@@ -139,6 +178,16 @@ SLIPS = {
     "nothing explains itself": Slip(
         Finding, "explains_itself", "return self.note.endswith(AHEAD)", "return False", "Of one run, the first alone"
     ),
+    **slips("""
+    begun for the first alone: What is besides has begun anywhere
+        parity.telling.wording._wrong: + _since(more, findings, right(more)) =>
+    of whoever was asked: Steps of the other run tell where a fault began
+        parity.judgement.Judgement._right: else 1\\n => else 0\\n
+    nothing is said of the rest: A known fault is taken for all that there may be
+        parity.telling.wording._nothing_else: if not any( => if any(
+    asked is right: What was in doubt when it was worked out again was right
+        parity.alone.every_step.right_in: values <= bounds(column, run, run.stream, arithmetic)[0] => values >= 0
+    """),
     "a scale of anything": Slip(wording, "_right", '"" if resolution is None else ', "", "Said without captures"),
     "every tensor": Slip(wording, "_followed", "0 < count < known", "False", "Of tensors that nobody followed"),
 }
@@ -147,4 +196,5 @@ SLIPS = {
 @pytest.mark.parametrize("name", each("What a sentence claims", ((name, slip.breaks) for name, slip in SLIPS.items())))
 def test_a_mutant_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     SLIPS[name].put(monkeypatch)
-    assert any(masked(bench)) or any(wrong_words(bench, tmp_path)), f"{name} survives"
+    claims = (masked(bench), wrong_words(bench, tmp_path / "words"), wrong_intervals(bench, tmp_path / "intervals"))
+    assert any(map(any, claims)), f"{name} survives"

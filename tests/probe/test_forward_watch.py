@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.probe.step_checks.local import ForwardWatch
 from harness.probe.step_checks.sketch import SKETCHES, Signs
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 SEQUENCES, TOKENS = 6, 4
 ROWS = SEQUENCES * TOKENS
@@ -68,16 +68,6 @@ def test_sketches_are_those_of_the_whole_batch() -> None:
 
 
 MUTANTS = {
-    "every microbatch is the first": Slip(
-        ForwardWatch,
-        "_new",
-        "self.next += inputs",
-        "self.next = self.next if self.next else inputs",
-        "Microbatches begin where the first one does",
-    ),
-    "every rank is the first": Slip(
-        ForwardWatch, "__init__", "min(rows, ROWS), first", "min(rows, ROWS), 0", "A rank's place is not looked at"
-    ),
     "what is computed again counts again": Slip(
         ForwardWatch, "_hook", "name in self._called or ", "", "A call in the backward counts as one more"
     ),
@@ -88,13 +78,16 @@ MUTANTS = {
         "row",
         "Sketches of a microbatch replace those of the one before",
     ),
-    "every microbatch is cut alike": Slip(
-        ForwardWatch,
-        "_look",
-        "min(self._begin + count, self.rows)",
-        "self._begin + min(count, self.rows)",
-        "Positions beyond those that are looked at are looked at too",
-    ),
+    **slips("""
+        every microbatch is the first: Microbatches begin where the first one does
+            probe.step_checks.local.ForwardWatch._new: self.next += inputs
+            => self.next = self.next if self.next else inputs
+        every rank is the first: A rank's place is not looked at
+            probe.step_checks.local.ForwardWatch.__init__: min(rows, ROWS), first => min(rows, ROWS), 0
+        every microbatch is cut alike: Positions beyond those that are looked at are looked at too
+            probe.step_checks.local.ForwardWatch._look: min(self._begin + count, self.rows)
+            => self._begin + min(count, self.rows)
+    """),
 }
 
 

@@ -87,8 +87,8 @@ def test_one_factor_for_all_is_noticed(
     assert stepped(sample, held, "a tensor's factor")[0] > 1
 
 
-def clipped_as_a_group() -> tuple[float, float]:
-    """A step in which a large tensor and eight of two elements each are clipped by another factor than they should."""
+def clipped_as_a_group(large: float = 0.7, small: float = 0.7) -> tuple[float, float]:
+    """A step in which a large tensor and eight of two elements each are clipped by these factors, and should by 0.5."""
     made, sizes = (
         torch.Generator().manual_seed(1),
         {"right": 72, "large": 72, **{f"gain {number}": 2 for number in range(8)}},
@@ -110,7 +110,7 @@ def clipped_as_a_group() -> tuple[float, float]:
             **{entry: held[f"{name}/{entry}"] for entry in RULE.entries},
         }
         gradients[name] = torch.rand(size, generator=made) - 0.5
-        param.grad = gradients[name] * (0.5 if name == "right" else 0.7)
+        param.grad = gradients[name] * {"right": 0.5, "large": large}.get(name, small)
         optimizer.step()
         held[f"{name}/weight"].copy_(param.detach())
     given = sample.gradients(gradients)
@@ -122,6 +122,15 @@ def test_small_tensors_that_are_clipped_as_others_are_follow_the_rule() -> None:
     ratio, found = clipped_as_a_group()
     assert ratio <= 1
     assert found == pytest.approx(0.4, abs=1e-5)
+    ratio, found = clipped_as_a_group(large=0.5, small=1.0)
+    assert ratio <= 1
+    assert found == pytest.approx(1.0, abs=1e-5)
+
+
+@kills("The comparator: a sample", "clipped at all", "Small tensors that nobody clips are the optimizer's fault")
+def test_small_tensors_that_are_not_clipped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(Sample, "_factors_taken", "[clipping, 1.0]", "[clipping]", "").put(monkeypatch)
+    assert clipped_as_a_group(large=0.5, small=1.0)[0] > 1
 
 
 @kills("The comparator: a sample", "small ones by themselves", "Small tensors are the optimizer's fault")

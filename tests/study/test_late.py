@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.power.whole import LATE, ONE, STEPS
+from benchmarks.power.classes import LAST as STEPS, LATE, ONE
 from harness.parity import Outcome, Stage, Verdict, compare
 from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade

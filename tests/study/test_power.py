@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks.power import whole, whole_runs
+from benchmarks.power import class_runs, classes
 from benchmarks.power.steps import STUDY, Judged, Kind, carry_out, judge_pair, pairs
 from harness.config.compose import Cell
 from harness.store.errors import Busy
@@ -115,55 +115,51 @@ def test_every_stage_has_runs_with_ranks_of_their_own() -> None:
     assert len(taken) == 18
 
 
-WHOLE = {
-    "mended on": [each for each in whole.pairs() if not each.held_out],
-    "held out": [each for each in whole.pairs() if each.held_out],
-    "fresh": whole.fresh(),
-}
-CAMPAIGN = pd.read_csv(whole_runs.DATA, keep_default_na=False)
-
-
-@pytest.mark.parametrize("part", WHOLE)
-def test_a_part_of_the_campaign_is_of_all_its_pairs(part: str) -> None:
-    facts = ["name", "world", "begins", "strength", "against", "group"]
-    found = CAMPAIGN[CAMPAIGN["part"] == part]
-    of_study = [tuple(getattr(each, key) for key in facts) for each in WHOLE[part]]
-    assert sorted(found[facts].itertuples(index=False, name=None)) == sorted(of_study)
-    assert not ((found["outcome"] == "DIFFERENT") & (found["kind"] == "clean")).any()
+CAMPAIGN = pd.read_csv(class_runs.DATA, keep_default_na=False)
 
 
 def test_the_page_is_of_the_data() -> None:
     page = (Path(__file__).parents[2] / "docs" / "records" / "power.md").read_text()
-    rates, _ = whole_runs.tables(CAMPAIGN)
-    assert set(rates.splitlines()[2:]) <= set(page.splitlines())
+    rates, by_control, _, clean = class_runs.tables(CAMPAIGN)
+    late = [line for line in by_control.splitlines() if line.startswith("| late |")]
+    assert {*rates.splitlines()[2:], *late, *clean.splitlines()[2:]} <= set(page.splitlines())
     assert all(fault.name in page for fault in SEEN)
 
 
+def test_a_campaigns_clean_pairs_are_not_different_and_its_faults_are_of_its_classes() -> None:
+    clean, faulty = (CAMPAIGN[CAMPAIGN["kind"].isin(("clean", "peer")) == is_clean] for is_clean in (True, False))
+    assert not ((clean["outcome"] == "DIFFERENT") & (clean["kind"] == "clean")).any()
+    facts = ["kind", "name", "world", "against", "step"]
+    assert {*faulty[facts].itertuples(index=False, name=None)} <= {
+        tuple(getattr(pair, fact) for fact in facts) for pair in classes.faulty()
+    }
+
+
 def test_a_fault_that_leaves_no_trace_is_not_counted_and_one_that_passes_is() -> None:
-    row = {**dict.fromkeys(whole_runs.COLUMNS, ""), "kind": "faulty", "name": "x", "view": "default"}
-    baseline, reference = (
-        {**row, "against": against, "outcome": "EQUIVALENT"} for against in ("baseline", "reference")
-    )
-    other = {**row, "name": "y", "outcome": "DIFFERENT", "stage": "gather", "stages": "forward gather"}
+    row = {**dict.fromkeys(CAMPAIGN.columns, ""), "kind": "late", "world": "fp32", "name": "x", "step": 8}
+    twin, peer = ({**row, "against": against, "outcome": "EQUIVALENT"} for against in ("twin", "ddp"))
+    other = {**row, "name": "y", "outcome": "DIFFERENT", "claimed": True, "stage": "gather", "stages": "forward gather"}
 
     def told(acts: object) -> str:
-        return next(whole_runs.tables(pd.DataFrame([baseline | {"acts": acts}, reference, other]))).splitlines()[-1]
+        return next(class_runs.tables(pd.DataFrame([twin | {"acts": acts}, peer, other]))).splitlines()[-1]
 
     assert "| 1 of 1 (100.0 %) | 5.0 % | 1 | 1 of 1 (100.0 %) |" in told(False)
     assert "| 1 of 3 (33.3 %) |" in told(True)
 
 
-def test_the_fresh_part_is_of_the_second_edition_and_of_clean_groups_that_no_campaign_had() -> None:
-    fresh, before = whole.fresh(), whole.pairs()
-    assert {pair.name for pair in fresh if pair.kind is Kind.faulty} == {*SECOND}
-    assert len(SECOND) == 31
-    assert all(pair.held_out for pair in fresh)
-    clean = [pair for pair in fresh if pair.kind is Kind.clean]
-    assert len(clean) == 1001
-    assert {whole.WORLDS[pair.world].hot for pair in clean} == {True, False}
-    assert not {pair.group for pair in clean} & {pair.group for pair in before}
-    runs = {run for pair in clean for run in (pair.arm, pair.control)}
-    assert not runs & {run for pair in before for run in (pair.arm, pair.control)}
+AGAIN = "gradient worked out again (between forward and gradient) is off by 1"
+SAID = {
+    f"at step 12, {AGAIN}; begun after step 9, the last one before it": [12, 10, 11],
+    f"at step 3, {AGAIN}; begun at any step so far: none": [3, 1, 2],
+    "at step 8, sum, sketched (reduction, first in x) is off by 1": [8],
+}
+
+
+@pytest.mark.parametrize("says", SAID)
+def test_a_stated_interval_of_steps_is_a_claim(says: str) -> None:
+    for known in ("", "x; in power_classes/b; and besides, "):
+        told = class_runs.claimed(f"DIFFERENT: a against b: {known}{says}.", Path("b"))
+        assert told["steps"] == " ".join(map(str, SAID[says]))
 
 
 @pytest.mark.parametrize(("code", "ended"), [(130, KeyboardInterrupt), (69, Busy)])

@@ -143,13 +143,13 @@ def test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs: dict[str
     verdict = compare(runs["faulty"], runs["always"])
     assert verdict.outcome is Outcome.DIFFERENT
     assert "at step 16, sum, sketched" in verdict.sentence
-    assert "; begun after step 9, the last one looked at before it" in verdict.sentence
+    assert "; begun after step 9, the last one looked at, and right, before it" in verdict.sentence
 
 
 @kills(
     "Checks of every step: cadence", "a fault begins where it is seen", "Steps left out before a finding are not named"
 )
 def test_an_onset_that_is_not_stated_is_noticed(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    Slip(wording, "_since", "first.check not in looks", "first.check != WORKED_OUT", "").put(monkeypatch)
+    Slip(wording, "_since", "right is None", "first.check != WORKED_OUT", "").put(monkeypatch)
     with pytest.raises(AssertionError, match="begun after step 9"):
         test_a_fault_among_steps_left_out_is_said_to_have_begun_there(runs)

@@ -8,7 +8,11 @@ that accuracy is told relative to one that is not (`integer_floor`).
 add in another order, by a rounding in a product: a flip is then expected of fewer routes than `RARE` (of 512 in fp32,
 2e-5), and what is refuted of other models is refuted. Where more routes could flip, as in 16 bits, s of the T K / N
 tokens of an expert change its gradient by sqrt(2 s N / T K), s = max(1, 2 n / N) for n flips, and twice that is refuted
-as well."""
+as well.
+
+[Note: Bits once, bits again] In 8 bits a rounding that falls otherwise grows from product to product, so that no size
+refutes that memory lay otherwise. But within an attempt shapes, threads and memory are the same in every step: a run
+that had the plain model's bits in all recomputed steps before owes them again, and is held to the bound of 16 bits."""
 
 from __future__ import annotations
 
@@ -121,6 +125,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
     limit, most = bounds(name, run, stream, arithmetic)
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
+    if name == RECOMPUTED:
+        refuted[_owed_again(run, arithmetic, values[rows])] = min(most, max(limit, REFUTED * _rounded(arithmetic)))
     taken = ~beyond & _taken_otherwise(run, stream, steps) if name == "norm" else np.zeros(len(rows), dtype=bool)
     found = []
     for part, said in (
@@ -172,6 +178,15 @@ def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[
     return tensor
 
 
+def _owed_again(run: Record, arithmetic: Arithmetic, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """True per recomputed step of 8-bit layers if all before it had equal bits; see [Note: Bits once, bits again]."""
+    is_asked = arithmetic.fp8 and arithmetic.num_experts == 1 and run.attempts < 2
+    if not is_asked or run.config.get("cluster.device") != "cpu" or run.config.get("engine.name") == "ext":
+        return np.zeros(len(values), dtype=bool)
+    others = values > EXACT
+    return (np.arange(len(values)) > 0) & (np.cumsum(others) - others == 0)
+
+
 def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tuple[float, float]:
     """Largest value that is allowed, and largest that is not refuted."""
     allowed = bound(name, stream, arithmetic)
@@ -180,7 +195,7 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
         return allowed, refuted
     on_cpu = run.config.get("cluster.device") == "cpu"
     shared = run.config.get("engine.name") != "ext" and not arithmetic.fp8
-    rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
+    rounded = _rounded(arithmetic)
     if arithmetic.compute in SIXTEEN_BITS and on_cpu:
         allowed = rounded if arithmetic.reused else EXACT
         if shared:
@@ -197,6 +212,11 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
         owes_bits = on_cpu and (shared or name == "drift") and not reordered
         refuted = max(refuted, REFUTED * _rerouted(arithmetic)) if owes_bits else math.inf
     return allowed, refuted
+
+
+def _rounded(arithmetic: Arithmetic) -> float:
+    """Effect of one rounding in the compute dtype, as memory that lies otherwise may cause."""
+    return SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
 
 
 def _rerouted(arithmetic: Arithmetic) -> float:
@@ -262,6 +282,15 @@ def checked_until(run: Record, arithmetic: Arithmetic) -> int:
     return len(right) if right.all() else int(np.argmin(right))
 
 
+def right_in(column: str, run: Record, arithmetic: Arithmetic) -> list[int]:
+    """Steps in which a column was observed, and was right."""
+    if run.stream is None:
+        return []
+    values = run.stream.column(column)[: run.length]
+    found: list[int] = (1 + np.flatnonzero(values <= bounds(column, run, run.stream, arithmetic)[0])).tolist()
+    return found
+
+
 def looked_at(run: Record) -> dict[str, NDArray[np.bool_]]:
     """True per step that was observed, by column of a pass, and `fed`.
 
@@ -308,8 +337,6 @@ def cleared(runs: Collection[Record], step: int, wrong: Collection[tuple[int | N
 
 
 def _seen(run: Record, column: str, step: int) -> bool:
-    import math
-
     if run.stream is None:
         return False
     values = run.stream.column(column)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.parity.outcome import Finding, Grade, Stage, measured
+from harness.parity.outcome import OF_FORWARD, Finding, Grade, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tensors import Recomputed
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
@@ -64,7 +64,7 @@ def restored(run: Record) -> list[Finding]:
 
 def _weights(run: Record, step: int, recomputed: Recomputed, count: int) -> list[Finding]:
     """Checksums suffice, because a cast has one result."""
-    kind = "weights of the forward"
+    kind = OF_FORWARD
     if not recomputed.wrong_weights:
         return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.parity.outcome import WORKED_OUT, Finding, Outcome
+from harness.parity.outcome import IN_16_BITS, OF_FORWARD, WORKED_OUT, Finding, Outcome
 from harness.store.commands import page
 
 OUTCOMES = {
@@ -44,8 +44,9 @@ CHECKS = {
     "sum, worst piece": "the same for the worst of 32 pieces of a tensor",
     "scale of the sum": "a factor between the engine's gradient and that sum",
     "update by the rule, worst piece": "the same for the worst of 32 pieces of a tensor",
+    IN_16_BITS: "in one run: the share of 16-bit weights without the bits that the rule leaves",
     "update without a gradient": "a parameter without a gradient must not change",
-    "weights of the forward": "at captured steps, the weights that each rank's forward used",
+    OF_FORWARD: "at captured steps, the weights that each rank's forward used",
     "weights apart": "two different weights must not hold the same bits",
     "replicas": "whether all ranks have the same final weights",
     "tensors apart": "whether no two tensors share memory",

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import numpy as np
-
 from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
@@ -24,7 +22,7 @@ from harness.parity.telling import explain
 from harness.parity.telling.explain import OUTCOMES
 from harness.parity.telling.wording import ALWAYS
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
+from harness.parity.tiers.gradients import blocks, compare_tensor
 from harness.store import checksums, commands, screen
 from harness.store.commands import shown
 from harness.store.labels import named
@@ -289,16 +287,8 @@ def _require(run: Record, tensor: str, step: int) -> None:
 
 def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope, whole: float) -> list[str]:
     a, c = (run.captures[step].values(tensor).ravel() for run in (left, right))
-    edges = np.unique(np.linspace(0, c.size, min(BLOCKS, c.size) + 1).astype(np.int64))
-    average = float(np.sqrt(np.mean(c * c)))
-    pieces = []
-    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-        own = float(np.sqrt((np.mean(c[start:stop] ** 2) + average**2) / 2)) or 1.0
-        off = float(np.sqrt(np.mean((a[start:stop] - c[start:stop]) ** 2)))
-        pieces.append(Block(start, stop, off / own))
-    pieces.sort(key=lambda piece: -piece.distance)
     rows = []
-    for piece in pieces[:PIECES]:
+    for piece in blocks((a - c) ** 2, c**2)[:PIECES]:
         allowed = envelope.piece(whole, piece.stop - piece.start)
         refuted = math.inf if step > 1 or envelope.flips else REFUTED * allowed
         rows.append(

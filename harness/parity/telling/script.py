@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.config.update_rule import OF_ITERATION, Rule
 from harness.config.words import as_word
-from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict
+from harness.parity.outcome import IN_16_BITS, OF_FORWARD, WORKED_OUT, Finding, Grade, Outcome, Verdict
 from harness.store import commands, provenance
 from harness.store.check_stream import ONCE
 from harness.store.files import private_folder, write_atomic
@@ -58,7 +58,7 @@ class Look:
 
     @property
     def updates(self) -> bool:
-        return self.sides == UPDATES or self.history
+        return self.sides == UPDATES or "RULE" in self.constants
 
     def values(self, step: int) -> Mapping[str, Any]:
         row = {"COLUMN": self.key, "ROW": step - 1 + self.row}
@@ -96,6 +96,14 @@ def _update(measure: str) -> Look:
     constants = ("TENSOR", "RULE", "OPTIONS", "CLIP")
     return Look("rule", measure, constants, again=again, alone=True, captured=True, history=True)
 
+
+ROUNDED = Look(
+    "rounded",
+    constants=("RULE", "OPTIONS", "CLIP", "DTYPE"),
+    again="Makes one run again: its update, and what torch's fused kernel makes of the state that it captured.",
+    alone=True,
+    captured=True,
+)
 
 MEASURES = {
     "distance": "ratio(d.norm().item(), norm)",
@@ -154,12 +162,13 @@ LOOKS: Mapping[str, Look] = {
     "update size": _tensors("size", UPDATES),
     "update by the rule": _update("d.norm().item() / c.norm().item()"),
     "update by the rule, worst piece": _update("piece"),
+    IN_16_BITS: ROUNDED,
     "update without a gradient": _update("a.abs().max().item()"),
     "sum of local gradients": _tensors("distance", WITNESS),
     "sum, worst piece": _tensors("piece", WITNESS),
     "scale of the sum": _tensors("scale", WITNESS),
     "witnessed tensor": _tensors("exists", WITNESS),
-    "weights of the forward": _fact("capture/step-{step:06d}.safetensors", "wrong_weights"),
+    OF_FORWARD: _fact("capture/step-{step:06d}.safetensors", "wrong_weights"),
     "weights apart": _fact("capture/step-{step:06d}.safetensors", "kept", measure=SHARED),
     "replicas": _fact("summary.json", "other_replicas"),
     "tensors apart": _fact("summary.json", "structure", measure='found[0]["aliases"] + found[0]["elsewhere"] != []'),
@@ -284,14 +293,16 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
         name: [*overrides(config), *_measured(look, step, config), *_length(stop, steps, resumed.get(name))]
         for name, config in configs.items()
     }
+    first = next(iter(configs))
+    rule = _rule(configs[first], paths[first], finding.tensor) if "RULE" in look.constants else {}
     values = {
         "STEP": step,
         "CHECK": finding.check,
         "BOUND": 0.0 if isinstance(finding.allowed, str) else float(finding.allowed),
         "TENSOR": finding.tensor,
-        "SIDES": [(next(iter(runs)) if look.alone else side, kind) for side, kind in look.sides],
+        "SIDES": [(first if look.alone else side, kind) for side, kind in look.sides],
         **look.values(step),
-        **(_rule(*next(zip(configs.values(), paths.values(), strict=True)), finding.tensor) if look.history else {}),
+        **rule,
     }
     return _Plan(finding, look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
 
@@ -306,7 +317,8 @@ def _rule(config: Mapping[str, Any], run: RunDir, tensor: str | None) -> dict[st
         "muon": ("Muon", ("momentum", *OF_ITERATION)),
     }[name]
     options = {each: config[f"optimizer.{each}"] for each in ("weight_decay", *constants)}
-    return {"RULE": torchs, "OPTIONS": options, "CLIP": config["optimizer.clip_norm"]}
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(config.get("dtype.main_params")))
+    return {"RULE": torchs, "OPTIONS": options, "CLIP": config["optimizer.clip_norm"], "DTYPE": dtype}
 
 
 def _resumed_after(run: RunDir) -> int | None:
@@ -317,7 +329,7 @@ def _resumed_after(run: RunDir) -> int | None:
 def _measured(look: Look, step: int, config: Mapping[str, Any]) -> list[str]:
     if look.history:
         window = list(range(1, step + 1))
-    elif look.key in ONCE:
+    elif look.key in ONCE or look is ROUNDED:
         window = [step]
     else:
         window = sorted({max(1, step - 1), step} if step > 1 else {1, min(2, int(config["train.steps"]))})

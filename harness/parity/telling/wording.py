@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import BOUNDS, IS_STALE, NOT_DONE, NOT_STARTED, Record
@@ -58,17 +57,18 @@ def verdict(
     findings: Sequence[Finding],
     resolution: float | None,
     looked_at: Mapping[str, Sequence[int]],
-    looks: Mapping[str, Sequence[int]],
+    right: Callable[[Finding], Sequence[int] | None],
     followed: tuple[int, int],
     besides: Callable[[Finding], Finding | None],
     limits: Sequence[str] = (),
 ) -> Verdict:
-    """Args: looked_at: steps looked at in both runs, by column of the streams. looks: the same, by check. followed:
+    """Args: right: steps in which the same was asked of the run that a finding accuses, which was right. followed:
     tensors in both streams, and all. besides: another failure, which the first does not cause."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
         of_tensors = watched.is_one(arm, control)
-        claim = f": {_wrong(outcome, findings, besides, looks, of_tensors=of_tensors)}"
+        claim = f": {_wrong(outcome, findings, besides, right, of_tensors=of_tensors)}"
+        claim += _nothing_else(findings, looked_at.get(AGAIN, ()), arm.length) if "; and besides" not in claim else ""
     else:
         claim = f" {_right(outcome, arm, control, evidence, resolution, looked_at, followed)}"
     return Verdict(
@@ -113,18 +113,26 @@ def _wrong(
     outcome: Outcome,
     findings: Sequence[Finding],
     besides: Callable[[Finding], Finding | None],
-    looks: Mapping[str, Sequence[int]],
+    right: Callable[[Finding], Sequence[int] | None],
     *,
     of_tensors: bool,
 ) -> str:
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
-    clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, looks)
+    clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, right(first))
     more = besides(first)
     if more is None:
         return clause
     doubt = ", in doubt" if more.grade is Grade.doubt else ""
-    return f"{clause}; and besides{doubt}, {_clause(more, findings, of_tensors=of_tensors)}"
+    told = _clause(more, findings, of_tensors=of_tensors) + _since(more, findings, right(more))
+    return f"{clause}; and besides{doubt}, {told}"
+
+
+def _nothing_else(findings: Sequence[Finding], again: Sequence[int], length: int) -> str:
+    """What a known fault of all steps, which one might take for all that there is, may hide; else empty."""
+    if not any(finding.explains_itself for finding in findings):
+        return ""
+    return f"; nothing else was found; {LOOKED_AT[AGAIN]}: {_of_steps(again, length, named=NAMED_STEPS)}"
 
 
 def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) -> str:
@@ -135,17 +143,20 @@ def _clause(first: Finding, findings: Sequence[Finding], *, of_tensors: bool) ->
     return clause if begins is None else f"{describe(begins, begins, '')}; certain {clause}"
 
 
-def _since(first: Finding, findings: Sequence[Finding], looks: Mapping[str, Sequence[int]]) -> str:
-    """Where a finding may have begun whose check looks at some steps only, if nothing else tells."""
-    if first.check not in looks or not first.step or onset(first, findings) is not None:
+def _since(first: Finding, findings: Sequence[Finding], right: Sequence[int] | None) -> str:
+    """Where a finding may have begun whose check looks at some steps only, if nothing else tells.
+
+    Args: right: steps in which the same was asked of the same run, which was right; None if that is not known.
+    """
+    if right is None or not first.step or onset(first, findings) is not None:
         return ""
-    before = max((step for step in looks[first.check] if step < first.step), default=0)
+    before = max((step for step in right if step < first.step), default=0)
     if before == first.step - 1:
         return ""
     done = "worked out again" if first.check == WORKED_OUT else "looked at"
     if not before:
-        return f"; begun at any step so far: none before it was {done}"
-    return f"; begun after step {before}, the last one {done} before it"
+        return f"; begun at any step so far: none before it was {done}, and right"
+    return f"; begun after step {before}, the last one {done}, and right, before it"
 
 
 def _tensor_of(first: Finding, findings: Sequence[Finding]) -> Finding | None:
@@ -216,10 +227,6 @@ def describe(first: Finding, named: Finding, hint: str) -> str:
     else:
         measured = f"is off by {percent(first.observed)} where rounding explains {percent(first.allowed)}"
     return f"{where}{subject} {measured}{f'; {hint}' if hint else ''}"
-
-
-def standing_for(finding: Finding, count: int) -> Finding:
-    return replace(finding, count=count)
 
 
 ALWAYS = "launch.rerun=always"

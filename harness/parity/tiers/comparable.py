@@ -6,7 +6,7 @@ are compared whatever the tier, and equal ones are reported as EQUAL. The tier s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,12 +38,12 @@ def check(arm: Record, control: Record) -> list[Finding]:
     if watched.is_one(arm, control):
         return watched.check(arm, control, finding)
     return [
-        _same("sources", Stage.record, arm, control, lambda run: str(run.provenance["sources_digest"])),
+        finding("sources", Stage.record, arm.provenance["sources_digest"], control.provenance["sources_digest"]),
         *_config(arm, control),
         *_origin(arm, control),
         *_kernels(arm, control),
         *_own(arm, control),
-        _same("initial weights", Stage.weights, arm, control, lambda run: str(run.summary["initial_weights"])),
+        finding("initial weights", Stage.weights, arm.summary["initial_weights"], control.summary["initial_weights"]),
         *(_steps(key, arm, control) for key in ("tokens", "lr", "data_digest")),
     ]
 
@@ -70,10 +70,6 @@ def finding(check: str, stage: Stage, left: object, right: object, step: int | N
 def _short(value: object) -> str:
     text = "absent" if value is None else str(value)
     return text if len(text) <= 48 else f"{text[:45]}..."
-
-
-def _same(check: str, stage: Stage, arm: Record, control: Record, fact: Callable[[Record], object]) -> Finding:
-    return finding(check, stage, fact(arm), fact(control))
 
 
 def _config(arm: Record, control: Record) -> list[Finding]:

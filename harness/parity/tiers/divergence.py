@@ -38,7 +38,7 @@ from harness.parity.tiers.apart import BURST, DRAW, Apart, Jump, apart, gradient
 from harness.parity.tiers.arithmetic import SAFETY
 from harness.parity.tiers.comparable import matters
 from harness.parity.tiers.envelope import Envelope
-from harness.parity.tiers.gradients import compare_tensor, names
+from harness.parity.tiers.gradients import compared
 from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series, path_lengths
 from harness.store.check_stream import Stream, tensor_columns
 
@@ -162,7 +162,7 @@ def last_weights(arm: Record, control: Record, envelope: Envelope, found: Apart 
     Args: found: distances by the streams, if any.
     """
     if arm.final is not None and control.final is not None:
-        pairs = [compare_tensor(name, arm.final, control.final) for name in names(arm.final, control.final)[0]]
+        pairs = compared(arm.final, control.final)
         distances = [(pair.name, pair.numel, pair.distance, pair.norm) for pair in pairs]
         return _graded_weights(END, arm.length, distances, (arm, control), envelope)
     if found is None or np.isnan(found.weights[-1]).all():

@@ -208,12 +208,8 @@ class Envelope:
 
 def _most(expected: float) -> int:
     """Smallest n that a Poisson count of this mean exceeds less than once in a million."""
-    if expected > 100:
-        return math.ceil(expected + 5 * math.sqrt(expected))
-    count, term = 0, math.exp(-expected)
-    below = term
-    while 1 - below > 1e-6:
-        count += 1
-        term *= expected / count
-        below += term
-    return count
+    if not expected:
+        return 0
+    from scipy.special import pdtrik
+
+    return math.ceil(float(pdtrik(1 - 1e-6, expected)))

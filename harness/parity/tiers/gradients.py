@@ -10,7 +10,6 @@ naive one, and right within a factor of about 2 (docs/verdicts.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,9 +78,9 @@ def names(arm: Capture, control: Capture) -> tuple[list[str], list[Mismatch]]:
     return both, odd
 
 
-def compare(arm: Capture, control: Capture) -> Iterator[TensorPair]:
-    for name in names(arm, control)[0]:
-        yield compare_tensor(name, arm, control)
+def compared(arm: Capture, control: Capture) -> list[TensorPair]:
+    """Pairs of the tensors that both have."""
+    return [compare_tensor(name, arm, control) for name in names(arm, control)[0]]
 
 
 def compare_tensor(name: str, arm: Capture, control: Capture) -> TensorPair:
@@ -153,7 +152,7 @@ def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm:
         b=b,
         standard_error=_standard_error(rest, c, square),
         residual=length(rest) / norm,
-        block=_worst_block(apart.ravel(), squares.ravel(), norm),
+        block=blocks(apart.ravel(), squares.ravel())[0],
         carried_by=square**2 / fourth if (fourth := dot(squares, squares)) else 1.0,
     )
 
@@ -169,13 +168,17 @@ def _edges(size: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
 
 
-def _worst_block(apart: Float64, squares: Float64, norm: float) -> Block:
+def blocks(apart: Float64, squares: Float64) -> list[Block]:
+    """Pieces of a tensor, the worst one first.
+
+    Args: apart, squares: [elements]: squared differences, and squares of the control, some of which are not 0.
+    """
     edges = _edges(squares.size)
     off, own = (np.add.reduceat(values, edges[:-1]) for values in (apart, squares))
-    share = norm**2 * np.diff(edges) / squares.size
-    distances = np.sqrt(off / ((own + share) / 2))
-    worst = int(distances.argmax())
-    return Block(int(edges[worst]), int(edges[worst + 1]), float(distances[worst]))
+    share = squares.sum() * np.diff(edges) / squares.size
+    distances = np.sqrt(off / ((own + share) / 2)).tolist()
+    found = map(Block, edges[:-1].tolist(), edges[1:].tolist(), distances)
+    return sorted(found, key=lambda block: -block.distance)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.outcome import REFUTED, Finding, Grade, Stage, grade
+from harness.parity.outcome import REFUTED, Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tensors import Float64
 from harness.parity.tiers.arithmetic import Arithmetic
@@ -197,21 +198,16 @@ def _tail(arm: Record, control: Record, envelope: Envelope) -> list[Finding]:
     left, right = (run.series("loss")[count // 2 :] for run in (arm, control))
     known = [(a, c) for a, c in zip(left, right, strict=True) if a is not None and c is not None]
     gap = abs(statistics.fmean(a - c for a, c in known)) / abs(statistics.fmean(c for _, c in known))
-    found = [
-        _finding("loss, mean of the later half", Stage.trajectory, count, gap, LOSS_MARGIN + envelope.loss, math.inf)
-    ]
+    halves = partial(measured, stage=Stage.trajectory, refuted=math.inf, step=count)
+    found = [halves("loss, mean of the later half", observed=gap, allowed=LOSS_MARGIN + envelope.loss)]
     norms = zip(arm.series("grad_norm")[count // 2 :], control.series("grad_norm")[count // 2 :], strict=True)
     ratios = [math.log(a / c) for a, c in norms if a and c and a > 0 and c > 0]
     if len(ratios) > 1:
         noise = 4 * _error_of_mean(ratios)
         allowed = max(NORM_MARGIN, noise) + envelope.norm
-        check = "gradient norm, mean of the later half"
-        found.append(_finding(check, Stage.trajectory, count, abs(statistics.fmean(ratios)), allowed, math.inf))
+        apart = abs(statistics.fmean(ratios))
+        found.append(halves("gradient norm, mean of the later half", observed=apart, allowed=allowed))
     return found
-
-
-def _finding(check: str, stage: Stage, step: int, observed: float, allowed: float, refuted: float) -> Finding:
-    return Finding("T2", check, stage, grade(observed, allowed, refuted), observed, allowed, step=step)
 
 
 def _error_of_mean(values: Sequence[float]) -> float:
@@ -304,28 +300,11 @@ class Series:
     refuted: Float64
     since: Stage | None = None
     note: str = ""
-    tier: str = "T2"
 
     def finding(self, at: int, count: int = 1, tensor: str | None = None) -> Finding:
-        grade = self.grade(at)
-        return Finding(
-            self.tier,
-            self.check,
-            self.stage,
-            grade,
-            float(self.observed[at]),
-            float(self.allowed[at]),
-            step=int(self.steps[at]),
-            tensor=tensor,
-            count=count,
-            note="" if grade is Grade.ok else self.note,
-            since=self.since,
-        )
-
-    def grade(self, at: int) -> Grade:
-        if self.observed[at] <= self.allowed[at]:
-            return Grade.ok
-        return Grade.doubt if self.observed[at] <= self.refuted[at] else Grade.bad
+        numbers, step = (float(each[at]) for each in (self.observed, self.allowed, self.refuted)), int(self.steps[at])
+        found = measured(self.check, self.stage, *numbers, step=step, tensor=tensor, note=self.note, since=self.since)
+        return replace(found, count=count)
 
     def every(self) -> list[Finding]:
         return [self.finding(at) for at in range(len(self.steps))]

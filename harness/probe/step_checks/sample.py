@@ -194,9 +194,9 @@ class Sample:
         """Factor of gradients for each element, fp64 [elements]: by part, the median over elements with gradients that
         are not small.
 
-        Parts with fewer than `ALIKE` take the nearest factor of others, or the expected one.
+        Parts with fewer than `ALIKE` take the nearest factor of others, the expected one, or that of no clipping.
         """
-        found, few = [clipping], []
+        found, few = [clipping, 1.0], []
         factors = torch.full_like(gradients, clipping)
         for part in parts:
             moves = part & (gradients != 0) & (self._trained > 0)
