@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -50,6 +51,7 @@ OPERATIONS: dict[str, Act] = {
     "`torch.optim.LBFGS`, where rows divide evenly": lambda m, take: take(torch.optim.LBFGS(m.parameters())).step(
         closure(m)
     ),
+    "`copy.copy(model)`": lambda m, _: copy.copy(m),
 }
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.fsdp.ragged.reductions import extremes, largest, norms, reduction_of
 from harness.fsdp.ragged.tensor import BEFORE_WRITE, GatheredView, RaggedTensor, meets_plain, replicated, wrap_rows
@@ -71,6 +71,8 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def _rule_of(func: Any) -> Rule | None:
     if func.name() in SPECIAL:
         return SPECIAL[func.name()]
+    if "c10d" in func.namespace:
+        return _refuse_collective
     if any(argument.is_out for argument in schema_of(func).arguments):
         return _into if torch.Tag.pointwise in func.tags else _refuse
     if func.name().startswith(("aten::_foreach_", "aten::_fused_")):
@@ -90,9 +92,11 @@ def _rule_of(func: Any) -> Rule | None:
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = _decides_rows(args)
+    like: Any = _decides_rows(args)
     in_place = schema_of(func).is_mutable
-    if like is None or (in_place and args[0] is not like):
+    if in_place and isinstance(args[0], DTensor):
+        like = args[0]
+    elif like is None or in_place:
         return _of_whole(func, args, kwargs)
     cut_plain = func is torch.ops.aten.copy_.default  # loading: every rank has the whole tensor
     local = [_local(each, like, cut_plain) if isinstance(each, Tensor) else each for each in args]
@@ -130,8 +134,13 @@ def _decides_rows(args: Sequence[Any]) -> RaggedTensor | None:
 
 
 def _local(value: Tensor, like: Tensor, cut_plain: bool = False) -> Tensor:
-    if not isinstance(like, RaggedTensor):
+    if not isinstance(like, DTensor):
         return _whole(value) if isinstance(value, DTensor) else value
+    if value is like:
+        return local_tensor(like)
+    if not isinstance(like, RaggedTensor):  # state that torch loaded, say, in torch's own cut
+        whole = _whole(value).expand(like.shape)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
     if isinstance(value, RaggedTensor) and _same_cut(value, like):
         return local_tensor(value)
     return like.rows_of(value if cut_plain and not isinstance(value, DTensor) else _whole(value))
@@ -157,7 +166,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    firsts = args[0]
+    firsts, in_place = args[0], schema_of(func).is_mutable
 
     def local(value: Any) -> Any:
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
@@ -165,9 +174,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return [_local(each, first) if isinstance(each, DTensor) else _whole(each) for each, first in pairs]
         return _whole(value) if isinstance(value, Tensor) else value
 
-    plain = [each if not isinstance(each, RaggedTensor) else local_tensor(each) for each in firsts]
+    held = DTensor if in_place else RaggedTensor  # what is made of torch's own is torch's
+    plain = [local_tensor(each) if isinstance(each, held) else each for each in firsts]
     result = func(plain, *map(local, args[1:]), **{name: local(value) for name, value in kwargs.items()})
-    if result is None or schema_of(func).is_mutable:
+    if result is None or in_place:
         return None if result is None else list(firsts)
     pairs = zip(result, firsts, strict=True)
     return [wrap_rows(each, first) if isinstance(first, RaggedTensor) else each for each, first in pairs]
@@ -264,6 +274,13 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func} on {_name(_first(args, kwargs))} would change rows that lie on other ranks: edit"
         " parameter.full_tensor() (collective), then parameter.copy_(it); to initialize, use the module's"
         " reset_parameters()"
+    )
+
+
+def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"{func} was given {_name(_first(args, kwargs))}, of which each rank has other rows: call it on"
+        " parameter.to_local(), this rank's rows, or on parameter.full_tensor() (collective)"
     )
 
 

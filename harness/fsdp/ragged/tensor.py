@@ -87,7 +87,7 @@ class RaggedTensor(DTensor):
             return self.cut.gather(local.reshape(-1), spec.mesh, last).reshape(())
         rows = self.cut.gather(local, spec.mesh, last)
         if not any(isinstance(placement, Shard) for placement in spec.placements[:-1]):
-            return rows
+            return rows.reshape(self.shape)  # without elements it may have another one
         placements = (*spec.placements[:-1], Replicate())
         sizes, _ = self.place(but_rows=True)
         rows = rows.reshape(sizes)  # without elements it may have another shape
@@ -123,7 +123,12 @@ class RaggedTensor(DTensor):
             return cast(Tensor, _ToLocal.apply(self))  # type: ignore[no-untyped-call]
         if before_write := getattr(self.base, BEFORE_WRITE, None):
             before_write()
-        return local_tensor(self)
+        return self._rows()
+
+    def _rows(self) -> Tensor:
+        """The rows here, whose edits count: what dispatch makes of a view has a version counter of its own."""
+        local, base = local_tensor(self), self.base
+        return local if local is base else base.as_strided(local.shape, local.stride(), local.storage_offset())
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -193,7 +198,7 @@ class RaggedTensor(DTensor):
         ]
 
     def __get_tensor_shard__(self, _: object) -> Tensor:
-        return local_tensor(self)
+        return self._rows()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function

@@ -129,6 +129,10 @@ def _superseding(own: type) -> type:
     return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
 
 
+def _is_main_weight(value: Any) -> bool:
+    return isinstance(value, MainWeight)
+
+
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
@@ -146,8 +150,12 @@ class MainWeight(_Hooked, nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Fused kernels of optimizers leave version counters as they are."""
+        """Fused kernels of optimizers leave version counters as they are. What others may still read, as the root's
+        part after a forward, is not touched before."""
         with without_torch_function():
+            for each in () if is_metadata(func) else filter(_is_main_weight, tree_leaves((args, kwargs))):
+                if (place := location_of(sharded_of(each))) is not None and place[0].bucket.is_resident:
+                    place[0].before_write()
             if func.__name__.startswith("_fused_"):
                 torch.autograd.graph.increment_version(args[0])
             return func(*args, **(kwargs or {}))

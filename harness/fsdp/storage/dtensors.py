@@ -67,7 +67,7 @@ class DTensorFactory:
         if isinstance(placements[-1], RaggedShard):
             return RaggedTensor.of(view, spec_like(whole, mesh, placements))
         if bucket.tp is None:
-            return view
+            return view.reshape(whole.shape)
         view = view.reshape(bucket.tp_shard_of(slot).here)  # without elements it may have another shape
         return DTensor.from_local(view, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 

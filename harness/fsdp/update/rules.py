@@ -152,7 +152,8 @@ def check_optimizer(
     if name and moments_of(optimizer) is None and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
         raise TypeError(
             f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
-            " optimizer, as AdamW, or zero_dp_strategy=0, under which parameters are whole"
+            " optimizer, as AdamW, or zero_dp_strategy=0, under which parameters are whole; LBFGS and Adafactor may be"
+            " left out of fully_shard_optimizer, and step DTensors then"
         )
     for group in filter(partial(is_of_matrices, optimizer), optimizer.param_groups):
         for param in group["params"]:

@@ -18,6 +18,7 @@ from harness.fsdp import build, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory
+from tests.fsdp.at_rest.rows import OF_ROWS, SLIPS
 from tests.fsdp.flat_step import more_programs
 from tests.fsdp.flat_step.programs import RULES, adamw, over
 from tests.fsdp.flat_step.world import WORLD, Block, Net, Program, World, data, full, run
@@ -205,7 +206,7 @@ def penalties(world: World, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
-PROGRAMS = {name.replace("_", " "): program for name, program in OWN.items()} | {
+PROGRAMS = {name.replace("_", " "): program for name, program in (OWN | OF_ROWS).items()} | {
     "rules that nobody hands over": rules_that_nobody_hands_over,
     "further backward": more_programs.PROGRAMS["zeros_and_two_microbatches"],
     "bound loop": more_programs.PROGRAMS["AdamW"],
@@ -213,8 +214,9 @@ PROGRAMS = {name.replace("_", " "): program for name, program in OWN.items()} | 
 }
 
 
-OF_PROGRAMS = slips(
-    """
+OF_PROGRAMS = (
+    slips(
+        """
     edits uncounted: An edit at rest is not counted
         fsdp.ragged.operations._count_edit: torch.autograd.graph.increment_version( => len(
         clamped
@@ -289,6 +291,8 @@ OF_PROGRAMS = slips(
         fsdp.storage.at_rest.ShardedParameters.show: coming.requires_grad_(leaving.requires_grad) => pass
         frozen for a while
     """
+    )
+    | SLIPS
 )
 OF_REGISTERED = slips(
     """

@@ -252,6 +252,12 @@ MUTANTS = {
     least for largest: The largest of a list's tensors are their least
         fsdp.ragged.reductions.largest: torch.amax => torch.amin
         uneven: torch._foreach_max([p, q])
+    edits of torch's: torch's DTensors in a list that meet rows are copies
+        fsdp.ragged.operations._foreach: held = DTensor if in_place else RaggedTensor => held = RaggedTensor
+        uneven: (lambda own: (torch._foreach_lerp_([own], [p], 0.5), p.copy_(own)))(whole(torch.ones(8, 3)))
+    collectives of whole: A collective of the program's own gets a copy
+        fsdp.ragged.operations._rule_of: if "c10d" in func.namespace: => if False:
+        uneven: torch.distributed.all_reduce(p)
     a TP shard for the whole: A TP shard of the tensor-parallel axis is taken for the whole
         fsdp.ragged.tensor.RaggedTensor.whole: not any(isinstance(placement, Shard) for placement in
             => True or not any(isinstance(placement, Shard) for placement in
