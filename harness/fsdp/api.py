@@ -13,6 +13,8 @@ from harness.fsdp.options import OPTIONS
 from harness.fsdp.sharding import shard
 
 ShardedModel = FSDPModule
+OWN = inspect.signature(shard).parameters.keys() - inspect.signature(megatron.fully_shard_model).parameters.keys()
+"""Arguments of this entry that megatron-fsdp names otherwise."""
 
 
 def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> Any:
@@ -20,8 +22,8 @@ def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> A
 
     Its class becomes a mix-in of `FSDPModule` and its own; between passes its parameters are DTensors. Pass an
     optimizer over them to `fully_shard_optimizer`, or control it yourself with `finish_grad_sync`, `clip_grad_norm_`
-    and `install_weights`. With an optimizer here, for one version, `harness.fsdp.megatron.fully_shard` is called, whose
-    arguments and results these then are.
+    and `install_weights`. With an optimizer here, for one version, the result is a pair, as of
+    `harness.fsdp.megatron.fully_shard`, whose arguments may stand in place of these.
 
     Args:
         module: on the "meta" device if `initial_value` or `init_on_meta` is given.
@@ -47,9 +49,10 @@ def fully_shard(module: nn.Module, optimizer: Any = None, **arguments: Any) -> A
         TypeError: an unknown argument, with the nearest names.
         ValueError: an argument's value, with what would be valid; or a part of the module is sharded already.
     """
-    if optimizer is not None:
-        return megatron.fully_shard(module, optimizer, **arguments)
-    return shard(module, FSDPModule, **arguments)
+    if optimizer is None or arguments.keys() & OWN:
+        model = shard(module, FSDPModule, **arguments)
+        return model if optimizer is None else (model, megatron.fully_shard_optimizer(model, optimizer))
+    return megatron.fully_shard(module, optimizer, **arguments)
 
 
 def _signature() -> inspect.Signature:

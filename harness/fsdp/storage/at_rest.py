@@ -151,14 +151,38 @@ class MainWeight(_Hooked, nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Fused kernels of optimizers leave version counters as they are. What others may still read, as the root's
-        part after a forward, is not touched before."""
+        part after a forward, is not touched before. A gradient of this rank's data would be reduced by nobody."""
         with without_torch_function():
-            for each in () if is_metadata(func) else filter(_is_main_weight, tree_leaves((args, kwargs))):
-                if (place := location_of(sharded_of(each))) is not None and place[0].bucket.is_resident:
+            given = () if is_metadata(func) else tree_leaves((args, kwargs))
+            for each in filter(_is_main_weight, given):
+                if (place := location_of(sharded_of(each))) is None:
+                    continue
+                if place[0].bucket.is_resident:
                     place[0].before_write()
+                if each.requires_grad and torch.is_grad_enabled() and place[0].unsharded[place[1]] is not each:
+                    _refuse_data(func, each, given)
             if func.__name__.startswith("_fused_"):
                 torch.autograd.graph.increment_version(args[0])
             return func(*args, **(kwargs or {}))
+
+
+def _refuse_data(func: Callable[..., Any], weight: Tensor, given: Sequence[Any]) -> None:
+    """Raise where a main weight meets data of this rank: in a product, or a plain tensor of another shape."""
+    plain = (each for each in given if isinstance(each, Tensor) and not isinstance(each, nn.Parameter))
+    is_data = (each for each in plain if func in PRODUCTS or (each.numel() > 1 and each.shape != weight.shape))
+    other = next(is_data, None)
+    if other is not None and func not in NOT_OF_DATA:
+        name = getattr(weight, HOME, ("a parameter",))[0]
+        raise RuntimeError(
+            f"a tensor of shape {[*other.shape]} meets the main weight {name} outside of its unit's forward, where no"
+            " rank would reduce the gradient: call the model, make the module a unit (unit_modules), or do it inside"
+            " `with torch.no_grad():`"
+        )
+
+
+PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+NOT_OF_DATA = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""Take parameters beside losses."""
 
 
 @cache

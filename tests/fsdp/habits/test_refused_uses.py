@@ -15,6 +15,7 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness, weak_hooks
 from harness.fsdp.runtime.weak_hooks import ProgramHook
+from harness.fsdp.storage import at_rest
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
 from tests.fsdp.checked import ZERO3, Mutant, each_holds, each_is_found, patched, said
@@ -265,6 +266,40 @@ def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
 
 
 @CHECKS.check
+def a_module_alone_beside_main_weights(rank: int, strategy: str) -> list[str]:
+    """Its main weights' gradient would be each rank's own; with penalties and without gradients they may be used."""
+    told = []
+    for bias in (True, False):
+        module = Net()
+        module.head = nn.Linear(6, 6, bias=bias)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(module, unit_modules=module.units, strategy=strategy, mp_policy=policy)
+        x = torch.randn(6, 6)  # as many rows as the weight has
+        told += said(lambda head=model.head, x=x: head(x), RuntimeError, "meets (the main weight|a sharded one)")
+        if strategy == "no_shard":
+            with torch.no_grad():
+                told += [] if model.head(x).isfinite().all() else ["not without gradients"]
+        anchors = [param.detach().clone() for param in model.parameters()]
+        penalty = sum(((param - at) ** 2).sum() for param, at in zip(model.parameters(), anchors, strict=True))
+        told += [] if penalty == 0 else ["an anchor is not the weight"]
+    return told
+
+
+@CHECKS.check
+def an_optimizer_beside_the_arguments_of_the_signature(rank: int, strategy: str) -> list[str]:
+    """The pair trains as the one that megatron-fsdp's names give."""
+    trained = []
+    for names in (("unit_modules", "strategy"), ("fsdp_unit_modules", "zero_dp_strategy")):
+        module = Net()
+        given = dict(zip(names, (module.units, strategy), strict=True))
+        run = Run(module, *fully_shard(module, plain_sgd(module), **given), (rank,))
+        run.train(2)
+        with module.unsharded():
+            trained.append([param.detach().clone() for param in module.parameters()])
+    return [] if all(map(torch.equal, *trained)) else ["the pairs differ"]
+
+
+@CHECKS.check
 def initialising_unseeded(rank: int, strategy: str) -> list[str]:
     """Each rank draws its own numbers: named where replicas are compared."""
     module = Net()
@@ -320,6 +355,12 @@ MUTANTS = {
         "A sparse gradient is found by whatever meets it first",
         patched(backward_hooks, "refuse_layout"),
         "strange_tensors",
+    ),
+    "alone in another dtype": _of_programs(
+        "Under no_shard a module that is called alone leaves each rank with a gradient of its own",
+        patched(at_rest, "_refuse_data"),
+        "a_module_alone_beside_main_weights",
+        "no_shard",
     ),
     "edits through data": _of_programs(
         "What a forward assigns to `weight.data` is dropped with the gathered weights",
