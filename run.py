@@ -41,7 +41,7 @@ from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
 from harness.study.expand import register as register_study
-from harness.study.rendezvous import Answer, ask, lead, publish, rendezvous_folder, shared_root
+from harness.study.rendezvous import Answer, Host, ask, lead, rendezvous_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import JobFailed, carry_out, refuse_study, run_job
 
@@ -128,12 +128,13 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
     folder = rendezvous_folder(shared_root(arguments.overrides), os.environ)
     if place.rank:
         return work(ask(folder, place), place)
+    host = Host(folder, place)
     try:
-        answer = opened(_cell(arguments), folder, place)
+        return open_and_work(_cell(arguments), host, place)
     except Exception as error:
-        publish(folder, place, Answer(exit_code=exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1))
+        host.publish(Answer(exit_code=exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1))
+        host.linger()
         raise
-    return work(answer, place)
 
 
 def _cell(arguments: Arguments) -> Cell:
@@ -144,16 +145,17 @@ def _cell(arguments: Arguments) -> Cell:
     return compose(arguments.overrides)
 
 
-def opened(cell: Cell, folder: Path, place: RankPlace) -> Answer:
-    """Open the attempt of this start, and tell the other ranks of it."""
+def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
     # From here on a status says that the run is running: a request to stop waits for the worker, which listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     answer, lock = lead(cell)
+    host.publish(answer)
     print(answer.message, flush=True)
-    publish(folder, place, answer)
+    if answer.exit_code is not None:
+        host.linger()
     if lock is not None and place.launcher == "slurm":
         lock.release()  # a rank of a job takes the run's lock itself
-    return answer
+    return work(answer, place)
 
 
 def work(answer: Answer, place: RankPlace) -> int:

@@ -29,7 +29,7 @@ from harness.parity import StudyVerdict, Verdict, verdict
 from harness.parity.outcome import Outcome, percent
 from harness.parity.record import Record, load
 from harness.parity.tiers.comparable import microbatches_per_rank
-from harness.parity.tiers.gradients import compare
+from harness.parity.tiers.gradients import compared
 from harness.store import provenance
 from harness.store.labels import strategy_of
 
@@ -83,7 +83,7 @@ def evidence(study: StudyVerdict) -> dict[str, Any]:
 
 def measured(arm: Verdict) -> dict[str, Any]:
     run, control = load(Path(arm.arm)), load(Path(arm.control))
-    worst = max(compare(run.captures[1], control.captures[1]), key=lambda pair: pair.distance)
+    worst = max(compared(run.captures[1], control.captures[1]), key=lambda pair: pair.distance)
     losses = zip(run.series("loss"), control.series("loss"), strict=True)
     return {
         "engine": run.config["engine.name"],
@@ -101,7 +101,7 @@ def measured(arm: Verdict) -> dict[str, Any]:
 
 
 def _update_ratio(run: Record, control: Record, step: int) -> float:
-    pairs = compare(run.updates[step], control.updates[step])
+    pairs = compared(run.updates[step], control.updates[step])
     return statistics.median(pair.arm_norm / pair.norm for pair in pairs if pair.norm)
 
 

@@ -208,7 +208,8 @@ def _bisect(arguments: Namespace) -> int:
     _tell(f"\n{found.sentence}")
     for version, why in found.skipped:
         _tell(f"not tried: {version.title}: {why}")
-    print(f"next: {request.command('compare', '--code', found.same.word, found.first.word)}")
+    command = request.command("compare", "--code", found.same.word, found.first.word)
+    print(f"next: {command}")
     return EXIT_UNDECIDED if found.skipped else 0
 
 

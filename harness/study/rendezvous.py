@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -52,17 +53,30 @@ def rendezvous_folder(root: Path, environment: Mapping[str, str]) -> Path:
     return root / ".rendezvous" / hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-def publish(folder: Path, place: RankPlace, answer: Answer) -> None:
-    """Answer the questions of all other ranks, and wait until they have read it; after a refusal for `LINGER_S`."""
-    timeout_s, answered = ANSWER_TIMEOUT_S if answer.exit_code is None else LINGER_S, set[Path]()
-    pause, deadline = _POLL_S, time.monotonic() + timeout_s
-    while sum(not each.exists() for each in answered) < place.world_size - 1 and time.monotonic() < deadline:
-        for question in set(folder.glob("ask-*")) - answered:
-            with contextlib.suppress(OSError):
-                write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
-                answered.add(question)
-        time.sleep(pause)
-        pause = min(1.1 * pause, _SLOW_POLL_S)
+class Host:
+    def __init__(self, folder: Path, place: RankPlace) -> None:
+        self._folder, self._others = folder, place.world_size - 1
+        self._thread: threading.Thread | None = None
+
+    def publish(self, answer: Answer) -> None:
+        if self._others:
+            self._thread = threading.Thread(target=self._serve, args=(answer,), name="rendezvous", daemon=True)
+            self._thread.start()
+
+    def linger(self) -> None:
+        if self._thread is not None:
+            self._thread.join(LINGER_S)
+
+    def _serve(self, answer: Answer) -> None:
+        answered: set[Path] = set()
+        pause, deadline = _POLL_S, time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline and sum(not question.exists() for question in answered) < self._others:
+            for question in set(self._folder.glob("ask-*")) - answered:
+                with contextlib.suppress(OSError):
+                    write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
+                    answered.add(question)
+            time.sleep(pause)
+            pause = min(1.1 * pause, _SLOW_POLL_S)
 
 
 def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:

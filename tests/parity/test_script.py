@@ -85,9 +85,8 @@ def test_a_script_finds_what_the_verdict_found(bench: Bench, play: Played, case:
     assert finding is not None
     assert len(text.splitlines()) <= 110
     assert max(map(len, text.splitlines())) <= 120
-    assert " ".join(verdict.sentence.replace('"', "'").split()) in " ".join(
-        str(ast.get_docstring(ast.parse(text))).split()
-    )
+    told = " ".join(str(ast.get_docstring(ast.parse(text))).split())
+    assert " ".join(verdict.sentence.replace('"', "'").split()) in told
     code, said, _ = play(text, {"arm": arm, "control": control})
     assert code == 1, said
     if isinstance(finding.observed, float) and finding.tensor:
@@ -396,10 +395,8 @@ def test_two_runs_of_one_configuration_have_no_script(bench: Bench, tmp_path: Pa
         ("model=moe", "optimizer=sgd", "optimizer.clip_norm=null", "train.replicate=2"),
         ("data=text", "data.path='/a b/ü,c=d'", "numerics=ordered", "engine.transport=backend"),
         (
-            "fault.name=tests.faults.update:F20_norm_counts_replicas",
-            "sharding=no_shard",
-            "optimizer.betas=[0.8,0.99]",
-            "cluster.threads_per_rank=2",
+            *("fault.name=tests.faults.update:F20_norm_counts_replicas", "sharding=no_shard"),
+            *("optimizer.betas=[0.8,0.99]", "cluster.threads_per_rank=2"),
         ),
         ("mesh=two_by_two", "engine=fsdp2", "ckpt=none", "train.warmup_steps=0"),
     ],
@@ -435,8 +432,7 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     cell = ["sharding=optim", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=3"]
     cell += ["data.seq_len=16", "model.num_layers=1", "ckpt=none", f"launch.root={tmp_path}", "study.name=s"]
     monkeypatch.chdir(ROOT)
-    both = ["-m", "fault=F01_duplicated_gradient,none"]
-    done = run_program(["run.py", *cell, *both])
+    done = run_program(["run.py", *cell, "-m", "fault=F01_duplicated_gradient,none"])
     assert done.returncode == 0, done.stdout + done.stderr
     control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1

@@ -129,10 +129,6 @@ def _superseding(own: type) -> type:
     return type(own)(own.__name__, (_Superseded, own), {"__module__": own.__module__})
 
 
-def _is_main_weight(value: Any) -> bool:
-    return isinstance(value, MainWeight)
-
-
 class MainWeight(_Hooked, nn.Parameter):
     """A main weight that every rank has unsharded: all edits are counted, and `data` is copied."""
 
@@ -154,7 +150,7 @@ class MainWeight(_Hooked, nn.Parameter):
         part after a forward, is not touched before. A gradient of this rank's data would be reduced by nobody."""
         with without_torch_function():
             given = () if is_metadata(func) else tree_leaves((args, kwargs))
-            for each in filter(_is_main_weight, given):
+            for each in (each for each in given if isinstance(each, MainWeight)):
                 if (place := location_of(sharded_of(each))) is None:
                     continue
                 if place[0].bucket.is_resident:

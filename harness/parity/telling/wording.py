@@ -129,7 +129,7 @@ def _wrong(
 
 
 def _nothing_else(findings: Sequence[Finding], again: Sequence[int], length: int) -> str:
-    """What a known fault of all steps, which one might take for all that there is, may hide; else empty."""
+    """Steps in which a known fault may hide another, said of one that is in all of them; else empty."""
     if not any(finding.explains_itself for finding in findings):
         return ""
     return f"; nothing else was found; {LOOKED_AT[AGAIN]}: {_of_steps(again, length, named=NAMED_STEPS)}"
