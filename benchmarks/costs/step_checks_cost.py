@@ -28,7 +28,7 @@ from harness.train.step_checks import StepChecks
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
-WARMUP, STEPS, RUN_STEPS, SEQUENCES, SEQ_LEN = 2, 8, 64, 16, 512
+WARMUP, STEPS, RUN_STEPS, SEQUENCES, SEQ_LEN = 2, 6, 64, 16, 512
 IN_TWO, SMALL, RUN = ", two microbatches", ", 3.4 M weights", ", a run"
 CELLS = {
     **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
