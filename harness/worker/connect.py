@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined] # torch does not declare its stores
 
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined] # undeclared
 
 from harness.store.commands import page
 from harness.store.errors import StoreError
