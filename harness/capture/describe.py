@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,10 @@ OTHERWISE = ("maximize", "amsgrad", "nesterov", "dampening")
 
 
 def begin(path: Path, models: Sequence[nn.Module]) -> None:
-    """Rank 0's first files: whose run this is, and that it is running."""
+    """Rank 0's first files: whose run this is, and that it is running. What an earlier end has written goes."""
+    (path / "summary.json").unlink(missing_ok=True)
+    (path / "metrics.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(path / "capture", ignore_errors=True)
     measure = {"capture_steps": None, "update_steps": None}
     write_config(path, {"model": {"name": _class(models[0])}, "train": {"steps": 0}, "measure": measure})
     write_provenance(path, [_machine(torch.device("cpu"))])
@@ -74,6 +79,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "model": _class(watching.models[0]),
         "tensors": tensors,
+        "initial": watching.initial,
         "unplaced": watching.found.unplaced,
         "sharded": any(s.numel < math.prod(s.shape) for s in watching.shards.values()),
         "compute": _coarsest(watching.compute or {local_part(first).dtype}),
@@ -129,7 +135,7 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
     parameters = sum(math.prod(shape) for shape in shapes.values())
     main, compute = _of_weights(facts), facts["compute"]
     wire = min(compute, facts["grads"], key=COARSE.index) if facts["sharded"] else facts["grads"]
-    copies, microbatches = max(1, first.get("readers", 1)), max(1, first.get("microbatches", 1))
+    copies, microbatches = max(1, first.get("readers", 1)), _microbatches(steps)
     rows = max(1, first.get("rows", 0) // (copies * microbatches))
     batch = rows * copies * microbatches
     tokens = max(batch, int(first.get("tokens") or 0))
@@ -174,6 +180,11 @@ def config(parts: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]
         "run": {"name": None},
         "notes": "",
     }
+
+
+def _microbatches(steps: Sequence[Mapping[str, Any]]) -> int:
+    """Number in most steps: a pipeline's first step has a forward more, by which it learns shapes."""
+    return int(statistics.median_low([each["microbatches"] for each in steps] or [1]))
 
 
 def _of_weights(facts: Mapping[str, Any]) -> str:

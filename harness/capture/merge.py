@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shutil
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from harness.probe.step_checks.sketch import SKETCHES, Place
 from harness.probe.step_checks.table import columns_of, relative, rows_of
 from harness.store import check_stream, status
 from harness.store.check_stream import BYTES, CheckedTensor, StreamWriter
-from harness.store.files import held
-from harness.store.metrics import MetricsWriter, decode, write_summary
+from harness.store.files import held, write_atomic
+from harness.store.metrics import MetricsWriter, decode, encode, write_summary
 from harness.store.reading import folder_names, read_json, read_text
 from harness.store.status import State, Status
 
@@ -35,8 +38,10 @@ Array = NDArray[np.float64]
 PLACES = columns_of(WIDTHS)
 LIMIT_BYTES = 256 << 20
 """Most bytes of sketches on disk; beyond it, later steps are thinned (`check_stream.cadence`)."""
+SHOWING = 3
+"""Steps that show by what gradients are divided; one of them could be clipped by just that much."""
 ROUNDED = 1e-3
-"""Relative: how near the ratio of gradients is to one over the ranks, where they are averaged."""
+"""Relative: how near the ratio of gradients is to one over the number that they are divided by."""
 
 
 def if_last(path: Path, world_size: int) -> bool:
@@ -50,15 +55,36 @@ def if_last(path: Path, world_size: int) -> bool:
 
 
 def merge(path: Path) -> None:
-    """Write the run directory from the parts that are there, and remove them."""
+    """Write the run directory from the parts that are there, and remove them if nothing is missing."""
     parts = [Rank(path / FOLDER / name) for name in sorted(folder_names(path / FOLDER))]
     seeing, steps = [each for each in parts if each.facts], 0
     if seeing:
         run = Merged(path, seeing)
         run.write()
         steps = run.steps
-    _end(path, steps, _incomplete(parts, steps))
-    shutil.rmtree(path / FOLDER, ignore_errors=True)
+    problem = _incomplete(parts, steps)
+    _end(path, steps, problem)
+    if not problem:  # else it may go on from a checkpoint
+        shutil.rmtree(path / FOLDER, ignore_errors=True)
+
+
+def cut(folder: Path, done: int) -> int:
+    """Leave the first steps of a rank's part alone, for a run that goes on; gives the cadence that it had come to.
+
+    Raises `ValueError`: it has fewer.
+    """
+    part = Rank(folder)
+    count = len(part.lines) if part.facts else 0
+    if count < done:
+        there = f"holds {count} steps" if count else "holds no run that can go on"
+        raise ValueError(f"{folder.parent.parent} {there}: it cannot go on behind {done}")
+    later = [path for path in folder.glob("step-*.safetensors") if int(path.stem[5:]) > done]
+    for path in (folder / END, folder / "final.safetensors", *later):
+        path.unlink(missing_ok=True)
+    lines = part.lines[:done]
+    os.truncate(folder / "rows.f64", part.row_bytes * sum(line["looked"] for line in lines))
+    write_atomic(folder / "steps.jsonl", "".join(encode(line) + "\n" for line in lines))
+    return int(lines[-1]["every"])
 
 
 def _end(path: Path, steps: int, problem: str) -> None:
@@ -108,13 +134,24 @@ class Rank:
                 found.append(decode(line))
             except ValueError:  # torn, as the last one of a process that was killed
                 break
-        return found[: len(self.rows)]
+        ends = [*accumulate(line["looked"] for line in found)]
+        return found[: bisect_right(ends, len(self.rows))]
+
+    @cached_property
+    def row_of(self) -> list[int | None]:
+        """Row of each step; None of one that was not looked at."""
+        count = accumulate(line["looked"] for line in self.lines)
+        return [row - 1 if line["looked"] else None for line, row in zip(self.lines, count, strict=True)]
+
+    @property
+    def row_bytes(self) -> int:
+        return BYTES * len(self.facts["tensors"]) * sum(WIDTHS.values())
 
     @cached_property
     def rows(self) -> Array:
-        """[steps, tensors, columns]"""
+        """[steps that were looked at, tensors, columns]"""
         path, shape = self.folder / "rows.f64", (len(self.facts["tensors"]), sum(WIDTHS.values()))
-        count = path.stat().st_size // (BYTES * math.prod(shape))
+        count = path.stat().st_size // self.row_bytes
         return np.memmap(path, "<f8", "r", shape=(count, *shape)).view(np.ndarray) if count else np.empty((0, *shape))
 
     @cached_property
@@ -140,7 +177,10 @@ class Rank:
 
     def seen(self, kind: str, step: int, name: str) -> Array:
         """Numbers of one tensor at a step: sketches, or one square."""
-        found: Array = self.rows[step, self.index[name], PLACES[kind]]
+        row = self.row_of[step]
+        if row is None:
+            return np.full(WIDTHS[kind], np.nan)
+        found: Array = self.rows[row, self.index[name], PLACES[kind]]
         return found
 
 
@@ -191,14 +231,24 @@ class Merged:
         }
 
     def _divisor(self) -> int:
-        """Number that the sum of local gradients is divided by: 1 where the program adds them up, else of the ranks."""
-        ranks = int(self.fed[0]["readers"]) if self.fed else 1
-        if not self.steps:
-            return ranks
-        local, reduced = self._added("local", 0, self.feeding), self._added("reduced", 0, self.holders)
+        """Number that the sum of local gradients is divided by: of the ranks, unless the first steps show another.
+
+        1 where the program adds them up; that of the microbatches where it divides gradients by it, as pipelines do.
+        """
+        fed = self.fed[:SHOWING]
+        ranks = int(fed[0]["readers"]) if fed else 1
+        ratios = [ratio for step in range(len(fed)) if (ratio := self._ratio(step))]
+        for number in dict.fromkeys((1, *(times * each["microbatches"] for each in fed for times in (1, ranks)))):
+            if ratios and all(abs(ratio * number - 1) < ROUNDED for ratio in ratios):
+                return int(number)
+        return ranks
+
+    def _ratio(self, step: int) -> float | None:
+        """Median ratio of reduced gradients to sums of local ones; None where neither was seen."""
+        local, reduced = self._added("local", step, self.feeding), self._added("reduced", step, self.holders)
         squares = (local * local).sum(1)
-        ratios = ((local * reduced).sum(1)[squares > 0] / squares[squares > 0]).tolist()
-        return 1 if ratios and abs(statistics.median(ratios) - 1) < ROUNDED else ranks
+        ratios = (local * reduced).sum(1)[squares > 0] / squares[squares > 0]
+        return statistics.median(ratios.tolist()) if len(ratios) else None
 
     # -- sketches ----------------------------------------------------------------------------------------------------
 
@@ -237,13 +287,19 @@ class Merged:
 
     def write(self) -> None:
         captured = self._write_tensors()
+        last = max([1, *(int(part.lines[self.steps - 1]["every"]) for part in self.parts if self.steps)])
         every = check_stream.cadence(self.steps, len(self.tensors), SKETCHES, LIMIT_BYTES)
+        every = every if every == 1 else -(-every // last) * last  # of steps that were looked at
         stream = StreamWriter(self.path, self.tensors, SKETCHES, every, 0)
         metrics = MetricsWriter(self.path / "metrics.jsonl")
         lines = []
         for step in range(self.steps):
-            row, table = self._row(step)
-            stream.write(step + 1, row, table)
+            if all(part.lines[step]["looked"] for part in self.parts):
+                row, table = self._row(step)
+                stream.write(step + 1, row, table)
+            else:
+                table = np.empty((0, len(check_stream.tensor_columns(SKETCHES))))
+                stream.leave_out(step + 1)
             lines.append(self._line(step, table))
             metrics.write(lines[-1])
         stream.close()
@@ -269,24 +325,25 @@ class Merged:
             "data_digest": self.fed[step]["digest"],
             "step_time_s": lines[0]["seconds"],
             "memory": lines[0]["memory"],
+            "comm": lines[0]["comm"],
         }
 
     def _facts(self, captured: Sequence[int]) -> dict[str, Any]:
         return {
-            "initial_weights": self._digest("initial"),
-            "final_weights": self._digest("final"),
+            "initial_weights": self._digest({part: part.facts["initial"] for part in self.parts}),
+            "final_weights": self._digest({part: part.end.get("final", {}) for part in self.parts}),
             "decayed": sorted({name for part in self.parts for name in part.facts["optimizer"]["decayed"]}),
             "unplaced": {name: why for part in self.parts for name, why in part.facts["unplaced"].items()},
             "captured": list(captured),
-            "wall_s": max(part.end.get("seconds", 0.0) for part in self.parts),
+            "wall_s": max(sum(line["seconds"] for line in part.lines) for part in self.parts),
         }
 
-    def _digest(self, kind: str) -> str:
+    def _digest(self, told: Mapping[Rank, Mapping[str, int]]) -> str:
         """SHA-256 over names, shapes and sums of hashed elements; empty where a rank did not tell."""
         digest = hashlib.sha256()
         for name, shape in sorted(self.tensors):
-            sums = [part.end.get(kind, {}).get(name) for part in self.holders[name]]
-            if not sums or None in sums:
+            sums = [told[part][name] for part in self.holders[name] if name in told[part]]
+            if len(sums) < max(1, len(self.holders[name])):
                 return ""
             digest.update(f"{name} {list(shape)} {sum(sums) % 2**64}\n".encode())
         return digest.hexdigest()

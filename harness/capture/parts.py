@@ -4,12 +4,12 @@
 different steps, and would change the order of everybody's collectives. Each writes what it saw into its own folder, and
 the last to end reads all of them. So a crash leaves what was seen until then.
 
-    part.json               facts of the rank: its tensors with their places, its machine
+    part.json               facts of the rank: its tensors with their places and first digests, its machine
     steps.jsonl             a line a step: losses, digests of the data, learning rate, seconds
-    rows.f64                a row a step: for each tensor `WIDTHS`; not a number where nothing was seen
+    rows.f64                a row a step that was looked at: of each tensor `WIDTHS`, NaN where nothing was seen
     step-000001.safetensors of chosen steps this rank's pieces: gradient/ local/ before/ moment/ after/
     final.safetensors       its pieces of the last weights
-    end.json                steps, why it ended, and digests of the weights
+    end.json                steps, why it ended, and digests of the last weights
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from torch import Tensor
 from harness.probe.step_checks.sketch import SKETCHES
 from harness.store.files import private_folder, write_json
 from harness.store.metrics import encode
+from harness.store.reading import read_json
 
 FOLDER = ".parts"
 END = "end.json"
@@ -51,27 +53,69 @@ class Part:
         private_folder(self.folder)
         self._lines = open(self.folder / "steps.jsonl", "ab", buffering=0)  # noqa: SIM115 - kept open over the run
         self._rows = open(self.folder / "rows.f64", "ab", buffering=0)  # noqa: SIM115
+        self._writing: Thread | None = None
+        self._problem: Exception | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self._rows.tell()
 
     def facts(self, facts: Mapping[str, Any]) -> None:
-        write_json(self.folder / FACTS, facts)
+        """Keep facts, or hold them to those with which a run began that goes on. Raises `ValueError`: they differ."""
+        before = read_json(self.folder / FACTS)
+        if before is None:
+            write_json(self.folder / FACTS, facts)
+            return
+        now = json.loads(json.dumps(facts))
+        odd = [key for key in SAME if before[key] != now[key]]
+        odd += ["tensors"] if _places(before) != _places(now) else []
+        if odd:
+            raise ValueError(f"goes on with other {', '.join(odd)} than it began with")
 
-    def step(self, line: Mapping[str, Any], rows: Tensor) -> None:
+    def step(self, line: Mapping[str, Any], rows: Tensor | None) -> None:
         """Append a step; a line without its row, or half of one, is left out by whoever reads."""
-        self._rows.write(rows.contiguous().numpy().astype("<f8").tobytes())
+        if rows is not None:
+            self._rows.write(rows.contiguous().numpy().astype("<f8").tobytes())
         self._lines.write((encode(line) + "\n").encode())
 
-    def tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def tensors(self, name: str, tensors: Mapping[str, Tensor], *, wait: bool = False) -> None:
+        """Write tensors that nobody changes any more, beside the training. Raises what the last writing raised."""
         held = {key: each.detach().to("cpu").contiguous() for key, each in tensors.items()}
+        self._await()
+        self._writing = Thread(target=self._write, args=(name, held))
+        if wait:  # a process that ends begins no thread
+            self._writing.run()
+        else:
+            self._writing.start()
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        save_file({key: each.clone() if _is_view(each) else each for key, each in held.items()}, temporary)
-        temporary.replace(self.folder / f"{name}.safetensors")
+        try:
+            save_file({key: each.clone() if _is_view(each) else each for key, each in tensors.items()}, temporary)
+            temporary.replace(self.folder / f"{name}.safetensors")
+        except Exception as error:  # told to the loop's thread
+            self._problem = error
+
+    def _await(self) -> None:
+        if self._writing is not None and self._writing.is_alive():
+            self._writing.join()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
 
     def end(self, facts: Mapping[str, Any]) -> None:
+        """Write the last file. Raises what writing tensors raised."""
+        self._await()
         write_json(self.folder / END, json.loads(encode(facts)))
 
-    def close(self) -> None:
-        self._lines.close()
-        self._rows.close()
+
+SAME = ("world_size", "versions", "machine")
+"""Facts that a run has once."""
+
+
+def _places(facts: Mapping[str, Any]) -> list[Any]:
+    return [(each["name"], each["shape"], each["places"]) for each in facts["tensors"]]
 
 
 def _is_view(tensor: Tensor) -> bool:

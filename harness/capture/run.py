@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import math
@@ -22,12 +23,16 @@ from harness.capture.parts import Part, folder_of
 from harness.capture.shards import Parts, models_of
 from harness.capture.watching import Watching
 from harness.probe.hooks import Nothing
+from harness.probe.step_checks.cadence import FIRST
+from harness.probe.traffic import Traffic, by_kind
 from harness.store.files import Lock
 from harness.store.status import OWNER_LOCK, State
 
 LOG = logging.getLogger("harness.capture")
 
 MIB = 1 << 20
+ROWS_BYTES = 256 * MIB
+"""Sketches of a rank on disk, beyond which every second step is looked at that was before; and so on."""
 PARTS_OF_A_STEP = 6
 """Gradients and their local sums, weights before and after, two moments."""
 
@@ -39,6 +44,8 @@ def watch(
     *,
     steps: Sequence[int] | None = None,
     limit_mib: int = 1024,
+    every: int = 1,
+    done: int = 0,
     parts: Parts | None = None,
 ) -> Run:
     """Record a training loop into a run directory of its own. Call it on every rank, after the model is sharded.
@@ -47,9 +54,12 @@ def watch(
 
     Args: model: one module, or several (pipeline stages). optimizer: one, several, or None. path: a new folder, shared
     by all ranks. steps: those whose whole tensors are kept; None: 1, 10, 100, ... while `limit_mib` MiB hold them.
-    parts: what parameters are made of, where their names and shapes do not say it (packed, stacked, cut by hand).
+    every: look at tensors in two neighbours of so many steps, and in the first eight; losses and data are recorded
+    in all. done: steps before this process, whose model and optimizer go on from a checkpoint: the record that `path`
+    holds of them goes on as well. parts: what parameters are made of, where their names and shapes do not say it
+    (packed, stacked, cut by hand).
     """
-    run = Run(Path(path), limit_mib * MIB, steps)
+    run = Run(Path(path), limit_mib * MIB, steps, every, done)
     run.guard(run.start)(model, optimizer, parts)
     return run
 
@@ -78,24 +88,25 @@ class Guarded:
 
 
 class Run:
-    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None) -> None:
-        self.path, self.limit_bytes, self.chosen = path, limit_bytes, steps
+    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None, every: int, done: int) -> None:
+        self.path, self.limit_bytes, self.chosen, self.every = path, limit_bytes, steps, every
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_distributed else 0
         self.world_size = dist.get_world_size() if is_distributed else 1
-        self.steps = 0
+        self.steps = self.done = done
         self.problem = ""
         """Why the record is incomplete; empty while it is whole."""
         self._watching: Watching | None = None
         self._part: Part | None = None
         self._lock: Lock | None = None
+        self._traffic: Traffic | None = None
         self._is_closed = False
         self._earlier = _last_error()
-        self._kept_bytes = 0
+        self._kept_bytes, self._rows_bytes = 0, ROWS_BYTES
         self._losses: list[float] = []
         self._rows: list[str] = []
         self._tokens = 0
-        self._began = self._last = time.perf_counter()
+        self._last = time.perf_counter()
 
     def guard(self, work: Callable[..., Any]) -> Callable[..., Any]:
         return Guarded(self, work)
@@ -107,12 +118,21 @@ class Run:
             self._watching.close()
 
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
-        if folder_of(self.path, self.rank).exists() or (self.path / "summary.json").exists():
-            self._is_closed = True  # what lies there is another's
-            raise FileExistsError(f"{self.path} holds a run already: name another folder, or remove it")
+        if self.every < 1:
+            raise ValueError(f"every={self.every} must be 1 or more")
+        folder = folder_of(self.path, self.rank)
+        self._is_closed = True  # what lies there is another's
+        if self.done:
+            self.every = merge.cut(folder, self.done) or self.every
+        elif folder.exists() or (self.path / "summary.json").exists():
+            other = "name another folder, remove it, or go on with it behind N steps (done=N)"
+            raise FileExistsError(f"{self.path} holds a run already: {other}")
+        self._is_closed = False
         self._part = Part(self.path, self.rank)
         models = models_of(model)
         self._watching = Watching(models, optimizer, parts, self.guard)
+        with contextlib.suppress(RuntimeError):  # of several runs in one process the first counts
+            self._traffic = Traffic()
         self._begin_step()
         if self.rank == 0:
             self._lock = Lock.acquire(self.path / OWNER_LOCK)
@@ -140,7 +160,7 @@ class Run:
             return
         watching.end()
         self.steps += 1
-        if self.steps == 1:
+        if self.steps == self.done + 1:
             part.facts(describe.part(watching, self.rank, self.world_size))
         now = time.perf_counter()
         line = {
@@ -153,17 +173,25 @@ class Run:
             "repeats": len({*map(id, watching.updated)}) < len(watching.updated),
             "seconds": now - self._last,
             "memory": _memory(),
+            "comm": by_kind(self._traffic.take()) if self._traffic is not None else {},
+            "every": self.every,
+            "looked": watching.looks,
         }
         if watching.kept:
             part.tensors(f"step-{self.steps:06d}", watching.kept)
-        part.step(line, watching.table.values)
+        part.step(line, watching.table.values if watching.looks else None)
+        if part.num_bytes > self._rows_bytes:  # ranks of as many tensors agree; of others, in every second step
+            self.every, self._rows_bytes = max(4, 2 * self.every), self._rows_bytes + ROWS_BYTES
         self._begin_step()
 
     def _begin_step(self) -> None:
         assert self._watching is not None
         self._losses, self._rows, self._tokens = [], [], 0
         self._watching.forwards = 0
-        self._watching.begin(captured=self._is_captured(self.steps + 1))
+        step = self.steps + 1
+        captured = self._is_captured(step)
+        looks = captured or step - self.done <= FIRST or step % self.every < 2
+        self._watching.begin(looks=looks, captured=captured)
         self._last = time.perf_counter()
 
     def _is_captured(self, step: int) -> bool:
@@ -184,6 +212,8 @@ class Run:
         atexit.unregister(self.close)
         if self._watching is not None:
             self._watching.close()
+        if self._traffic is not None:
+            self._traffic.close()
         unhandled = None if (last := _last_error()) is self._earlier else last
         reason = self.problem or reason or (f"{type(unhandled).__name__}: {unhandled}" if unhandled else "")
         if not reason:
@@ -204,10 +234,9 @@ class Run:
         self._watching.follow()
         size = self._watching.bytes_here()
         if self._kept_bytes + size <= self.limit_bytes:
-            self._part.tensors("final", self._watching.weights())
-        digests = {"initial": self._watching.initial, "final": self._watching.digests()}
-        seconds = time.perf_counter() - self._began
-        self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "seconds": seconds, **digests})
+            self._part.tensors("final", self._watching.weights(), wait=True)
+        final = self._watching.digests()
+        self._part.end({"state": State.done.value, "reason": "", "steps": self.steps, "final": final})
 
     def _end_incomplete(self, reason: str) -> None:
         """Say why, if the disk has room for that."""

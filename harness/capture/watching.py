@@ -62,7 +62,7 @@ class Watching:
         self._handles: list[Any] = []
         self._first: list[Any] = []
         self._listen(guard)
-        self.begin(captured=False)
+        self.begin(looks=True, captured=False)
         if not optimizers:  # with one, weights may still be loaded until its first update
             self.initial = self.digests(torch.float32)
 
@@ -95,11 +95,13 @@ class Watching:
             self.compute.add(output.dtype)
 
     def _forward_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.forwards += torch.is_grad_enabled()
+        self.forwards += any(found.requires_grad for found in _tensors(output))
         if not self.counted.roundings:
             self.counted = count(output)
 
     def _local_gradient(self, raw: str, gradient: Tensor) -> None:
+        if not self.looks:
+            return
         shape, held = self.found.by_parameter.get(plain_name(raw), ((), []))
         found = gradient.detach()
         if isinstance(found, DTensor) or found.shape != shape:
@@ -139,6 +141,8 @@ class Watching:
             self.lr = float(optimizer.param_groups[0]["lr"])  # now: a schedule may move it before the step ends
             self._first_update()
         self.updated.append(optimizer)
+        if not self.looks:
+            return
         held: dict[int, list[Shard]] = {}
         for shard in self.shards.values():
             held.setdefault(id(shard.source), []).append(shard)
@@ -154,6 +158,8 @@ class Watching:
             handle.remove()
         if not self.initial:
             self.initial = self.digests(torch.float32)
+        if not self.looks:
+            return
         self.table.put("begin", sketches(self.signs, self.shards.values(), squares=False))
         if self.is_captured:
             self.keep("before")
@@ -181,7 +187,9 @@ class Watching:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def begin(self, *, captured: bool) -> None:
+    def begin(self, *, looks: bool, captured: bool) -> None:
+        """Begin a step. Args: looks: see its tensors. captured: keep them whole."""
+        self.looks = looks
         self.table = StepTable(len(self.shards), WIDTHS, torch.nan)
         self.local: list[tuple[int, Sketch]] = []
         self.reduced: dict[int, Sketch] = {}
@@ -195,6 +203,8 @@ class Watching:
     def end(self) -> None:
         """Look at the weights after the step. Raises `ValueError`: the model has other parameters than at first."""
         self.follow()
+        if not self.looks:
+            return
         self.table.put("after", sketches(self.signs, self.shards.values()))
         local, seen = added(self.local, len(self.shards)), sorted({at for at, _ in self.local})
         self.table.put("local", Sketch(local.values[seen], local.squares[seen]), seen)

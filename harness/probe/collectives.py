@@ -1,20 +1,4 @@
-"""Traffic of collectives, counted outside every engine.
-
-Every c10d operation, also those of DDP's C++ reducer, passes the dispatcher. A kernel on its autograd key counts the
-call and passes it on below autograd, where the backend's own kernel runs unchanged. That way through Python costs some
-40 us, so the methods of `ProcessGroup` that engines call from Python count by themselves (4 us) and enter the
-dispatcher below autograd at once: a call is counted by its method or by its kernel, never by both. Functional
-collectives, by which DTensors move (tensor parallelism), reach the backend from C++ below autograd, where no kernel
-sees them; their operations are counted, and their waits told, where Python calls them. Those of compiled code are not
-seen.
-
-Bytes are what this rank has to send, whatever the algorithm, N being the size of the group:
-
-    all_gather       its shard to N - 1 others: S (N - 1) / N of the full size S
-    reduce_scatter   all of its input but its own shard: S (N - 1) / N
-    all_reduce       both of these: 2 S (N - 1) / N, rounded up to a whole byte
-    all_to_all, send exactly what leaves for other ranks; a receive is counted at its sender
-    broadcast        S (N - 1) at the root, 0 elsewhere; scatter, gather and reduce alike at whoever sends
+"""Traffic and waits of this process as engines announce them, for every engine alike.
 
 A collective that an engine builds of several operations is announced through `harness.fsdp.Observer`: its
 operations' bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this
@@ -24,63 +8,39 @@ So are the host's waits announced, whose sum is exposed communication: on CPU, a
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from harness.fsdp import Observer
-
-AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
-
-UNLABELLED = ""
-FUNCTIONAL = "(tensor parallel)"
+from harness.probe.traffic import UNLABELLED, Row as Row, Traffic, by_kind as by_kind
 
 
-@dataclass(frozen=True)
-class Row:
-    kind: str
-    bucket: str
-    count: int
-    bytes: int
-
-
-class CollectiveMeter(Observer):
-    """Counts this process's collectives from its construction to `close`. One is active at a time."""
+class CollectiveMeter(Traffic, Observer):
+    """Counts from its construction to `close`. One is active at a time."""
 
     def __init__(self) -> None:
         """Raises `RuntimeError`: another meter is active."""
-        global _active
-        if _active is not None:
-            raise RuntimeError("another CollectiveMeter counts in this process: close it first")
-        _install()
-        self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads
-        self._counts: dict[tuple[str, str], list[int]] = {}
+        super().__init__()
         self._waited_s: float | None = None
-        self._paused = False
-        self._muted = threading.local()
         self.attach()
-        _active = self
 
     def close(self) -> None:
-        global _active
-        if _active is self:
-            self.detach()
-            _active = None
+        super().close()
+        self.detach()
 
-    def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
-        if self._paused or getattr(self._muted, "on", False):
-            return
-        with self._guard:
-            entry = self._counts.setdefault((kind, bucket), [0, 0])
-            entry[0] += count
-            entry[1] += num_bytes
+    def counted(self, kind: str, num_bytes: int) -> None:
+        label = Observer.current()
+        if label is None:
+            super().counted(kind, num_bytes)
+        elif label.is_traffic:
+            self.add(label.kind, label.bucket, 0, num_bytes)
+
+    def functional(self, kind: str) -> str | None:
+        label = Observer.current()
+        return super().functional(kind) if label is None or label.is_traffic else None
+
+    def functional_wait(self) -> AbstractContextManager[Any]:
+        return Observer.waiting()
 
     def collective(self, kind: str, bucket: str) -> None:
         self.add(kind, bucket, 1, 0)
@@ -93,226 +53,7 @@ class CollectiveMeter(Observer):
         if not self._paused:
             self._waited_s = (self._waited_s or 0.0) + seconds
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Exclude collectives of this thread in the body, but not of others: work beside the training."""
-        before, self._muted.on = getattr(self._muted, "on", False), True
-        try:
-            yield
-        finally:
-            self._muted.on = before
-
-    def take(self) -> list[Row]:
-        """Rows since the last call, in order of first use; resets the counts."""
-        with self._guard:
-            taken, self._counts = self._counts, {}
-        return [Row(kind, bucket, count, num_bytes) for (kind, bucket), (count, num_bytes) in taken.items()]
-
     def take_waited_s(self) -> float | None:
         """Seconds of announced waits since the last call; None without any."""
         taken, self._waited_s = self._waited_s, None
         return taken
-
-
-def by_kind(rows: list[Row]) -> dict[str, dict[str, int]]:
-    """Rows summed over buckets, as in the record: {"all_gather": {"count": n, "bytes": b}, ...}."""
-    totals: dict[str, dict[str, int]] = {}
-    for row in rows:
-        total = totals.setdefault(row.kind, {"count": 0, "bytes": 0})
-        total["count"] += row.count
-        total["bytes"] += row.bytes
-    return totals
-
-
-_active: CollectiveMeter | None = None
-_library: torch.library.Library | None = None
-"""Keeps the kernels registered for the process's life; they count only while a meter is active."""
-
-Cost = Callable[..., int]
-"""Bytes this rank sends, from an operation's arguments without group, and the group's `size` and `rank`."""
-
-
-def _bytes(tensors: Any) -> int:
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(_bytes(tensor) for tensor in tensors)
-
-
-def _all_gather(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1)
-
-
-def _reduce_scatter(outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) - _bytes(outputs)
-
-
-def _all_reduce(tensors: Any, *_: Any, size: int, rank: int) -> int:
-    return -(-2 * _bytes(tensors) * (size - 1) // size)
-
-
-def _all_to_all(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) - _bytes(inputs[rank])
-
-
-def _all_to_all_base(
-    _output: Any, whole: Tensor, _output_splits: Any, splits: list[int], *_: Any, size: int, rank: int
-) -> int:
-    if not splits:
-        return _bytes(whole) * (size - 1) // size
-    rows = sum(splits)
-    return _bytes(whole) * (rows - splits[rank]) // rows if rows else 0
-
-
-def _broadcast(tensors: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return _bytes(tensors) * (size - 1) if rank == root else 0
-
-
-def _scatter(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return sum(_bytes(row) - _bytes(row[root]) for row in inputs) if rank == root else 0
-
-
-def _gather(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return 0 if rank == root else _bytes(inputs)
-
-
-def _reduce(tensors: Any, _op: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return 0 if rank == root else _bytes(tensors)
-
-
-def _send(tensors: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(tensors)
-
-
-OPERATIONS: dict[str, tuple[str, Cost]] = {
-    "allgather_": ("all_gather", _all_gather),
-    "_allgather_base_": ("all_gather", _all_gather),
-    "allgather_coalesced_": ("all_gather", _all_gather),
-    "allgather_into_tensor_coalesced_": ("all_gather", _all_gather),
-    "reduce_scatter_": ("reduce_scatter", _reduce_scatter),
-    "_reduce_scatter_base_": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _reduce_scatter),
-    "allreduce_": ("all_reduce", _all_reduce),
-    "allreduce_coalesced_": ("all_reduce", _all_reduce),
-    "alltoall_": ("all_to_all", _all_to_all),
-    "alltoall_base_": ("all_to_all", _all_to_all_base),
-    "broadcast_": ("broadcast", _broadcast),
-    "scatter_": ("scatter", _scatter),
-    "gather_": ("gather", _gather),
-    "reduce_": ("reduce", _reduce),
-    "send": ("send", _send),
-}
-
-METHODS = (
-    *("_allgather_base", "allgather", "allgather_into_tensor_coalesced", "allreduce", "alltoall", "alltoall_base"),
-    *("_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "send"),
-)
-"""Methods of ProcessGroup on engines' hot paths, with their operations' arguments; others are counted by the kernel of
-their operation, which has a name that ends in an underscore."""
-
-
-def _gather_parts(inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1)
-
-
-def _scatter_sums(inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1) // size
-
-
-def _exchange_parts(whole: Tensor, _outputs: Any, splits: list[int], *_: Any, size: int, rank: int) -> int:
-    return _all_to_all_base(None, whole, None, splits, size=size, rank=rank)
-
-
-FUNCTIONALS: dict[str, tuple[str, Cost]] = {
-    "all_gather_into_tensor": ("all_gather", _gather_parts),
-    "all_gather_into_tensor_coalesced": ("all_gather", _gather_parts),
-    "all_reduce": ("all_reduce", _all_reduce),
-    "all_reduce_coalesced": ("all_reduce", _all_reduce),
-    "reduce_scatter_tensor": ("reduce_scatter", _scatter_sums),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _scatter_sums),
-    "all_to_all_single": ("all_to_all", _exchange_parts),
-    "broadcast": ("broadcast", _broadcast),
-}
-
-
-def _install() -> None:
-    global _library
-    if _library is not None:
-        return
-    _library = torch.library.Library("c10d", "IMPL")
-    for name, (kind, cost) in OPERATIONS.items():
-        kernel = _counting_kernel(name, kind, cost)
-        for key in AUTOGRAD_KEYS:
-            _library.impl(name, kernel, key)
-    for name in METHODS:
-        kind, cost = OPERATIONS[name if name in OPERATIONS else f"{name}_"]
-        setattr(dist.ProcessGroup, name, _counting_method(name, kind, cost))
-    for name, (kind, cost) in FUNCTIONALS.items():
-        packet = getattr(torch.ops._c10d_functional, name)
-        packet._op = _counting_call(packet._op, kind, cost)
-    packet = torch.ops._c10d_functional.wait_tensor
-    packet._op = _told_wait(packet._op)
-
-
-def _counting_call(original: Callable[..., Any], kind: str, cost: Cost) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **options: Any) -> Any:
-        if _active is not None and not options and ((label := Observer.current()) is None or label.is_traffic):
-            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined] # torch exports no other way from a name
-            _active.add(kind, FUNCTIONAL, 1, cost(*args[:-1], size=group.size(), rank=group.rank()))
-        return original(*args, **options)
-
-    return call
-
-
-def _told_wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wait(*args: Any) -> Any:
-        with Observer.waiting():
-            return original(*args)
-
-    return wait
-
-
-def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
-    operation = getattr(torch.ops.c10d, name).default
-
-    def kernel(*args: Any) -> Any:
-        if _active is not None:
-            place = next(i for i, arg in enumerate(args) if isinstance(arg, torch.ScriptObject))
-            group = dist.ProcessGroup.unbox(args[place])
-            _count(_active, kind, cost(*args[:place], *args[place + 1 :], size=group.size(), rank=group.rank()))
-        with torch._C._AutoDispatchBelowAutograd():
-            return operation(*args)
-
-    return kernel
-
-
-def _counting_method(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
-    original = getattr(dist.ProcessGroup, name)
-
-    @functools.wraps(original)
-    def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-        if options:  # an unusual call: leave it to the kernel
-            return original(group, *args, **options)
-        if _active is not None:
-            _count(_active, kind, cost(*args, size=group.size(), rank=group.rank()))
-        with torch._C._AutoDispatchBelowAutograd():
-            return original(group, *args)
-
-    return method
-
-
-def _count(meter: CollectiveMeter, kind: str, num_bytes: int) -> None:
-    label = Observer.current()
-    if label is None:
-        meter.add(kind, UNLABELLED, 1, num_bytes)
-    elif label.is_traffic:
-        meter.add(label.kind, label.bucket, 0, num_bytes)

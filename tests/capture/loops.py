@@ -163,8 +163,12 @@ def train(
     before_update: Event = lambda step, model, optimizer: None,
     after_update: Event = lambda step, model, optimizer: None,
     seed: int = 1,
+    **options: Any,
 ) -> list[bytes]:
-    """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator."""
+    """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator.
+
+    Args: options: of `watch`.
+    """
 
     chosen = {**LAYOUTS, **FLAT}[layout]
     torch.manual_seed(0)
@@ -173,7 +177,7 @@ def train(
     model = chosen.shards(net)
     params = [param for param in model.parameters() if param.requires_grad]
     model, stepping = chosen.finish(model, optimizer(params, lr=1e-3))
-    run = None if path is None else watch(model, stepping, path)
+    run = None if path is None else watch(model, stepping, path, **options)
     readers = chosen.readers or chosen.ranks
     for number, batch in enumerate(batches(steps, seed), start=1):
         rows = batch.chunk(readers)[rank * readers // chosen.ranks]
@@ -191,6 +195,80 @@ def train(
     if run is not None:
         run.close()
     return [*(_bytes(param) for param in model.parameters()), torch.get_rng_state().numpy().tobytes()]
+
+
+def attempt(rank: int, layout: str, path: Path, begin: int, end: int, kept: Path, *, forgets: bool = False) -> None:
+    """Train from a step on, of which each rank finds its checkpoint in `kept`; save after step 6, and be killed.
+
+    Args: end: last step; of the last one of all the run is ended. forgets: the optimizer's state is not loaded.
+    """
+    chosen, file = LAYOUTS[layout], kept / f"{layout}-{rank}.pt"
+    torch.manual_seed(0)
+    model = chosen.shards(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if begin:
+        weights, state = torch.load(file, weights_only=False)
+        model.load_state_dict(weights)
+        if not forgets:
+            optimizer.load_state_dict(state)
+    run = watch(model, optimizer, path, done=begin)
+    for number, batch in enumerate(batches(end), start=1):
+        if number <= begin:
+            continue
+        rows = batch.chunk(chosen.ranks)[rank]
+        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss, data=rows)
+        if number == 6:
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+    if end == STEPS:
+        run.close()
+
+
+class Stage(nn.Module):
+    """One of two stages of `Net`, under the names that its modules have there."""
+
+    def __init__(self, net: Net, index: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(index): net.blocks[index]})
+        if index:
+            self.head = net.head
+        else:
+            self.embedding = net.embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if hasattr(self, "head") else self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def piped(rank: int, schedule: str, path: Path | None, microbatches: int = 4) -> list[bytes]:
+    """Train over two pipeline stages. Returns this rank's last weights."""
+    from torch.distributed import pipelining
+
+    torch.manual_seed(0)
+    stage = Stage(Net(), rank)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
+    run = None if path is None else watch([stage], optimizer, path)
+    pipe = getattr(pipelining, f"Schedule{schedule}")(
+        pipelining.PipelineStage(stage, rank, 2, torch.device("cpu")),
+        microbatches,
+        loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+    )
+    for batch in batches(STEPS):
+        losses: list[Tensor] = []
+        words = () if rank else (batch[:, :-1],)
+        pipe.step(*words, target=batch[:, 1:] if rank else None, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        if run is not None:
+            run.step(loss=torch.stack(losses).mean() if losses else None, data=None if rank else batch)
+    if run is not None:
+        run.close()
+    return [_bytes(param) for param in stage.parameters()]
 
 
 def _bytes(param: Tensor) -> bytes:

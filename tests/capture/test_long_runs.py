@@ -1,0 +1,221 @@
+"""Runs that are long, that are interrupted, or whose ranks see other parts of a model."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.capture import merge, parts, run as runs
+from harness.capture.parts import FOLDER
+from harness.parity.compare import compare
+from harness.parity.outcome import Outcome
+from harness.parity.record import load
+from harness.store.check_stream import BYTES
+from harness.store.metrics import read_metrics
+from tests.capture import loops
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+WEIGHT = "blocks.1.down.weight"
+
+
+def made(path: Path, layout: str = "single", **keywords: Any) -> Path:
+    run_ranks(partial(loops.train, **keywords), loops.LAYOUTS[layout].ranks, layout, path)
+    return path
+
+
+def moved(at: int, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if step == at:
+        with torch.no_grad():
+            param = dict(model.named_parameters())[WEIGHT]
+            getattr(param, "_local_tensor", param).mul_(1.01)
+
+
+# -- cadence -----------------------------------------------------------------------------------------------------------
+
+
+def looks_seldom(folder: Path) -> None:
+    """Two neighbours of each eight steps are looked at, and the verdict claims no more."""
+    cadence: dict[str, Any] = {"steps": 20, "every": 8}
+    paths = [made(folder / "study" / layout, layout, **cadence) for layout in ("fsdp2", "ddp", "single")]
+    for path in paths:
+        stream = load(path).stream
+        assert stream is not None
+        assert [step for step, looked in enumerate(stream.looked, start=1) if looked] == [*range(1, 11), 16, 17]
+        assert len(read_metrics(path / "metrics.jsonl")) == 20
+    equal, equivalent = (compare(paths[0], other) for other in paths[1:])
+    assert equal.outcome is Outcome.EQUAL, equal.sentence
+    assert equivalent.outcome is Outcome.EQUIVALENT, equivalent.sentence
+    assert "every step" not in equivalent.sentence
+
+
+def sees_what_moved_between(folder: Path) -> None:
+    """A weight that is moved in a step that nobody looked at is seen by the next loss, and not called right."""
+    arm = made(folder / "study" / "arm", steps=20, every=8, after_update=partial(moved, 12))
+    verdict = compare(arm, made(folder / "study" / "control", steps=20, every=8))
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+    assert "at step 13, " in verdict.sentence
+
+
+def stays_below_its_limit(folder: Path) -> None:
+    """The cadence doubles each time that a rank's rows have taken so much disk."""
+    folder.joinpath("study").mkdir(parents=True)
+    run_ranks(limited, 1, folder / "study" / "limited")
+    record = load(folder / "study" / "limited")
+    assert record.problems == ()
+    assert record.length == 40
+    assert record.stream is not None
+    looked = [step for step, seen in enumerate(record.stream.looked, start=1) if seen]
+    assert 14 < len(looked) < 26
+    assert looked[-1] - looked[-2] > 3 or looked[-2] - looked[-3] > 3
+
+
+def limited(rank: int, path: Path) -> None:
+    runs.ROWS_BYTES = 12 * 10 * BYTES * sum(parts.WIDTHS.values())  # in a process of its own
+    loops.train(rank, "single", path, steps=40)
+
+
+# -- attempts ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(folder: Path, layout: str = "fsdp2", **keywords: Any) -> Path:
+    """A run that was killed after step 9, and went on from its checkpoint of step 6."""
+    path, ranks = folder / "study" / "interrupted", loops.LAYOUTS[layout].ranks
+    run_ranks(loops.attempt, ranks, layout, path, 0, 9, folder)
+    assert not (path / "summary.json").exists()
+    run_ranks(partial(loops.attempt, **keywords), ranks, layout, path, 6, loops.STEPS, folder)
+    return path
+
+
+def goes_on(folder: Path, layout: str = "single") -> None:
+    """One run over two attempts is the run that nobody interrupted."""
+    path = interrupted(folder, layout)
+    record = load(path)
+    assert record.problems == ()
+    assert [line["step"] for line in read_metrics(path / "metrics.jsonl")] == [*range(1, loops.STEPS + 1)]
+    assert not (path / FOLDER).exists()
+    verdict = compare(path, made(folder / "study" / "through", layout))
+    assert verdict.outcome is Outcome.EQUAL, verdict.sentence
+
+
+def sees_a_wrong_resume(folder: Path) -> None:
+    verdict = compare(interrupted(folder, forgets=True), made(folder / "study" / "through", "ddp"))
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    assert "at step 7, " in verdict.sentence
+
+
+PROMISES = [
+    looks_seldom,
+    sees_what_moved_between,
+    stays_below_its_limit,
+    partial(goes_on, layout="fsdp2"),
+    sees_a_wrong_resume,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promise(promise: Callable[[Path], None], tmp_path: Path) -> None:
+    promise(tmp_path)
+
+
+MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
+    "neighbours": (
+        Slip(runs.Run, "_begin_step", "step % self.every < 2", "step % self.every < 1", "Neighbours are not seen"),
+        looks_seldom,
+    ),
+    "rows": (
+        Slip(merge.Rank, "seen", "self.rows[row,", "self.rows[row - 1,", "A step has the row of the one before"),
+        looks_seldom,
+    ),
+    "disk": (
+        Slip(runs.Run, "_step", "max(4, 2 * self.every)", "self.every", "Sketches grow without a limit"),
+        stays_below_its_limit,
+    ),
+    "attempts": (
+        Slip(merge, "cut", "part.lines[:done]", "part.lines", "Steps behind the checkpoint stay in the record"),
+        goes_on,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Capture of another program", ((n, m[0].breaks) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip, promise = MUTANTS[name]
+    slip.put(monkeypatch)
+    with pytest.raises(AssertionError):
+        promise(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "told"),
+    [(9, 10, "holds 9 steps: it cannot go on behind 10"), (0, 6, "holds no run that can go on")],
+    ids=["too late", "nothing there"],
+)
+def test_a_record_that_cannot_go_on_is_left_alone(
+    steps: int, done: int, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "study" / "run"
+    if steps:
+        run_ranks(loops.attempt, 1, "single", path, 0, steps, tmp_path)
+    kept = {each: each.read_bytes() for each in path.rglob("*") if each.is_file()}
+    with caplog.at_level(logging.WARNING, "harness.capture"):
+        made(path, done=done, steps=3)
+    assert told in caplog.text
+    assert {each: each.read_bytes() for each in path.rglob("*") if each.is_file()} == kept
+
+
+def test_another_torch_in_a_later_attempt_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study" / "run"
+    run_ranks(loops.attempt, 1, "single", path, 0, 9, tmp_path)
+    monkeypatch.setattr("harness.store.provenance.versions", lambda: {"torch": "1.0"})
+    run_ranks(loops.attempt, 1, "single", path, 6, loops.STEPS, tmp_path)
+    assert any("goes on with other versions" in problem for problem in load(path).problems)
+
+
+# -- traffic, and writing beside the training --------------------------------------------------------------------------
+
+
+def test_collectives_are_counted_by_kind(tmp_path: Path) -> None:
+    """Bytes of a step, by the formulas of the meter; none of them are this package's own."""
+    size = 4 * sum(param.numel() for param in loops.Net().parameters())
+    for layout, kinds in {"ddp": {"all_reduce": size}, "fsdp2": {"reduce_scatter": size // 2}}.items():
+        line = read_metrics(made(tmp_path / "study" / layout, layout, steps=3) / "metrics.jsonl")[-1]
+        for kind, num_bytes in kinds.items():
+            assert num_bytes <= line["comm"][kind]["bytes"] < 1.1 * num_bytes
+    assert line["comm"]["all_gather"]["count"] == 5, "three units, two of them twice"
+
+
+def test_a_disk_that_fills_up_behind_the_loop_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parts, "save_file", full)
+    path = tmp_path / "study" / "run"
+    with caplog.at_level(logging.WARNING, "harness.capture"):
+        made(path)
+    assert "incomplete, training goes on: step 11: OSError: [Errno 28] No space left on device" in caplog.text
+    assert any("No space left" in problem for problem in load(path).problems)
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_stages_of_a_pipeline_are_one_run(schedule: str, tmp_path: Path) -> None:
+    path = tmp_path / "study" / schedule
+    watched, alone = (run_ranks(loops.piped, 2, schedule, each) for each in (path, None))
+    assert watched == alone
+    record = load(path)
+    assert record.problems == ()
+    assert record.captures[1].tensors.keys() == load(made(tmp_path / "study" / "one")).captures[1].tensors.keys()
+    verdict = compare(path, tmp_path / "study" / "one")
+    assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence
