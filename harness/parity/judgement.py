@@ -354,21 +354,34 @@ class Judgement:
         own += [finding for finding in self.alike if finding.grade is not Grade.ok]
         failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
         outcome = self._outcome(bits, failed)
-        resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
-        return wording.verdict(
+        return Verdict(
             outcome=outcome,
-            arm=self.arm,
-            control=self.control,
-            admission=self.admission,
+            sentence=f"{outcome.value}: {self.arm.name} against {self.control.name}{self._claim(outcome, failed)}.",
+            arm=str(self.arm.path),
+            control=str(self.control.path),
+            tier=failed[0].tier if failed else ("T1" if outcome is Outcome.EQUAL else "T2"),
+            admissible=str(self.admission),
             evidence=self._evidence(),
-            findings=failed,
-            resolution=resolution,
-            looked_at=self._looked_at(),
-            right=self._right,
-            followed=self._followed(),
-            besides=self._besides,
-            limits=self.limits,
+            findings=tuple(failed),
+            resolution=self._resolution,
+            commands=wording.commands(outcome, self.arm, self.control, failed),
         )
+
+    @cached_property
+    def _resolution(self) -> float | None:
+        return numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
+
+    def _claim(self, outcome: Outcome, failed: Sequence[Finding]) -> str:
+        seen, of_tensors = self._looked_at(), watched.is_one(self.arm, self.control)
+        if failed:
+            again, length = seen.get(wording.AGAIN, ()), self.arm.length
+            told = wording.wrong_of(
+                outcome, failed, self._besides, self._right, of_tensors=of_tensors, again=again, length=length
+            )
+            return "; ".join([f": {told}", *self.limits])
+        runs, evidence = (self.arm, self.control), self._evidence()
+        told = wording.right_of(outcome, *runs, evidence, self._resolution, seen, self._followed())
+        return "; ".join([f" {told}", *self.limits])
 
     @cached_property
     def limits(self) -> list[str]:

@@ -144,6 +144,25 @@ def measured(
     return Finding("T2", check, stage, verdict, observed, allowed, step, tensor, note=said, since=since)
 
 
+def fact(
+    check: str,
+    stage: Stage,
+    observed: str,
+    wanted: str = "equal",
+    *,
+    tier: str = "T1",
+    wrong: Grade = Grade.bad,
+    step: int | None = None,
+    tensor: str | None = None,
+    count: int = 1,
+    note: str = "",
+) -> Finding:
+    """Finding of a fact: `ok` where it is as wanted, else `wrong`. Args: note: told of failures alone."""
+    right = observed == wanted
+    grade = Grade.ok if right else wrong
+    return Finding(tier, check, stage, grade, observed, wanted, step, tensor, count, "" if right else note)
+
+
 def percent(value: float | None) -> str:
     """A relative size for people: per cent down to 0.01 %, else a power of ten."""
     if value is None:

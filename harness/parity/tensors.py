@@ -125,18 +125,21 @@ def read(folder: Path, steps: Sequence[int] | None, updates: Sequence[int] | Non
 
     What is damaged is one of `problems`.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if any(each.name.startswith(FORMER) for each in folder.glob("*.json")):
-        return _Former(folder, bool(files)).read(steps, updates)
-    found = Steps()
-    headers = {step: _header(path, found.problems) for path in files if (step := _step_of(path))}
+    files, found = sorted(folder.glob("*.safetensors")), Steps()
+    is_former = any(each.name.startswith(FORMER) for each in folder.glob("*.json"))
+    headers: dict[int, _Header | None] = {}
+    if not is_former:
+        headers = {step: _header(path, found.problems) for path in files if (step := _step_of(path))}
     plans = [header.facts["plan"] for header in headers.values() if header and "plan" in header.facts]
     if steps is not None:
         found.plan = Captured(tuple(steps), tuple(updates or ()))
-    elif plans or not files:
-        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems))
+    elif plans or is_former or not files:
+        found.plan = _planned(plans[0] if plans else _read_plan(folder, found.problems, is_needed=is_former))
     elif all(headers.values()):
         found.problems.append(f"no step of {folder} has a plan: which steps were to be captured is not known")
+    if is_former:
+        _take_former(found, folder, bool(files))
+        return found
     for step in sorted({*found.plan.gradients, *found.plan.updates}) if files else ():
         if step not in headers:
             found.problems.append(f"{folder / f'step-{step:06d}.safetensors'} is missing")
@@ -178,12 +181,16 @@ def _header(path: Path, problems: list[str]) -> _Header | None:
     return None
 
 
-def _read_plan(folder: Path, problems: list[str]) -> Mapping[str, Any] | None:
+def _read_plan(folder: Path, problems: list[str], *, is_needed: bool) -> Mapping[str, Any] | None:
+    path = folder / "captured.json"
     try:
-        return read_json(folder / "captured.json", CAPTURED)
+        facts = read_json(path, CAPTURED)
     except StoreError as error:
         problems.append(str(error))
         return None
+    if facts is None and is_needed:
+        problems.append(f"{path} is missing: which steps were to be captured is not known")
+    return facts
 
 
 def _planned(facts: Mapping[str, Any] | None) -> Captured:
@@ -258,72 +265,40 @@ class _Overlaid(Capture):
         return (self._over if name in self._over.tensors else self._under).raw(name)
 
 
-class _Former:
-    def __init__(self, folder: Path, has_files: bool) -> None:
-        self._folder, self._has_files = folder, has_files
-        self._problems: list[str] = []
+def _take_former(found: Steps, folder: Path, has_files: bool) -> None:
+    """Add all steps of the former format. Args: has_files: the folder has a safetensors file."""
 
-    def read(self, steps: Sequence[int] | None, updates: Sequence[int] | None) -> Steps:
-        plan = self._plan() if steps is None else Captured(tuple(steps), tuple(updates or ()))
-        changes = self._of("update", plan.updates)
-        return Steps(
-            plan,
-            self._of("step", plan.gradients),
-            changes,
-            self._of("weights", self._there("weights", changes)),
-            self._of("moments", self._there("moments", changes)),
-            self._recomputed(plan.gradients),
-            self._final(plan),
-            problems=self._problems,
-        )
-
-    def _plan(self) -> Captured:
-        found = len(self._problems)
-        facts = _read_plan(self._folder, self._problems)
-        if facts is None and found == len(self._problems):
-            path = self._folder / "captured.json"
-            self._problems.append(f"{path} is missing: which steps were to be captured is not known")
-        return _planned(facts)
-
-    def _final(self, plan: Captured) -> Capture | None:
-        path = self._folder / "final.safetensors"
-        if not path.exists():
-            if plan.final and self._has_files:
-                self._problems.append(f"{path} is missing")
-            return None
-        return self._open(path)
-
-    def _open(self, path: Path) -> Capture | None:
+    def opened(path: Path) -> Capture | None:
         try:
             if read_json(path.with_suffix(".json"), dict) is None:
                 raise Unreadable(f"{path} is not complete: the description beside it is missing")
             return Capture(path)
         except (Unreadable, StoreError) as error:
-            self._problems.append(str(error))
+            found.problems.append(str(error))
             return None
 
-    def _of(self, kind: str, wanted: Sequence[int]) -> dict[int, Capture]:
-        paths = {int(step): self._path(kind, int(step)) for step in wanted}
-        if not any(path.exists() for path in paths.values()):
-            return {}
-        opened = {step: self._open(path) for step, path in paths.items()}
-        return {step: capture for step, capture in opened.items() if capture is not None}
+    def of(kind: str, wanted: Iterable[int], *, all_or_none: bool = True) -> dict[int, Capture]:
+        paths = {int(step): folder / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
+        there = [step for step, path in paths.items() if path.exists()]
+        read = {step: opened(paths[step]) for step in (paths if there and all_or_none else there)}
+        return {step: capture for step, capture in read.items() if capture is not None}
 
-    def _path(self, kind: str, step: int) -> Path:
-        return self._folder / f"{kind}-{step:06d}.safetensors"
-
-    def _there(self, kind: str, steps: Iterable[int]) -> list[int]:
-        return [step for step in steps if self._path(kind, step).exists()]
-
-    def _recomputed(self, wanted: Sequence[int]) -> dict[int, Recomputed]:
-        found: dict[int, Recomputed] = {}
-        for step, capture in self._of("witness", wanted).items():
-            try:
-                facts = read_json(capture.path.with_suffix(".json"), WITNESS) or {}
-                terms = {name: float(facts["terms"][name]) for name in capture.tensors}
-                found[step] = Recomputed(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
-            except StoreError as error:
-                self._problems.append(str(error))
-            except (KeyError, ValueError) as error:
-                self._problems.append(f"{capture.path.with_suffix('.json')} is damaged: {error!r}")
-        return found
+    found.updates = of("update", found.plan.updates)
+    found.gradients = of("step", found.plan.gradients)
+    found.weights = of("weights", found.updates, all_or_none=False)
+    found.moments = of("moments", found.updates, all_or_none=False)
+    for step, capture in of("witness", found.plan.gradients).items():
+        path = capture.path.with_suffix(".json")
+        try:
+            facts = read_json(path, WITNESS) or {}
+            terms = {name: float(facts["terms"][name]) for name in capture.tensors}
+            found.witnesses[step] = Recomputed(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
+        except StoreError as error:
+            found.problems.append(str(error))
+        except (KeyError, ValueError) as error:
+            found.problems.append(f"{path} is damaged: {error!r}")
+    final = folder / "final.safetensors"
+    if final.exists():
+        found.final = opened(final)
+    elif found.plan.final and has_files:
+        found.problems.append(f"{final} is missing")

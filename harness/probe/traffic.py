@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -124,8 +124,9 @@ _active: Traffic | None = None
 _library: torch.library.Library | None = None
 """Keeps the kernels registered for the process's life; they count only while a meter is active."""
 
-Cost = Callable[..., int]
-"""Bytes this rank sends, from an operation's arguments without group, and the group's `size` and `rank`."""
+Arguments = Sequence[Any]
+Cost = Callable[[Arguments, int, int], int]
+"""Bytes this rank sends, from an operation's arguments without group, the group's size, and this rank's place in it."""
 
 
 def _bytes(tensors: Any) -> int:
@@ -134,68 +135,52 @@ def _bytes(tensors: Any) -> int:
     return sum(_bytes(tensor) for tensor in tensors)
 
 
-def _all_gather(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1)
+def _all_reduce(args: Arguments, size: int, rank: int) -> int:
+    return -(-2 * _bytes(args[0]) * (size - 1) // size)
 
 
-def _reduce_scatter(outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) - _bytes(outputs)
+def _broadcast(args: Arguments, size: int, rank: int) -> int:
+    return _bytes(args[0]) * (size - 1) if rank == args[1] else 0
 
 
-def _all_reduce(tensors: Any, *_: Any, size: int, rank: int) -> int:
-    return -(-2 * _bytes(tensors) * (size - 1) // size)
+def _reduce_scatter(args: Arguments, size: int, rank: int) -> int:
+    return _bytes(args[1]) - _bytes(args[0])
 
 
-def _all_to_all(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) - _bytes(inputs[rank])
+def _to_each_other(inputs: int) -> Cost:
+    """Args: inputs: place of the argument that each other rank gets."""
+    return lambda args, size, rank: _bytes(args[inputs]) * (size - 1)
 
 
-def _all_to_all_base(
-    _output: Any, whole: Tensor, _output_splits: Any, splits: list[int], *_: Any, size: int, rank: int
-) -> int:
+def _exchange(whole: Tensor, splits: Sequence[int], size: int, rank: int) -> int:
     if not splits:
         return _bytes(whole) * (size - 1) // size
     rows = sum(splits)
     return _bytes(whole) * (rows - splits[rank]) // rows if rows else 0
 
 
-def _broadcast(tensors: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return _bytes(tensors) * (size - 1) if rank == root else 0
-
-
-def _scatter(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
+def _scatter(args: Arguments, size: int, rank: int) -> int:
+    _, inputs, root, *_ = args
     return sum(_bytes(row) - _bytes(row[root]) for row in inputs) if rank == root else 0
 
 
-def _gather(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return 0 if rank == root else _bytes(inputs)
-
-
-def _reduce(tensors: Any, _op: Any, root: int, *_: Any, size: int, rank: int) -> int:
-    return 0 if rank == root else _bytes(tensors)
-
-
-def _send(tensors: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(tensors)
-
-
 OPERATIONS: dict[str, tuple[str, Cost]] = {
-    "allgather_": ("all_gather", _all_gather),
-    "_allgather_base_": ("all_gather", _all_gather),
-    "allgather_coalesced_": ("all_gather", _all_gather),
-    "allgather_into_tensor_coalesced_": ("all_gather", _all_gather),
+    "allgather_": ("all_gather", _to_each_other(1)),
+    "_allgather_base_": ("all_gather", _to_each_other(1)),
+    "allgather_coalesced_": ("all_gather", _to_each_other(1)),
+    "allgather_into_tensor_coalesced_": ("all_gather", _to_each_other(1)),
     "reduce_scatter_": ("reduce_scatter", _reduce_scatter),
     "_reduce_scatter_base_": ("reduce_scatter", _reduce_scatter),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _reduce_scatter),
     "allreduce_": ("all_reduce", _all_reduce),
     "allreduce_coalesced_": ("all_reduce", _all_reduce),
-    "alltoall_": ("all_to_all", _all_to_all),
-    "alltoall_base_": ("all_to_all", _all_to_all_base),
+    "alltoall_": ("all_to_all", lambda args, size, rank: _bytes(args[1]) - _bytes(args[1][rank])),
+    "alltoall_base_": ("all_to_all", lambda args, size, rank: _exchange(args[1], args[3], size, rank)),
     "broadcast_": ("broadcast", _broadcast),
     "scatter_": ("scatter", _scatter),
-    "gather_": ("gather", _gather),
-    "reduce_": ("reduce", _reduce),
-    "send": ("send", _send),
+    "gather_": ("gather", lambda args, size, rank: 0 if rank == args[2] else _bytes(args[1])),
+    "reduce_": ("reduce", lambda args, size, rank: 0 if rank == args[2] else _bytes(args[0])),
+    "send": ("send", lambda args, size, rank: _bytes(args[0])),
 }
 
 METHODS = (
@@ -206,26 +191,18 @@ METHODS = (
 their operation, which has a name that ends in an underscore."""
 
 
-def _gather_parts(inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1)
-
-
-def _scatter_sums(inputs: Any, *_: Any, size: int, rank: int) -> int:
-    return _bytes(inputs) * (size - 1) // size
-
-
-def _exchange_parts(whole: Tensor, _outputs: Any, splits: list[int], *_: Any, size: int, rank: int) -> int:
-    return _all_to_all_base(None, whole, None, splits, size=size, rank=rank)
+def _scatter_sums(args: Arguments, size: int, rank: int) -> int:
+    return _bytes(args[0]) * (size - 1) // size
 
 
 FUNCTIONALS: dict[str, tuple[str, Cost]] = {
-    "all_gather_into_tensor": ("all_gather", _gather_parts),
-    "all_gather_into_tensor_coalesced": ("all_gather", _gather_parts),
+    "all_gather_into_tensor": ("all_gather", _to_each_other(0)),
+    "all_gather_into_tensor_coalesced": ("all_gather", _to_each_other(0)),
     "all_reduce": ("all_reduce", _all_reduce),
     "all_reduce_coalesced": ("all_reduce", _all_reduce),
     "reduce_scatter_tensor": ("reduce_scatter", _scatter_sums),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", _scatter_sums),
-    "all_to_all_single": ("all_to_all", _exchange_parts),
+    "all_to_all_single": ("all_to_all", lambda args, size, rank: _exchange(args[0], args[2], size, rank)),
     "broadcast": ("broadcast", _broadcast),
 }
 
@@ -255,7 +232,7 @@ def _counting_call(original: Callable[..., Any], kind: str, cost: Cost) -> Calla
         bucket = _active.functional(kind) if _active is not None and not options else None
         if _active is not None and bucket is not None:
             group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined] # torch exports no other way from a name
-            _active.add(kind, bucket, 1, cost(*args[:-1], size=group.size(), rank=group.rank()))
+            _active.add(kind, bucket, 1, cost(args[:-1], group.size(), group.rank()))
         return original(*args, **options)
 
     return call
@@ -277,7 +254,7 @@ def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
         if _active is not None:
             place = next(i for i, arg in enumerate(args) if isinstance(arg, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(args[place])
-            _active.counted(kind, cost(*args[:place], *args[place + 1 :], size=group.size(), rank=group.rank()))
+            _active.counted(kind, cost((*args[:place], *args[place + 1 :]), group.size(), group.rank()))
         with torch._C._AutoDispatchBelowAutograd():
             return operation(*args)
 
@@ -292,7 +269,7 @@ def _counting_method(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
         if options:  # an unusual call: leave it to the kernel
             return original(group, *args, **options)
         if _active is not None:
-            _active.counted(kind, cost(*args, size=group.size(), rank=group.rank()))
+            _active.counted(kind, cost(args, group.size(), group.rank()))
         with torch._C._AutoDispatchBelowAutograd():
             return original(group, *args)
 

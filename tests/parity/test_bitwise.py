@@ -56,7 +56,7 @@ def test_a_repetition_is_equal(bench: Bench, tmp_path: Path) -> None:
     assert "every recorded bit" in verdict.sentence
     run, rows = load(bench.run(ORDERED), CLEAN), [row for row in verdict.evidence if row.tier == "T1"]
     (count,) = (row.count for row in rows if row.check == "gradient bits")
-    several = wording._right(Outcome.EQUAL, run, run, [*rows, *rows], None, {}, (0, 0))
+    several = wording.right_of(Outcome.EQUAL, run, run, [*rows, *rows], None, {}, (0, 0))
     assert re.findall(r"(\d+) gradient", several) == [str(2 * count)], "of several steps: one number"
     assert verdict.admissible.startswith("T1")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.tiers.arithmetic import ORDERS, SAFETY, Arithmetic, error, noise, rounder
+from harness.parity.tiers.arithmetic import ORDERS, SAFETY, Arithmetic, error, noise, of_piece, rounder
 from harness.parity.tiers.envelope import Envelope
 from tests.parity.arms import Arm
 from tests.parity.network import bf16
@@ -159,8 +159,7 @@ def test_coherent_error_is_capped_by_the_dtype() -> None:
 
 
 def test_a_small_piece_may_lie_farther_off_than_a_large_one() -> None:
-    envelope = Envelope(TINY, TINY)
-    assert envelope.piece(1.0, 1) > 1.5 * envelope.piece(1.0, 1000) > 1.5
+    assert of_piece(1.0, 1) > 1.5 * of_piece(1.0, 1000) > 1.5
 
 
 def test_it_reads_the_frozen_configuration() -> None:

@@ -171,7 +171,7 @@ def test_a_known_fault_hides_no_other(bench: Bench) -> None:
 
 
 SLIPS = {
-    "nothing besides": Slip(wording, "_wrong", "if more is None", "if more or not more", "One failure is told"),
+    "nothing besides": Slip(wording, "wrong_of", "if more is None", "if more or not more", "One failure is told"),
     "its own stage too": Slip(
         judgement.Judgement, "_besides", "first.explains_itself and first.stage not in each.stages", "True", "Any other"
     ),
@@ -180,7 +180,7 @@ SLIPS = {
     ),
     **slips("""
     begun for the first alone: What is besides has begun anywhere
-        parity.telling.wording._wrong: + _since(more, findings, right(more)) =>
+        parity.telling.wording.wrong_of: + _since(more, findings, right(more)) =>
     of whoever was asked: Steps of the other run tell where a fault began
         parity.judgement.Judgement._right: else 1\\n => else 0\\n
     nothing is said of the rest: A known fault is taken for all that there may be
@@ -188,7 +188,7 @@ SLIPS = {
     asked is right: What was in doubt when it was worked out again was right
         parity.alone.every_step.right_in: values <= bounds(column, run, run.stream, arithmetic)[0] => values >= 0
     """),
-    "a scale of anything": Slip(wording, "_right", '"" if resolution is None else ', "", "Said without captures"),
+    "a scale of anything": Slip(wording, "right_of", '"" if resolution is None else ', "", "Said without captures"),
     "every tensor": Slip(wording, "_followed", "0 < count < known", "False", "Of tensors that nobody followed"),
 }
 

@@ -55,6 +55,7 @@ class Look:
 
 
 BETWEEN = "weights between steps"
+AFTER_END = "weights after the last step"
 
 LOOKS = {
     "sum": Look("sum, sketched", Stage.reduction, "not the sum of what its ranks computed"),
@@ -132,7 +133,7 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     for part, said in (
         (~beyond & ~taken, look),
         (taken, _factor(run)),
-        (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
+        (beyond, replace(look, check=AFTER_END, wrong="changed after the last update")),
     ):
         if not part.any():
             continue

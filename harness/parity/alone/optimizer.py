@@ -27,11 +27,14 @@ import numpy as np
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
-from harness.parity.outcome import AHEAD, IN_16_BITS, Finding, Stage, measured
+from harness.parity.alone import in_piece, in_run
+from harness.parity.outcome import AHEAD, IN_16_BITS, Finding, Stage
 from harness.parity.record import Record
 from harness.parity.tensors import Float64
-from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, rounder
+from harness.parity.tiers.arithmetic import SAFETY, rounder
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
+
+RULE = "update by the rule"
 
 ROUNDINGS = 16
 """Roundings of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3),
@@ -87,7 +90,8 @@ def _rounded_once(run: Record) -> list[Finding]:
         if wrong:
             worst, share = max(wrong, key=lambda name: wrong[name]), sum(wrong.values()) / count
             note = "weights that have other bits than the rule leaves"
-            found.append(_finding(run, IN_16_BITS, share, ONE_ROUNDING + FEW / count, step, worst, note))
+            allowed = ONE_ROUNDING + FEW / count
+            found.append(in_run(run, IN_16_BITS, Stage.optimizer, share, allowed, step, worst, note))
     return found
 
 
@@ -130,7 +134,11 @@ def _at_step(run: Record, step: int, coefficient: float, held: Mapping[str, Upda
         elif pair.finite:
             allowed = SAFETY * _error(run, pair, held[name]) + rounding / pair.norm
             judged.append((pair, allowed))
-            found += _held_against(run, step, pair, allowed, rule)
+            note = explain(pair, counted, allowed, rule)
+            found += [
+                in_run(run, RULE, Stage.optimizer, pair.distance, allowed, step, name, note),
+                in_piece(run, f"{RULE}, worst piece", Stage.optimizer, pair, allowed, step),
+            ]
         held[name].weights = held[name].weights + update
     clipped = run.config["optimizer.name"] == "sgd" and coefficient < 1.0 and _common_factor(judged)
     return [replace(f, since=Stage.clipping) if clipped else f for f in found]
@@ -192,17 +200,6 @@ def _rate(run: Record, step: int) -> float:
     return run.series("lr")[step - 1] or 0.0
 
 
-def _held_against(run: Record, step: int, pair: TensorPair, whole: float, rule: Rule) -> list[Finding]:
-    name, block = pair.name, pair.block
-    piece = math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
-    note = explain(pair, run.updates_until(step), whole, rule)
-    where = f"elements {block.start} to {block.stop} of {pair.numel}"
-    return [
-        _finding(run, "update by the rule", pair.distance, whole, step, name, note),
-        _finding(run, "update by the rule, worst piece", block.distance, piece, step, name, where),
-    ]
-
-
 def _error(run: Record, pair: TensorPair, state: UpdateState) -> float:
     """Allowed root-mean-square distance: of the arithmetic, of the stored clipped gradient, and of stored weights.
 
@@ -229,9 +226,4 @@ def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
 
 def _frozen(run: Record, step: int, name: str, update: Float64) -> list[Finding]:
     moved = float(abs(update).max()) if update.size else 0.0
-    return [_finding(run, "update without a gradient", moved, 0.0, step, name, "")]
-
-
-def _finding(run: Record, kind: str, observed: float, allowed: float, step: int, name: str, note: str) -> Finding:
-    said = f"in {run.name}{f', {note}' if note else ''}"
-    return measured(kind, Stage.optimizer, observed, allowed, step=step, tensor=name, note=said)
+    return [in_run(run, "update without a gradient", Stage.optimizer, moved, 0.0, step, name)]

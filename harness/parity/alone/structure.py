@@ -7,9 +7,11 @@ difference, u(main) of it. Anything beyond happened after the last step, where n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from harness.config.roundoff import SIXTEEN_BITS, UNIT
-from harness.parity.outcome import Finding, Grade, Stage, measured
+from harness.parity.alone import in_run
+from harness.parity.outcome import Finding, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.gradients import HANDFUL, length
 
@@ -22,43 +24,33 @@ def _replicas(run: Record) -> list[Finding]:
     others = run.summary.get("other_replicas")
     if others is None:
         return []
-    step = run.length or None
-    if not others:
-        return [_finding(run, "replicas", Stage.gather, "equal", step)]
-    said = f"rank {', '.join(map(str, others))} ends with other weights"
-    return [_finding(run, "replicas", Stage.gather, said, step, wanted="rank 0's")]
+    said, wanted = "equal", "equal"
+    if others:
+        said, wanted = f"rank {', '.join(map(str, others))} ends with other weights", "rank 0's"
+    return [fact("replicas", Stage.gather, said, wanted, step=run.length or None, note=f"in {run.name}")]
 
 
 def _memory(run: Record) -> list[Finding]:
     facts = run.summary.get("structure")
     if not facts:
         return []
-    found = [
-        _finding(run, "tensors apart", Stage.weights, f"shares memory with {second}", 1, first, "its own memory")
-        for first, second in facts["aliases"]
-    ]
-    found += [
-        _finding(run, "ties kept", Stage.weights, "a weight of its own", 1, name, "tied") for name in facts["untied"]
-    ]
+    told = partial(fact, stage=Stage.weights, step=1, note=f"in {run.name}")
+    shared = [(first, f"shares memory with {second}", "its own memory") for first, second in facts["aliases"]]
+    found = [told("tensors apart", observed=said, wanted=own, tensor=name) for name, said, own in shared]
+    found += [told("ties kept", observed="a weight of its own", wanted="tied", tensor=name) for name in facts["untied"]]
     if facts["elsewhere"] and not found:
-        found = [_finding(run, "tensors apart", Stage.weights, f"not on {', '.join(facts['elsewhere'])}", 1)]
-    return found or [
-        _finding(run, "tensors apart", Stage.weights, "equal", 1),
-        _finding(run, "ties kept", Stage.weights, "equal", 1),
-    ]
+        found = [told("tensors apart", observed=f"not on {', '.join(facts['elsewhere'])}")]
+    return found or [told(check, observed="equal") for check in ("tensors apart", "ties kept")]
 
 
 def _apart(run: Record) -> list[Finding]:
     if run.config["dtype.compute"] in SIXTEEN_BITS:  # gains of about one are all one there
         return []
-    found = []
-    for step in sorted(run.witnesses.keys() - {1}):
-        for first, second in _same_bits(run, step):
-            found.append(
-                _finding(run, "weights apart", Stage.weights, f"has the bits of {second}", step, first, "its own")
-            )
-    looked = [step for step in run.witnesses if step > 1]
-    return found or ([_finding(run, "weights apart", Stage.weights, "equal", min(looked))] if looked else [])
+    looked = sorted(step for step in run.witnesses if step > 1)
+    told = partial(fact, "weights apart", Stage.weights, note=f"in {run.name}")
+    pairs = [(step, *pair) for step in looked for pair in _same_bits(run, step)]
+    found = [told(f"has the bits of {second}", "its own", step=step, tensor=first) for step, first, second in pairs]
+    return found or [told("equal", step=step) for step in looked[:1]]
 
 
 def _same_bits(run: Record, step: int) -> list[tuple[str, str]]:
@@ -75,16 +67,6 @@ def _same_bits(run: Record, step: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def _finding(
-    run: Record, kind: str, stage: Stage, said: str, step: int | None, tensor: str | None = None, wanted: str = "equal"
-) -> Finding:
-    right = said == wanted
-    note = "" if right else f"in {run.name}"
-    return Finding(
-        "T1", kind, stage, Grade.ok if right else Grade.bad, said, wanted, step=step, tensor=tensor, note=note
-    )
-
-
 DIGESTS = ("data_digest", "fed_digest")
 FED = "tokens as fed"
 WRONG = "it was fed other tokens or targets than its data source holds"
@@ -98,9 +80,9 @@ def check_data(run: Record) -> list[Finding]:
         held, fed = (run.columns[key][wrong[0] - 1] for key in DIGESTS)
         more = f", in {len(wrong)} steps up to step {wrong[-1]}" if len(wrong) > 1 else ""
         note = f"in {run.name}, {WRONG}{more}"
-        found.append(Finding("T1", FED, Stage.data, Grade.bad, fed, held, step=wrong[0], count=len(wrong), note=note))
+        found.append(fact(FED, Stage.data, fed, held, step=wrong[0], count=len(wrong), note=note))
     if any(right):
-        found.append(Finding("T1", FED, Stage.data, Grade.ok, "as held", "as held", count=sum(right)))
+        found.append(fact(FED, Stage.data, "as held", "as held", count=sum(right)))
     return found
 
 
@@ -135,8 +117,8 @@ def check_ending(run: Record) -> list[Finding]:
             expected, moved = expected + update, moved + length(update)
         norm = length(expected) or 1.0
         off, allowed = length(run.final.values(name) - expected) / norm, unit * moved / norm
-        note = f"in {run.name}, changed after the last update"
-        found.append(measured(FOLLOWS, Stage.weights, off, allowed, step=run.length, tensor=name, note=note))
+        note = "changed after the last update"
+        found.append(in_run(run, FOLLOWS, Stage.weights, off, allowed, run.length, name, note))
     return found
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from harness.parity.outcome import OF_FORWARD, Finding, Grade, Stage, measured
+from harness.parity.alone import in_piece, in_run
+from harness.parity.outcome import OF_FORWARD, Finding, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tensors import Recomputed
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
@@ -32,18 +34,17 @@ def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tupl
     both, odd = names(capture, recomputed.capture)
     pairs = [compare_tensor(name, capture, recomputed.capture) for name in both]
     pairs = [pair for pair in pairs if pair.finite and pair.control_finite]
-    lost = [
-        Finding(
-            "T2", "witnessed tensor", Stage.reduction, Grade.bad, each.arm, each.control, step=step, tensor=each.name
-        )
-        for each in odd
-    ]
+    said = partial(fact, "witnessed tensor", Stage.reduction, tier="T2", step=step)
+    lost = [said(each.arm, each.control, tensor=each.name) for each in odd]
     allowed = {pair.name: _allowed(pair, recomputed, arithmetic) for pair in pairs}
     return [
         *_weights(run, step, recomputed, len(both)),
         *lost,
-        *(_distance(run, step, pair, allowed[pair.name]) for pair in pairs),
-        *(_piece(run, step, pair, allowed[pair.name]) for pair in pairs),
+        *(
+            in_run(run, "sum of local gradients", Stage.reduction, pair.distance, allowed[pair.name], step, pair.name)
+            for pair in pairs
+        ),
+        *(in_piece(run, "sum, worst piece", Stage.reduction, pair, allowed[pair.name], step) for pair in pairs),
         *_scales(run, step, pairs, allowed, arithmetic, factors),
     ]
 
@@ -53,34 +54,17 @@ def restored(run: Record) -> list[Finding]:
     if not facts:
         return []
     wrong, step = [str(name) for name in facts["wrong"]], int(facts["step"]) + 1
-    kind = "state as saved"
+    told = partial(fact, "state as saved", Stage.checkpoint, wanted="as saved", step=step, note=run.name)
     if not wrong:
-        return [Finding("T1", kind, Stage.checkpoint, Grade.ok, "as saved", "as saved", step=step)]
-    said = f"{counted(len(wrong), 'tensor')} differ{'s' * (len(wrong) == 1)}"
-    return [
-        Finding("T1", kind, Stage.checkpoint, Grade.bad, said, "as saved", step=step, tensor=wrong[0], note=run.name)
-    ]
+        return [told("as saved")]
+    return [told(f"{counted(len(wrong), 'tensor')} differ{'s' * (len(wrong) == 1)}", tensor=wrong[0])]
 
 
 def _weights(run: Record, step: int, recomputed: Recomputed, count: int) -> list[Finding]:
     """Checksums suffice, because a cast has one result."""
-    kind = OF_FORWARD
-    if not recomputed.wrong_weights:
-        return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
-    return [
-        Finding(
-            "T1",
-            kind,
-            Stage.gather,
-            Grade.bad,
-            f"rank {wrong['rank']} {wrong['what']}",
-            "as kept",
-            step=step,
-            tensor=str(wrong["tensor"]),
-            note=run.name,
-        )
-        for wrong in recomputed.wrong_weights
-    ]
+    told = partial(fact, OF_FORWARD, Stage.gather, wanted="as kept", step=step, note=run.name)
+    wrong = [(f"rank {each['rank']} {each['what']}", str(each["tensor"])) for each in recomputed.wrong_weights]
+    return [told(said, tensor=name) for said, name in wrong] or [told("as kept", count=count)]
 
 
 def _allowed(pair: TensorPair, recomputed: Recomputed, arithmetic: Arithmetic) -> float:
@@ -88,17 +72,6 @@ def _allowed(pair: TensorPair, recomputed: Recomputed, arithmetic: Arithmetic) -
         return 0.0
     rounded = arithmetic.reduction * max(1.0, recomputed.terms[pair.name] / pair.norm)
     return SAFETY * math.hypot(rounded, arithmetic.lost(pair.numel) / pair.norm)
-
-
-def _distance(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
-    return _finding(run, "sum of local gradients", pair.distance, allowed, step, pair.name)
-
-
-def _piece(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
-    block = pair.block
-    room = math.sqrt(2) * allowed * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
-    where = f"elements {block.start} to {block.stop} of {pair.numel}"
-    return _finding(run, "sum, worst piece", block.distance, room, step, pair.name, where)
 
 
 def scale_error(pair: TensorPair, rounding: float) -> float:
@@ -134,12 +107,5 @@ def _scales(
     made = []
     for b, allowed, name in found:
         why = explain(b, allowed, factors).replace("the control's", "what its ranks computed")
-        made.append(_finding(run, "scale of the sum", abs(b), allowed, step, name, why))
+        made.append(in_run(run, "scale of the sum", Stage.reduction, abs(b), allowed, step, name, why))
     return made
-
-
-def _finding(
-    run: Record, check: str, observed: float, allowed: float, step: int, name: str | None, note: str = ""
-) -> Finding:
-    said = f"in {run.name}{f', {note}' if note else ''}"
-    return measured(check, Stage.reduction, observed, allowed, step=step, tensor=name, note=said)

@@ -21,6 +21,7 @@ from harness.parity.record import Record, load
 from harness.parity.telling import explain
 from harness.parity.telling.explain import OUTCOMES
 from harness.parity.telling.wording import ALWAYS
+from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import blocks, compare_tensor
 from harness.store import checksums, commands, screen
@@ -289,7 +290,7 @@ def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envel
     a, c = (run.captures[step].values(tensor).ravel() for run in (left, right))
     rows = []
     for piece in blocks((a - c) ** 2, c**2)[:PIECES]:
-        allowed = envelope.piece(whole, piece.stop - piece.start)
+        allowed = of_piece(whole, piece.size)
         refuted = math.inf if step > 1 or envelope.flips else REFUTED * allowed
         rows.append(
             (

@@ -19,7 +19,8 @@ from typing import Any
 
 from harness.config.update_rule import OF_ITERATION, Rule
 from harness.config.words import as_word
-from harness.parity.outcome import IN_16_BITS, OF_FORWARD, WORKED_OUT, Finding, Grade, Outcome, Verdict
+from harness.parity.alone import every_step
+from harness.parity.outcome import IN_16_BITS, OF_FORWARD, Finding, Grade, Outcome, Verdict
 from harness.store import commands, provenance
 from harness.store.check_stream import ONCE
 from harness.store.files import private_folder, write_atomic
@@ -32,25 +33,25 @@ UPDATES = (("arm", "update"), ("control", "update"))
 WITNESS = (("arm", "step"), ("arm", "witness"))
 TESTIMONIES = (("arm", "witness"), ("control", "witness"))
 
+OF_RULE = ("rule", "rounded")
+"""Templates that need captured updates, and the optimizer's rule."""
+
 
 @dataclass(frozen=True)
 class Look:
     """Recipe of a script for one check.
 
-    body: template under `scripts/`. measure: expression compared with the bound. constants: names besides STEP, CHECK
-    and BOUND. sides: runs and kinds of captures to compare. alone: about one run. captured: needs gradients. whole:
-    needs every step. history: needs gradients and updates of every step up to it.
+    body: template under `scripts/`. measure: expression compared with the bound. sides: runs and kinds of captures to
+    compare. alone: about one run. captured: needs gradients. whole: needs every step.
     """
 
     body: str
     measure: str = ""
-    constants: tuple[str, ...] = ()
     sides: tuple[tuple[str, str], ...] = ()
     again: str = "Makes both runs again and holds what they recorded side by side."
     alone: bool = False
     captured: bool = False
     whole: bool = False
-    history: bool = False
     key: str = ""
     file: str = ""
     keys: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class Look:
 
     @property
     def updates(self) -> bool:
-        return self.sides == UPDATES or "RULE" in self.constants
+        return self.sides == UPDATES or self.body in OF_RULE
 
     def values(self, step: int) -> Mapping[str, Any]:
         row = {"COLUMN": self.key, "ROW": step - 1 + self.row}
@@ -69,37 +70,27 @@ def _tensors(measure: str, sides: tuple[tuple[str, str], ...] = PAIR) -> Look:
     again = "Makes both runs again for two steps and compares one tensor."
     if sides is WITNESS:
         again = "Makes one run again for two steps: the engine's gradient against the sum of what autograd handed out."
-    return Look(
-        "tensors",
-        MEASURES[measure],
-        ("TENSOR", "SIDES"),
-        sides,
-        again,
-        alone=sides is WITNESS,
-        captured=sides != UPDATES,
-    )
+    alone, captured = sides is WITNESS, sides != UPDATES
+    return Look("tensors", MEASURES[measure], sides, again, alone=alone, captured=captured)
 
 
 def _series(measure: str, key: str) -> Look:
-    return Look("series", OF_SERIES[measure], ("KEY",), whole=measure.startswith("mean"), key=key)
+    return Look("series", OF_SERIES[measure], whole=measure.startswith("mean"), key=key)
 
 
 def _fact(file: str, *keys: str, alone: bool = True, measure: str = "bool(found[0])") -> Look:
     again = "Makes one run again and reads what it recorded of itself." if alone else Look.again
     captured = file.startswith("capture")
-    constants = ("FILE", "KEYS", *(["TENSOR"] if "TENSOR" in measure else []))
-    return Look("facts", measure, constants, (), again, alone, captured, not captured, file=file, keys=keys)
+    return Look("facts", measure, (), again, alone, captured, not captured, file=file, keys=keys)
 
 
 def _update(measure: str) -> Look:
     again = "Makes one run again: its update, and what torch's optimizer makes of the gradients it captured."
-    constants = ("TENSOR", "RULE", "OPTIONS", "CLIP")
-    return Look("rule", measure, constants, again=again, alone=True, captured=True, history=True)
+    return Look("rule", measure, again=again, alone=True, captured=True)
 
 
 ROUNDED = Look(
     "rounded",
-    constants=("RULE", "OPTIONS", "CLIP", "DTYPE"),
     again="Makes one run again: its update, and what torch's fused kernel makes of the state that it captured.",
     alone=True,
     captured=True,
@@ -123,24 +114,14 @@ OF_SERIES = {
     "mean of logarithms": "abs(sum(math.log(float(x) / float(y)) for x, y in both[STEP // 2 :])) / (STEP - STEP // 2)",
 }
 
-STREAMED = (
-    ("sum, sketched", "sum", 0),
-    ("weights of forwards, sketched", "gather", 0),
-    ("weights between steps", "kept", 0),
-    ("weights after the last step", "kept", 1),
-    ("copies, sketched", "replicas", 0),
-    ("update by the rule, sampled", "rule", 0),
-    ("logged norm, sketched", "norm", 0),
-    (WORKED_OUT, "again", 0),
-    ("the same function", "drift", 0),
-)
+STREAMED = (*((look.check, column, 0) for column, look in every_step.LOOKS.items()), (every_step.AFTER_END, "kept", 1))
 """Checks of a run's stream: column, and True for the row after the step."""
 
 
 def _stream(column: str, after: int) -> Look:
     again = "Makes one run again and reads what it says of its own step."
     captured = column in ONCE
-    return Look("stream", "", ("COLUMN", "ROW"), (), again, True, captured, bool(after), key=column, row=after)
+    return Look("stream", "", (), again, True, captured, bool(after), key=column, row=after)
 
 
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
@@ -199,6 +180,9 @@ TEMPLATES = Path(__file__).parent / "scripts"
 PARTS = {"head", "captured", "foot"}
 WIDTH = 120
 
+CONSTANTS = ("FILE", "KEYS", "TENSOR", "SIDES", "KEY", "RULE", "OPTIONS", "CLIP", "DTYPE", "COLUMN", "ROW")
+"""Names that a template may use beside STEP, CHECK and BOUND, in the order of a script."""
+
 KEPT = ("cluster.device", "cluster.threads_per_rank")
 
 OWN = ("ckpt", "measure")
@@ -249,7 +233,7 @@ def script(verdict: Verdict) -> str | None:
 def look_of(finding: Finding) -> Look:
     look = LOOKS[finding.check]
     pooled = look.measure == MEASURES["scale"] and finding.tensor is None
-    return replace(look, body="pooled", measure="", constants=("SIDES",)) if pooled else look
+    return replace(look, body="pooled", measure="") if pooled else look
 
 
 def first_shown(verdict: Verdict) -> Finding | None:
@@ -294,7 +278,7 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
         for name, config in configs.items()
     }
     first = next(iter(configs))
-    rule = _rule(configs[first], paths[first], finding.tensor) if "RULE" in look.constants else {}
+    rule = _rule(configs[first], paths[first], finding.tensor) if look.body in OF_RULE else {}
     values = {
         "STEP": step,
         "CHECK": finding.check,
@@ -327,7 +311,7 @@ def _resumed_after(run: RunDir) -> int | None:
 
 
 def _measured(look: Look, step: int, config: Mapping[str, Any]) -> list[str]:
-    if look.history:
+    if look.body == "rule":
         window = list(range(1, step + 1))
     elif look.key in ONCE or look is ROUNDED:
         window = [step]
@@ -385,7 +369,9 @@ def _render(verdict: Verdict, plan: _Plan) -> str:
     about, usage = body.split('"""')[1].split("\n\n")
     said = {"sentence": verdict.sentence.replace("\\", "/").replace('"', "'"), "again": plan.look.again, "length": end}
     intro = "\n\n".join(_filled(_put(paragraph, said)) for paragraph in (about, usage)) + "\n"
-    return _put(body.replace(f"{about}\n\n{usage}", intro), {"imports": _imports(body), "constants": _constants(plan)})
+    used = [name for name in CONSTANTS if re.search(rf"\b{name}\b", texts[plan.look.body] + plan.look.measure)]
+    constants = _constants(plan, ("STEP", "CHECK", "BOUND", *used))
+    return _put(body.replace(f"{about}\n\n{usage}", intro), {"imports": _imports(body), "constants": constants})
 
 
 def _put(text: str, values: Mapping[str, str]) -> str:
@@ -405,7 +391,7 @@ def _imports(body: str) -> str:
     return "\n".join([*lines, *(["", *theirs] if theirs else [])])
 
 
-def _constants(plan: _Plan) -> str:
+def _constants(plan: _Plan, used: Sequence[str]) -> str:
     lists = list(plan.runs.values())
     both = [word for word in lists[0] if all(word in each for each in lists)] if len(lists) == 2 else []
     lines = _list("BOTH = [", both, "]") if both else []
@@ -413,7 +399,6 @@ def _constants(plan: _Plan) -> str:
     for name, words in plan.runs.items():
         own = [word for word in words if word not in both]
         lines += _list(f'    "{name}": [{"*BOTH, " if both else ""}', own, "],")
-    used = ("STEP", "CHECK", "BOUND", *plan.look.constants)
     lines += ["}", f"RESUMED = {json.dumps(plan.resumed)}"]
     return "\n".join([*lines, *(f"{name} = {_literal(plan.values[name])}" for name in used)])
 

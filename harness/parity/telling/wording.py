@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from harness.parity.outcome import WORKED_OUT, Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import BOUNDS, IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.tiers import watched
-from harness.parity.tiers.comparable import Admission
 from harness.parity.tiers.divergence import JUMPS
 from harness.store.commands import request, shown, verb
 from harness.store.rundir import CONFIG
@@ -47,45 +46,7 @@ def _fact(fact: Finding) -> str:
     return f"{fact.check}{where} is {fact.observed} in the one and {fact.allowed} in the other"
 
 
-def verdict(
-    *,
-    outcome: Outcome,
-    arm: Record,
-    control: Record,
-    admission: Admission,
-    evidence: Sequence[Finding],
-    findings: Sequence[Finding],
-    resolution: float | None,
-    looked_at: Mapping[str, Sequence[int]],
-    right: Callable[[Finding], Sequence[int] | None],
-    followed: tuple[int, int],
-    besides: Callable[[Finding], Finding | None],
-    limits: Sequence[str] = (),
-) -> Verdict:
-    """Args: right: steps in which the same was asked of the run that a finding accuses, which was right. followed:
-    tensors in both streams, and all. besides: another failure, which the first does not cause."""
-    decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
-    if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED):
-        of_tensors = watched.is_one(arm, control)
-        claim = f": {_wrong(outcome, findings, besides, right, of_tensors=of_tensors)}"
-        claim += _nothing_else(findings, looked_at.get(AGAIN, ()), arm.length) if "; and besides" not in claim else ""
-    else:
-        claim = f" {_right(outcome, arm, control, evidence, resolution, looked_at, followed)}"
-    return Verdict(
-        outcome=outcome,
-        sentence=f"{outcome.value}: {arm.name} against {control.name}{'; '.join([claim, *limits])}.",
-        arm=str(arm.path),
-        control=str(control.path),
-        tier=decided,
-        admissible=str(admission),
-        evidence=tuple(evidence),
-        findings=tuple(findings),
-        resolution=resolution,
-        commands=commands(outcome, arm, control, findings),
-    )
-
-
-def _right(
+def right_of(
     outcome: Outcome,
     arm: Record,
     control: Record,
@@ -109,20 +70,27 @@ def _right(
 RESOLVED = "in the gradients captured at step 1 would have shown"
 
 
-def _wrong(
+def wrong_of(
     outcome: Outcome,
     findings: Sequence[Finding],
     besides: Callable[[Finding], Finding | None],
     right: Callable[[Finding], Sequence[int] | None],
     *,
     of_tensors: bool,
+    again: Sequence[int],
+    length: int,
 ) -> str:
+    """Clause of a DIFFERENT or UNDECIDED verdict.
+
+    Args: besides: another failure, which the first does not cause. right: steps in which the same was asked of the run
+    that a finding accuses, which was right. again: steps worked out again, of all `length`.
+    """
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     clause = _clause(first, findings, of_tensors=of_tensors) + _since(first, findings, right(first))
     more = besides(first)
     if more is None:
-        return clause
+        return clause + _nothing_else(findings, again, length)
     doubt = ", in doubt" if more.grade is Grade.doubt else ""
     told = _clause(more, findings, of_tensors=of_tensors) + _since(more, findings, right(more))
     return f"{clause}; and besides{doubt}, {told}"

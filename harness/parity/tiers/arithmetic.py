@@ -374,6 +374,15 @@ class Arithmetic:
         return 4 * UNIT[self.main]
 
 
+def of_piece(whole: float, numel: int) -> float:
+    """Largest distance of a piece of so many elements of a tensor with bound `whole`.
+
+    Over a half of its own mean square it may be sqrt(2) larger, and the mean square of n independent errors scatters by
+    a factor 1 + sqrt(2 / n) a standard deviation.
+    """
+    return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, numel)))
+
+
 def _counted(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if "watched.version" not in config:
         return None

@@ -14,10 +14,11 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.outcome import Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.gradients import Mismatch, TensorPair
 
@@ -57,40 +58,29 @@ def _logged(key: str, stage: Stage, arm: Record, control: Record) -> Finding:
         compared += 1
         if not same_float(left, right):
             return Finding("T1", f"{key} bits", stage, Grade.bad, repr(left), repr(right), step=number)
-    return Finding("T1", f"{key} bits", stage, Grade.ok, "equal", "equal", count=compared)
+    return fact(f"{key} bits", stage, "equal", count=compared)
 
 
 def _gradients(step: int, pairs: Sequence[TensorPair], mismatches: Sequence[Mismatch]) -> Finding:
-    check = "gradient bits"
+    told = partial(fact, "gradient bits", Stage.gradient, step=step)
     if mismatches:
         odd = mismatches[0]
-        return Finding("T1", check, Stage.gradient, Grade.bad, odd.arm, odd.control, step=step, tensor=odd.name)
+        return told(odd.arm, odd.control, tensor=odd.name)
     differing = [pair for pair in pairs if not pair.bits_equal]
     if not differing:
-        return Finding("T1", check, Stage.gradient, Grade.ok, "equal", "equal", step=step, count=len(pairs))
+        return told("equal", count=len(pairs))
     note = f"{len(differing)} of {len(pairs)} tensors differ; this one by {differing[0].distance:.2e} of its norm"
-    return Finding(
-        "T1", check, Stage.gradient, Grade.bad, "other bits", "bits", step=step, tensor=differing[0].name, note=note
-    )
+    return told("other bits", "bits", tensor=differing[0].name, note=note)
 
 
 def _weights(arm: Record, control: Record) -> Finding:
     left, right = (str(run.summary["final_weights"]) for run in (arm, control))
     tensor, note = _first_weight(arm, control)
     by_two_rules = arm.is_watched != control.is_watched and arm.final is not None and control.final is not None
-    if left == right or (by_two_rules and tensor is None):
-        return Finding("T1", "final weights", Stage.optimizer, Grade.ok, left[:16], right[:16], step=arm.length)
-    return Finding(
-        "T1",
-        "final weights",
-        Stage.optimizer,
-        Grade.bad,
-        left[:16],
-        right[:16],
-        step=arm.length,
-        tensor=tensor,
-        note=note,
-    )
+    right_weights = left == right or (by_two_rules and tensor is None)
+    grade, tensor, note = (Grade.ok, None, "") if right_weights else (Grade.bad, tensor, note)
+    digests = left[:16], right[:16]
+    return Finding("T1", "final weights", Stage.optimizer, grade, *digests, step=arm.length, tensor=tensor, note=note)
 
 
 def _first_weight(arm: Record, control: Record) -> tuple[str | None, str]:
@@ -161,7 +151,7 @@ def _left_out_once(arm: Record, control: Record) -> list[Finding]:
     said = {True: "left out", False: "made"}
     observed, allowed = (said[step in run.skipped] for run in (arm, control))
     note = "under a dynamic loss scale, in one run only: nothing after it can be compared"
-    return [Finding("T1", "update is made", Stage.gradient, Grade.doubt, observed, allowed, step=step, note=note)]
+    return [fact("update is made", Stage.gradient, observed, allowed, wrong=Grade.doubt, step=step, note=note)]
 
 
 def _any(series: Sequence[float | None]) -> bool:
@@ -170,14 +160,7 @@ def _any(series: Sequence[float | None]) -> bool:
 
 def _odd(what: str, stage: Stage, step: int, fine: bool, control_fine: bool, tensor: str | None = None) -> Finding:
     both = not fine and not control_fine
-    return Finding(
-        tier="T1",
-        check=f"{what} is finite",
-        stage=stage,
-        grade=Grade.doubt if both else Grade.bad,
-        observed="finite" if fine else "not finite",
-        allowed="finite" if control_fine else "not finite",
-        step=step,
-        tensor=tensor,
-        note="in both runs: nothing after it can be compared" if both else "in one run only",
-    )
+    grade = Grade.doubt if both else Grade.bad
+    note = "in both runs: nothing after it can be compared" if both else "in one run only"
+    observed, allowed = ("finite" if each else "not finite" for each in (fine, control_fine))
+    return Finding("T1", f"{what} is finite", stage, grade, observed, allowed, step=step, tensor=tensor, note=note)

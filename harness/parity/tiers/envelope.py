@@ -16,7 +16,7 @@ from functools import cached_property
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT, reach_name
 from harness.config.schema import ModelFamily
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin
+from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin, of_piece
 from harness.parity.tiers.gradients import TensorPair
 
 FEW = 7
@@ -133,7 +133,7 @@ class Envelope:
         """
         if self.arm.family is not ModelFamily.ext or not self.reach:
             return 1.0
-        return self.piece(self.tensor(pair.name, pair.numel), pair.block.stop - pair.block.start)
+        return of_piece(self.tensor(pair.name, pair.numel), pair.block.size)
 
     def floor(self, name: str) -> float:
         """Distance that reductions alone explain, also of a single element, to tell equal kernels from equal bits.
@@ -145,14 +145,6 @@ class Envelope:
         if self.arm.reused and re.fullmatch(self.arm.reused, name):
             sums += [RMS * UNIT[run.compute] for run in (self.arm, self.control)]
         return SAFETY * SIGMAS * math.hypot(*sums)
-
-    def piece(self, whole: float, numel: int) -> float:
-        """Largest distance of a piece of a tensor with bound `whole`.
-
-        Over a half of its own mean square it may be sqrt(2) larger, and the mean square of n independent errors
-        scatters by a factor 1 + sqrt(2 / n) a standard deviation.
-        """
-        return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
 
     @property
     def loss(self) -> float:

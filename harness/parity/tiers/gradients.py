@@ -33,6 +33,10 @@ class Block:
     distance: float
     """Norm of its difference, over the root mean square of its own norm and of an average piece's."""
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class TensorPair:
@@ -57,6 +61,11 @@ class TensorPair:
 
     If small, b was fitted to those elements, so that residual and standard error are too small.
     """
+
+    @property
+    def where(self) -> str:
+        """Elements of its worst piece."""
+        return f"elements {self.block.start} to {self.block.stop} of {self.numel}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from harness.config.update_rule import Rule
 from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, measured, percent
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW, Apart
+from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Perturbation, growth, perturbation
@@ -173,12 +174,10 @@ def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
 
 
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
-    block = pair.block
-    allowed = envelope.piece(envelope.tensor(pair.name, pair.numel), block.stop - block.start)
+    allowed = of_piece(envelope.tensor(pair.name, pair.numel), pair.block.size)
     refuted = REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
-    note = f"elements {block.start} to {block.stop} of {pair.numel}"
-    check, off = "gradient, worst piece", block.distance
-    return measured(check, Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=note)
+    check, off = "gradient, worst piece", pair.block.distance
+    return measured(check, Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=pair.where)
 
 
 def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
