@@ -73,16 +73,25 @@ def settings() -> dict[str, Setting]:
 
 def unknown_words(config: Mapping[str, Any]) -> list[str]:
     return [
-        f"{setting.path}={config[setting.path]}, which is none of {', '.join(setting.choices)}"
-        for setting in settings().values()
-        if setting.choices and config.get(setting.path) not in (None, *setting.choices)
+        f"{path}={config[path]}, which is none of {', '.join(choices)}"
+        for path, choices in _choices().items()
+        if config.get(path) is not None and config[path] not in choices
     ]
 
 
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    return {path: setting.choices for path, setting in settings().items() if setting.choices}
+
+
 def unknown_settings(config: Mapping[str, Any]) -> list[str]:
-    known = settings()
-    tables = tuple(f"{path}." for path, setting in known.items() if typing.get_origin(setting.type) is dict)
+    known, tables = settings(), _tables()
     return [path for path in config if path not in known and not path.startswith(tables)]
+
+
+@functools.cache
+def _tables() -> tuple[str, ...]:
+    return tuple(f"{path}." for path, setting in settings().items() if typing.get_origin(setting.type) is dict)
 
 
 @functools.cache

@@ -420,7 +420,8 @@ class Judgement:
         for kind in [*self.alone, self.alike, *self.numbers]:
             found = worst(kind)
             if found is not None:
-                rows.append(replace(found, count=listed(kind)))
+                count = listed(kind)
+                rows.append(found if found.count == count else replace(found, count=count))
         return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
 
 

@@ -137,11 +137,12 @@ def measured(
     tensor: str | None = None,
     note: str | Callable[[], str] = "",
     since: Stage | None = None,
+    count: int = 1,
 ) -> Finding:
     """Finding of T2 by its grade. Args: refuted: `REFUTED` times `allowed` by default. note: told of failures alone."""
     verdict = grade(observed, allowed, REFUTED * allowed if refuted is None else refuted)
     said = "" if verdict is Grade.ok else note if isinstance(note, str) else note()
-    return Finding("T2", check, stage, verdict, observed, allowed, step, tensor, note=said, since=since)
+    return Finding("T2", check, stage, verdict, observed, allowed, step, tensor, count, said, since)
 
 
 def fact(

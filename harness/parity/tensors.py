@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ Float64 = NDArray[np.float64]
 
 NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Numpy's dtypes by safetensors' names; bf16 as its bits."""
+
+
+SMALL = 2**16
+"""Bytes of a stored tensor up to which its values are kept for a while: 64 MiB of them at most."""
 
 
 class Unreadable(ValueError):
@@ -69,11 +73,22 @@ class Capture:
         return piece.view(dtype) if tensor.start % dtype.itemsize == 0 else np.frombuffer(piece.tobytes(), dtype)
 
     def values(self, name: str) -> Float64:
-        """Tensor in float64 and in its shape; every stored dtype fits exactly."""
+        """Tensor in float64 and in its shape, read-only; every stored dtype fits exactly."""
+        return _small(self, name) if self.tensors[name].size <= SMALL else self._values_of(name)
+
+    def _values_of(self, name: str) -> Float64:
         raw = self.raw(name)
         if self.tensors[name].dtype == "BF16":
             raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return raw.astype(np.float64).reshape(self.tensors[name].shape)
+
+
+@lru_cache(maxsize=512)
+def _small(capture: Capture, name: str) -> Float64:
+    """Values of a small tensor, which several checks ask for."""
+    found = capture._values_of(name)
+    found.flags.writeable = False
+    return found
 
 
 class Computed(Capture):

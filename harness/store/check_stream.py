@@ -36,6 +36,8 @@ STREAM = "stream.json"
 """Folder in a run; and of runs by earlier versions, which are read."""
 VERSION = 4
 DENSE = 512
+SMALL = 2**16
+"""Numbers in a file from which on it is mapped instead of read."""
 BYTES = 8
 
 ONCE = ("again", "drift")
@@ -236,6 +238,8 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
     rows = path.stat().st_size // (columns * BYTES) if path.is_file() and columns else 0
     if not rows:
         return np.empty((0, columns))
+    if rows * columns <= SMALL:
+        return np.fromfile(path, "<f8", rows * columns).reshape(rows, columns)
     return np.memmap(path, "<f8", "r", shape=(rows, columns)).view(np.ndarray)  # a subclass costs at every slice
 
 

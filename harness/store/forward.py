@@ -58,11 +58,10 @@ def read(run_dir: Path) -> Forward | None:
     if facts is None:
         return None
     try:
-        modules = {
-            each["name"]: (_numbers(each["sketches"]), _numbers([each["squares"]])[0]) for each in facts["modules"]
-        }
+        numbers = {each["name"]: _numbers([*each["sketches"], each["squares"]]) for each in facts["modules"]}
     except (OverflowError, ValueError) as error:
         raise StoreError(f"{path} is damaged: {error}") from None
+    modules = {name: (each[:-1], each[-1]) for name, each in numbers.items()}
     return Forward(facts["rows"], (facts["batch"][0], facts["batch"][1]), modules)
 
 

@@ -36,7 +36,7 @@ def encode(record: Mapping[str, Any]) -> str:
 
 def decode(line: str) -> dict[str, Any]:
     """Record of a line, with non-finite floats restored. Raises `ValueError`: the line is no JSON object."""
-    value = json.loads(line, object_hook=_restored)
+    value = _DECODER.decode(line)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {line[:60]!r}")
     return value
@@ -53,13 +53,19 @@ def _plain(value: Any) -> Any:
 
 
 def _restored(table: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if type(value) is float else _restore(value) for key, value in table.items()}
+    for key, value in table.items():
+        if type(value) is str or type(value) is list:
+            table[key] = _restore(value)
+    return table
 
 
 def _restore(value: Any) -> Any:
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     return [_restore(item) for item in value] if isinstance(value, list) else value
+
+
+_DECODER = json.JSONDecoder(object_hook=_restored)
 
 
 class MetricsWriter:

@@ -48,6 +48,8 @@ def fault(value: Any, shape: Shape, at: str = "") -> str:
 
 def _fault(value: Any, shape: Shape) -> tuple[str, ...] | None:
     """Keys that lead to a value of another shape, and what is wrong with it; None if there is none."""
+    if type(value) is shape:
+        return None
     if isinstance(shape, type | tuple):
         return _kind_fault(value, shape)
     if isinstance(shape, Maybe):
@@ -60,10 +62,10 @@ def _fault(value: Any, shape: Shape) -> tuple[str, ...] | None:
 def _each_fault(value: Any, shape: Each) -> tuple[str, ...] | None:
     if shape.count not in (None, len(value)):
         return (f"has {len(value)} values, not {shape.count}",)
-    items = value if isinstance(value, dict) else dict(enumerate(value))
-    if isinstance(shape.of, type | tuple) and {*map(type, items.values())} <= {*_kinds(shape.of)}:
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(shape.of, type | tuple) and {*map(type, items)} <= {*_kinds(shape.of)}:
         return None
-    for key, item in items.items():
+    for key, item in zip(value if isinstance(value, dict) else range(len(value)), items, strict=True):
         if wrong := _fault(item, shape.of):
             return (str(key), *wrong)
     return None
@@ -71,7 +73,7 @@ def _each_fault(value: Any, shape: Each) -> tuple[str, ...] | None:
 
 def _table_fault(table: Mapping[str, Any], shape: Mapping[str, Any]) -> tuple[str, ...] | None:
     for key, of in shape.items():
-        name = key.removesuffix("?")
+        name = key[:-1] if key[-1] == "?" else key
         if name in table:
             if wrong := _fault(table[name], of):
                 return (name, *wrong)

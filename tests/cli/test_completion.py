@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.completion import candidates, install
+from harness.cli.completion import BASH, candidates, install
 from harness.cli.help import REQUESTS, request_help, verbs_help
 from harness.cli.main import main
 from harness.cli.verbs import KINDS, VERBS
 from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
-from tests.support.mutants import kills
+from tests.support.mutants import Slip, each, kills, slips
 from tests.support.needs import needs
 
 ASKED = {
@@ -59,30 +59,34 @@ def test_runs_complete_where_a_request_names_one(folder: Path, monkeypatch: pyte
         assert candidates(f"harness run --from {one[:5]}", VERBS) == [one]
 
 
-@needs("bash")
-def test_bash_completes_what_is_typed(folder: Path) -> None:
+def completes(folder: Path, begins: str) -> None:
+    """bash has rules for both programs after the script `begins`, and puts there what `ASKED` says."""
     ask = 'COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; COMPREPLY=(); _harness_completion; echo "[${COMPREPLY[*]}]"'
     asked = "\n".join([f"ask() {{ {ask}; }}", *(f"ask '{line}'" for line in ASKED)])
-    script = f"{install()}\ncomplete -p python harness\n{asked}"
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    done = subprocess.run(
-        ["bash", "--norc", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    command = ["bash", "--norc", "-c", f"{begins}\ncomplete -p python harness\n{asked}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.stderr == ""
     rules, answers = done.stdout.splitlines()[:2], done.stdout.splitlines()[2:]
-    assert [
-        rule.endswith(f"-F _harness_completion {name}") for rule, name in zip(rules, ("python", "harness"), strict=True)
-    ]
+    for rule, name in zip(rules, ("python", "harness"), strict=True):
+        assert rule.endswith(f"-F _harness_completion {name}")
     assert answers == [f"[{' '.join(words)}]" for words in ASKED.values()]
+
+
+@needs("bash")
+def test_bash_completes_what_is_typed(folder: Path) -> None:
+    completes(folder, install())
 
 
 def test_groups_settings_options_and_runs_are_offered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
+    assert candidates("harness verd", VERBS) == ["verdict"]
     everything = candidates("python run.py ", VERBS)
     assert {f"{group}=" for group in load_catalog().groups} | {"train.steps=", "--cfg"} <= set(everything)
+    assert candidates("python run.py -m study=parity_p", VERBS) == ["study=parity_pair"]
     assert candidates("python run.py cluster.device=", VERBS) == ["cluster.device=cpu", "cluster.device=cuda"]
     assert len([each for each in candidates("harness show ", VERBS) if len(each) == 8]) == 2
     assert candidates("harness verdict --root=runs ", VERBS) == candidates("harness verdict ", VERBS) != []
@@ -121,3 +125,44 @@ def test_help_of_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.cli.help.screen.width", lambda: 1000)
     with pytest.raises(AssertionError):
         test_help_is_no_wider_than_the_terminal("60", 0, monkeypatch)
+
+
+MUTANTS: dict[str, Slip] = slips(
+    """
+    no verbs: TAB after the program offers `run` alone, and none of the other verbs
+        cli.completion._verb: *(verb.name for verb in verbs), =>
+    run.py is not known: TAB after `python run.py` offers files
+        cli.completion._after_program: == "run.py" => == "run"
+    --from asks for a setting: TAB after `--from` offers groups and settings instead of runs
+        cli.completion._request: words[-1:] == ["--from"] => words[-1:] == ["--resume"]
+    no run after ckpt.load=: TAB after `ckpt.load=` offers nothing
+        cli.completion._request: key == "ckpt.load" => key == "ckpt"
+    no options of a group: TAB after `study=`, or another group, offers none of its options
+        cli.completion._request: load_catalog().options.get(key) or =>
+    runs of another store: TAB offers the runs of the default store, whatever --root or launch.root= say
+        cli.completion._root: return next(itertools.chain(joined, apart), "runs") => return "runs"
+    """
+)
+
+
+def check_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_runs_complete_where_a_request_names_one(folder, monkeypatch)
+    test_groups_settings_options_and_runs_are_offered(folder, monkeypatch)
+
+
+@pytest.mark.parametrize("name", each("Completion", MUTANTS))
+def test_a_mutant_of_completion_is_found(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name].put(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_all(folder, monkeypatch)
+
+
+@needs("bash")
+@kills(
+    "Completion", "a setting twice", "bash puts the whole word behind the last `=`, so that a setting is there twice"
+)
+def test_a_setting_that_is_there_twice_is_found(folder: Path) -> None:
+    part = 'COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")'
+    assert BASH.count(part) == 1
+    with pytest.raises(AssertionError):
+        completes(folder, BASH.replace(part, ":"))

@@ -173,7 +173,7 @@ def farthest_scale(heavy: float) -> float:
         gain = draws.normal(size=32)
         gain[7] = heavy
         off = gain * draws.uniform(-unit, unit, 32)
-        pair = gradients._fit("gain", off, gain, gain**2, 1.0)
+        pair = gradients._fit("gain", off, gain, gain**2, float((gain**2).sum()), 1.0)
         found = max(found, abs(pair.b) / witness.scale_error(pair, unit / math.sqrt(3)))
     return found
 
@@ -191,7 +191,7 @@ def test_a_scale_that_is_fitted_to_one_element_is_noticed(monkeypatch: pytest.Mo
 
 def test_a_wrong_scale_of_one_element_is_no_rounding() -> None:
     gain = np.array([9.0, *np.ones(31)])
-    pair = gradients._fit("gain", 0.05 * gain, gain, gain**2, 1.0)
+    pair = gradients._fit("gain", 0.05 * gain, gain, gain**2, float((gain**2).sum()), 1.0)
     assert pair.b / witness.scale_error(pair, UNIT["bf16"]) > 2 * witness.TENSOR_SIGMAS
 
 

@@ -123,6 +123,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     if name == RECOMPUTED and run.gathers_twice:
         look = replace(look, since=Stage.gather)
     rows = np.flatnonzero(~np.isnan(values))
+    if not len(rows):
+        return []
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
     limit, most = bounds(name, run, stream, arithmetic)
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)

@@ -24,7 +24,7 @@ sources. On other devices than CPUs memory may choose a kernel, and a difference
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -257,7 +257,7 @@ def _finding(arm: Record, control: Record, left: Float64, right: Float64) -> Fin
     weights = _columns(arm.stream.sketches, "after")
     differs = ~(left[:, :, weights] == right[:, :, weights]).all(2)
     if not differs.any():
-        return replace(measured(ALIKE, Stage.optimizer, 0.0, 0.0, step=len(left)), count=len(left))
+        return measured(ALIKE, Stage.optimizer, 0.0, 0.0, step=len(left), count=len(left))
     step = int(differs.any(1).argmax())
     *sketches, squares = weights
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -111,7 +111,7 @@ def compare_values(name: str, a: Float64, c: Float64, *, equal: bool = False) ->
         return _plain(name, True, a.size, arm_norm, arm_norm, 0.0)
     if square == 0.0:
         return _plain(name, False, a.size, arm_norm, 0.0, math.inf if arm_norm else 0.0)
-    return _fit(name, a - c, c, squares, arm_norm)
+    return _fit(name, a - c, c, squares, square, arm_norm)
 
 
 def _plain(
@@ -144,9 +144,9 @@ def length(values: Float64) -> float:
     return math.sqrt(dot(values, values))
 
 
-def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm: float) -> TensorPair:
-    square, apart = float(squares.sum()), difference * difference
-    norm = math.sqrt(square)
+def _fit(name: str, difference: Float64, c: Float64, squares: Float64, square: float, arm_norm: float) -> TensorPair:
+    """Args: squares, square: of the control, and their sum."""
+    apart, norm = difference * difference, math.sqrt(square)
     b = dot(difference, c) / square
     rest = difference - b * c
     return TensorPair(
@@ -161,7 +161,7 @@ def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm:
         b=b,
         standard_error=_standard_error(rest, c, square),
         residual=length(rest) / norm,
-        block=blocks(apart.ravel(), squares.ravel())[0],
+        block=_worst_block(apart.ravel(), squares.ravel(), square),
         carried_by=square**2 / fourth if (fourth := dot(squares, squares)) else 1.0,
     )
 
@@ -173,8 +173,24 @@ def _standard_error(rest: Float64, c: Float64, square: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def _edges(size: int) -> NDArray[np.int64]:
-    return np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
+def _edges(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where pieces begin, and how many elements each has."""
+    edges = np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
+    return edges[:-1], np.diff(edges)
+
+
+def _distances(apart: Float64, squares: Float64, square: float) -> Float64:
+    begins, sizes = _edges(squares.size)
+    off, own = (np.add.reduceat(values, begins) for values in (apart, squares))
+    found: Float64 = np.sqrt(off / ((own + square * sizes / squares.size) / 2))
+    return found
+
+
+def _worst_block(apart: Float64, squares: Float64, square: float) -> Block:
+    distances = _distances(apart, squares, square)
+    worst, (begins, sizes) = int(distances.argmax()), _edges(squares.size)
+    start = int(begins[worst])
+    return Block(start, start + int(sizes[worst]), float(distances[worst]))
 
 
 def blocks(apart: Float64, squares: Float64) -> list[Block]:
@@ -182,11 +198,9 @@ def blocks(apart: Float64, squares: Float64) -> list[Block]:
 
     Args: apart, squares: [elements]: squared differences, and squares of the control, some of which are not 0.
     """
-    edges = _edges(squares.size)
-    off, own = (np.add.reduceat(values, edges[:-1]) for values in (apart, squares))
-    share = squares.sum() * np.diff(edges) / squares.size
-    distances = np.sqrt(off / ((own + share) / 2)).tolist()
-    found = map(Block, edges[:-1].tolist(), edges[1:].tolist(), distances)
+    begins, sizes = _edges(squares.size)
+    distances = _distances(apart, squares, float(squares.sum()))
+    found = map(Block, begins.tolist(), (begins + sizes).tolist(), distances.tolist())
     return sorted(found, key=lambda block: -block.distance)
 
 

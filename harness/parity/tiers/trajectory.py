@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -303,8 +303,9 @@ class Series:
 
     def finding(self, at: int, count: int = 1, tensor: str | None = None) -> Finding:
         numbers, step = (float(each[at]) for each in (self.observed, self.allowed, self.refuted)), int(self.steps[at])
-        found = measured(self.check, self.stage, *numbers, step=step, tensor=tensor, note=self.note, since=self.since)
-        return replace(found, count=count)
+        return measured(
+            self.check, self.stage, *numbers, step=step, tensor=tensor, note=self.note, since=self.since, count=count
+        )
 
     def every(self) -> list[Finding]:
         return [self.finding(at) for at in range(len(self.steps))]
