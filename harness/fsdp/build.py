@@ -355,10 +355,16 @@ def _check_same_request(module: nn.Module, context: BuildContext, meshes: Meshes
 
 def _compute_in(dtype: torch.dtype, plans: Sequence[UnitPlan]) -> None:
     """Let weights be computed with in another dtype than the module's; those kept in 8 bits stay."""
+
+    def other(key: GroupKey) -> GroupKey:
+        if key.fp8 or key.dtype == dtype:
+            return key
+        return replace(key, dtype=dtype, stored=None if key.trainable else key.dtype)
+
     for plan in plans:
         before, plan.buckets = plan.buckets, {}
         for key, members in before.items():
-            plan.buckets.setdefault(key if key.fp8 else replace(key, dtype=dtype), []).extend(members)
+            plan.buckets.setdefault(other(key), []).extend(members)
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:

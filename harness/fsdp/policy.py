@@ -83,9 +83,10 @@ class Dtypes:
     accum: torch.dtype
 
     @classmethod
-    def frozen(cls, compute: torch.dtype) -> Dtypes:
-        """Dtypes of frozen parameters, which are stored in the compute dtype and have no gradients."""
-        return cls(compute, compute, compute, compute, compute)
+    def frozen(cls, compute: torch.dtype, stored: torch.dtype | None = None) -> Dtypes:
+        """Dtypes of frozen parameters, which have no gradients. stored: at least; None: the compute dtype."""
+        main = torch.promote_types(compute, stored or compute)
+        return cls(compute, main, compute, compute, compute)
 
     def validate(self, *, allow_low_precision_grads: bool) -> None:
         """Raise ValueError if the combination would silently lose updates or gradients."""

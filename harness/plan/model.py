@@ -229,7 +229,6 @@ def tensors(bucket: Bucket, config: Config) -> Iterator[tuple[str, int, int]]:
     options = engine_options(config)
     offloads = bucket.trainable and options["offload_optimizer"]
     apart = SHARD in cuts.own and options["nccl_ub"] is not Registration.none and fixed_buffers(config)
-    main = dtypes.main if bucket.trainable else dtypes.compute
 
     def tensor(role: str, on: On, itemsize: int) -> tuple[str, int, int]:
         return role, cuts.numel(on) * itemsize, cuts.param_numel(on) * itemsize
@@ -238,8 +237,8 @@ def tensors(bucket: Bucket, config: Config) -> Iterator[tuple[str, int, int]]:
     if placements.resting_weights_are_kept:
         for _ in range(bucket.copies):
             yield tensor("compute_weights", resting, dtypes.compute.itemsize)
-    if not placements.resting_weights_are_kept or main != dtypes.compute or offloads or apart:
-        yield tensor("main_weights", placements.main_weights, main.itemsize)
+    if not placements.resting_weights_are_kept or dtypes.main != dtypes.compute or offloads or apart:
+        yield tensor("main_weights", placements.main_weights, dtypes.main.itemsize)
     if not bucket.trainable:
         return
     is_exact = config.numerics.mode is Numerics.exact

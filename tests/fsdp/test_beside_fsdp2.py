@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TheirPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard as own_fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.fsdp.ragged.calls import HALVES, REFUSED, cut, mesh_of
@@ -116,6 +117,45 @@ def _narrow(rank: int, mesh: DeviceMesh) -> list[str]:
     return wrong
 
 
+def teacher(rank: int) -> list[str]:
+    """A frozen layer under `param_dtype` that follows another one slowly: strategies under which it does not end with
+    FSDP2's bits, or loses some where it is trained then, as FSDP2 cannot."""
+    return [strategy for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params") if _parts(strategy)]
+
+
+def _parts(strategy: str) -> bool:
+    found, dtypes = [], {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for shards in (
+        lambda m: [fully_shard(part, mp_policy=TheirPolicy(**dtypes)) for part in (*m, m)][-1],
+        lambda m: own_fully_shard(
+            m, unit_modules=[nn.Linear], strategy=strategy, mp_policy=MixedPrecisionPolicy(**dtypes)
+        ),
+    ):
+        module = net()
+        module.append(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
+        model: Any = shards(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(
+                torch.arange(2.0 * WIDTH).view(2, WIDTH) / 7 + dist.get_rank() + step
+            ).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[2].weight.lerp_(model[0].weight, 1e-3)
+        values = [value.full_tensor() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
+        found.append([value.clone() for value in values])
+    model[2].requires_grad_(True)
+    model(torch.ones(2, WIDTH)).float().square().mean().backward()
+    last = dict(model.full_weights())["2.weight"]
+    model.close()
+    return (
+        not torch.equal(last, found[0][2])
+        or [each.dtype for each in found[1]] != [torch.float32] * 3
+        or not all(map(torch.equal, *found))
+    )
+
+
 def of_tensors(rank: int) -> list[str]:
     """Calls that this engine refuses and torch's own DTensor gets right."""
     warnings.simplefilter("ignore")
@@ -160,3 +200,7 @@ def test_a_policy_in_fsdp2_s_names_gives_fsdp2_s_bits() -> None:
 def test_torch_gets_no_other_call_right() -> None:
     for calls in run_ranks(of_tensors, 2):
         assert calls == ["p.t().mul_(2)"]
+
+
+def test_frozen_weights_keep_their_bits_under_param_dtype() -> None:
+    assert run_ranks(teacher, 2) == [[], []]

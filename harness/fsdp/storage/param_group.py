@@ -3,7 +3,7 @@
 Which buffers a bucket has, and how each lies, is read from its `Placements` ([Note: Placement]). Where main and compute
 dtype are one, the main weights *are* (a part of) the compute weights that are kept between uses. Where none are kept, a
 gather casts the main weights into this rank's place of the bucket. A frozen bucket has weights only, stored once in the
-compute dtype.
+dtype that the module had.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 
 @dataclass(frozen=True)
 class GroupKey:
-    """dtype: as the module has them. fp8: encodings in 8 bits, 0, 1 or 2 (one for each direction)."""
+    """dtype: of the compute weights. fp8: encodings in 8 bits, 0, 1 or 2 (one for each direction). stored: of frozen
+    weights that are computed with in another dtype than the module has."""
 
     dtype: torch.dtype
     trainable: bool
     expert: bool = False
     fp8: int = 0
+    stored: torch.dtype | None = None
 
     @property
     def label(self) -> str:
         marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
         marks += ("", "/fp8", "/fp8x2")[self.fp8]
+        marks += "" if self.stored is None else f"/{self.stored}".replace("torch.", "")
         return str(self.dtype).removeprefix("torch.") + marks
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:
-        dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype)
+        dtypes = policy.resolve(self.dtype) if self.trainable else Dtypes.frozen(self.dtype, self.stored)
         return dtypes.in_8_bits() if self.fp8 else dtypes
 
 
@@ -138,7 +141,8 @@ class ParamGroup:
         Args:
             dtypes: of trained parameters with its compute dtype.
         """
-        values = dict(self.named_slices(self.compute if self.is_resident else self.gather_whole(self.main_shards)))
+        whole = self.compute if self.computes_with_main_weights else self.gather_whole(self.main_shards)
+        values = dict(self.named_slices(whole))
         self.dtypes, self.trainable = dtypes, True
         self._build(lambda name, _: values[name])
 
@@ -196,7 +200,7 @@ class ParamGroup:
             memory.empty(each.unsharded)
 
     def _build_main_weights(self) -> None:
-        stored = self.dtypes.main if self.trainable else self.dtypes.compute
+        stored = self.dtypes.main
         offload = self.plan.offload if self.trainable else None
         # main weights in storage of their own; None where they are the compute weights that are kept
         self.main_storage: Tensor | None = None
