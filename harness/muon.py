@@ -3,8 +3,8 @@ step is made of.
 
 [Note: Parts of Muon] Of torch's Muon (`torch/optim/_muon.py`) the iteration alone needs a whole matrix. Momentum, the
 Nesterov mix, weight decay and the last addition are elementwise: they may be made of rows. The iteration begins with a
-cast to bfloat16 and its result has that dtype, so that nothing is lost if rows travel in it. Every product is made of
-one matrix: a batched one may have other bits.
+cast to bfloat16 and its result has that dtype, so that nothing is lost if rows travel in it. Matrices of a stack are
+batched, `TOGETHER` at a time whoever owns them, as a batch of another length may round otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TOGETHER = 8
 MOMENTUM = "momentum_buffer"
 WIRE = torch.bfloat16
 SETTINGS: dict[str, Any] = dict(inspect.signature(torch.optim.Muon).parameters)
@@ -54,22 +55,17 @@ class MuonWithAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in filter(steps_matrices, self.param_groups):
+        groups = self.param_groups
+        for group in filter(steps_matrices, groups):
             for param in group["params"]:
                 if param.grad is not None:
-                    step_alone(group, param, param.grad, self.state[param])
-        step_rest(self, _adamw)
+                    _step_alone(group, param, param.grad, self.state[param])
+        self.param_groups = [group for group in groups if not steps_matrices(group)]
+        try:
+            _adamw(self)
+        finally:
+            self.param_groups = groups
         return loss
-
-
-def step_rest(optimizer: torch.optim.Optimizer, rule: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """Step the groups that have no matrices by the optimizer's rule."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if not steps_matrices(group)]
-    try:
-        rule(optimizer)
-    finally:
-        optimizer.param_groups = groups
 
 
 def steps_matrices(group: Mapping[str, Any]) -> bool:
@@ -77,8 +73,8 @@ def steps_matrices(group: Mapping[str, Any]) -> bool:
     return bool(group.get("muon", "ns_steps" in group))
 
 
-def matrices_of(shape: torch.Size, group: Mapping[str, Any], name: str) -> tuple[int, int, int]:
-    """(number of matrices, rows, columns) of a parameter.
+def matrices_of(shape: torch.Size, group: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """(rows, columns) of a parameter's matrices.
 
     Raises:
         ValueError: it is no matrix; or a stack, or cut into blocks, where torch's Muon would step it; or blocks are
@@ -95,13 +91,13 @@ def matrices_of(shape: torch.Size, group: Mapping[str, Any], name: str) -> tuple
             f"{name} is in a group with muon=True, which takes matrices, and stacks of them in three dimensions: put"
             " vectors, scalars and kernels of convolutions into a group without it, which AdamW steps"
         )
-    stack, rows, columns = (1, *shape) if len(shape) == 2 else shape
+    rows, columns = shape[-2:]
     if not (isinstance(blocks, int) and blocks > 0 and rows % blocks == 0):
         raise ValueError(
             f"{name} has {rows} rows in a matrix, which blocks={blocks} does not divide: give a divisor, as the number"
             " of heads of a packed projection, in a group of its own"
         )
-    return stack * blocks, rows // blocks, columns
+    return rows // blocks, columns
 
 
 def mix(group: Mapping[str, Any], grad: Tensor, momentum: Tensor) -> Tensor:
@@ -110,16 +106,18 @@ def mix(group: Mapping[str, Any], grad: Tensor, momentum: Tensor) -> Tensor:
     return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
-def orthogonalize(group: Mapping[str, Any], matrix: Tensor) -> Tensor:
-    """Newton-Schulz iteration on a whole matrix in bfloat16, in whose place it works: bfloat16."""
+def orthogonalize(group: Mapping[str, Any], matrices: Tensor) -> Tensor:
+    """Newton-Schulz iteration on whole matrices, bfloat16 [n, rows, columns], in whose place it works."""
     a, b, c = group["ns_coefficients"]
-    is_tall = matrix.size(0) > matrix.size(1)
-    wide = matrix.T if is_tall else matrix
-    wide.div_(wide.norm().clamp(min=group["eps"]))
+    is_tall, product = matrices.size(1) > matrices.size(2), torch.addmm if len(matrices) == 1 else torch.baddbmm
+    wide = matrices.mT if is_tall else matrices
+    for each in wide:
+        each.div_(each.norm().clamp(min=group["eps"]))
+    wide = wide.squeeze(0)
     for _ in range(group["ns_steps"]):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if is_tall else wide
+        gram = wide @ wide.mT
+        wide = product(wide, product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if is_tall else wide).view(matrices.shape)
 
 
 def decay(group: Mapping[str, Any], param: Tensor) -> None:
@@ -139,15 +137,17 @@ def _rate(group: Mapping[str, Any]) -> Any:
     return lr.squeeze() if isinstance(lr, Tensor) and lr.dim() else lr
 
 
-def step_alone(group: Mapping[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+def _step_alone(group: Mapping[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
     """Step a whole parameter, as torch's Muon steps a matrix."""
-    stack, rows, columns = matrices_of(param.shape, group, "a parameter")
+    rows, columns = matrices_of(param.shape, group, "a parameter")
     if MOMENTUM not in state:
         state[MOMENTUM] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-    given = mix(group, grad, state[MOMENTUM]).to(WIRE, copy=True).reshape(stack, rows, columns)
+    given = mix(group, grad, state[MOMENTUM]).to(WIRE, copy=True)
     decay(group, param)
-    for block, matrix in zip(param.view(stack, rows, columns), given, strict=True):
-        add(group, block, orthogonalize(group, matrix), rows, columns)
+    for box in boxes(param.shape, rows):
+        place = tuple(slice(*each) for each in box)
+        found = orthogonalize(group, given[place].reshape(-1, rows, columns))
+        add(group, param[place], found.reshape(param[place].shape), rows, columns)
 
 
 def multiplications(rows: int, columns: int, iterations: int) -> int:
@@ -157,11 +157,17 @@ def multiplications(rows: int, columns: int, iterations: int) -> int:
     return iterations * (2 * short * short * long + short**3)
 
 
-def boxes(shape: torch.Size, stack: int, rows: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Begin and end in each dimension of each of a parameter's matrices."""
-    if len(shape) == 2:
-        yield from (((begin, begin + rows), (0, shape[1])) for begin in range(0, stack * rows, max(rows, 1)))
+def boxes(shape: torch.Size, rows: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Begin and end in each dimension of what is orthogonalized together: `TOGETHER` neighbours of a stack, or blocks
+    of one matrix, as many as there are."""
+    *stack, height, columns = shape
+    if not all(shape):
         return
-    for place in range(stack):
-        layer, block = divmod(place * rows, math.prod(shape[1:2])) if rows else (place, 0)
-        yield (layer, layer + 1), (block, block + rows), (0, shape[2])
+    if stack and rows == height:
+        for begin in range(0, stack[0], TOGETHER):
+            yield (begin, min(begin + TOGETHER, stack[0])), (0, height), (0, columns)
+        return
+    for layer in range(*stack or (1,)):
+        for begin in range(0, height, TOGETHER * rows):
+            found = (begin, min(begin + TOGETHER * rows, height)), (0, columns)
+            yield ((layer, layer + 1), *found) if stack else found

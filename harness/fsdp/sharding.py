@@ -26,14 +26,14 @@ from harness.fsdp.options import Options, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request, groups_of_mesh, resolve_classes
 from harness.fsdp.runtime.step import Call
-from harness.fsdp.storage.at_rest import ShardedParameters, location_of, sharded_of
+from harness.fsdp.storage.at_rest import ShardedParameters, sharded_of
 from harness.fsdp.storage.param_group import InitialValue, ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, grad_of
 from harness.fsdp.update.flat_step import FlatStep
-from harness.fsdp.update.matrices import matrix_step_of
+from harness.fsdp.update.matrices import bucket_of
+from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
-from harness.muon import steps_matrices
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -254,8 +254,8 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
     _take_sharded(optimizer)
     flat: FlatStep | None = getattr(optimizer, _FLAT_STEP, None)
     if flat is None:
-        flat = FlatStep(optimizer)
-        flat.step_matrices, flat.agree = matrix_step_of(optimizer), _agree_on_matrices
+        flat = FlatStep(optimizer, whole_step_of(optimizer))
+        flat.agree = _agree_on_matrices
         setattr(optimizer, _FLAT_STEP, flat)
         optimizer.register_state_dict_pre_hook(_have_state)
         optimizer.register_load_state_dict_post_hook(lambda loaded: getattr(loaded, _FLAT_STEP).take_loaded())
@@ -292,11 +292,10 @@ def bind(engine: Engine, optimizer: torch.optim.Optimizer, *, steps_unused: bool
 def _agree_on_matrices(optimizer: torch.optim.Optimizer) -> None:
     """Refuse a matrix that has a gradient on some ranks alone: no owner could have the whole. *Collective.*"""
     told: dict[tuple[Mesh, Communicator | None], list[tuple[str, str]]] = {}
-    for param in (param for group in filter(steps_matrices, optimizer.param_groups) for param in group["params"]):
-        if (place := location_of(param)) is not None:
-            said = "without a gradient" if grad_of(param) is None else "given one"
-            bucket = place[0].bucket
-            told.setdefault((bucket.mesh, bucket.tp), []).append((f"parameter {getattr(param, HOME)[0]}", said))
+    for _, param in getattr(optimizer, _FLAT_STEP).matrices.params(optimizer):
+        said = "without a gradient" if grad_of(param) is None else "given one"
+        bucket = bucket_of(param)
+        told.setdefault((bucket.mesh, bucket.tp), []).append((f"parameter {getattr(param, HOME)[0]}", said))
     for (mesh, tp), pairs in told.items():
         check_agreed(
             pairs,

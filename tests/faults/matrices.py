@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update import matrices
 from tests.faults.corpus import MUON, ZERO1, ZERO2, ZERO3
 from tests.faults.resume import on_load
@@ -34,10 +35,10 @@ def momentum_of_a_piece(site: Site) -> None:
 @fault("each rank's rows of a matrix are orthogonalized by themselves", "optimizer", cell=(ZERO2, MUON), edition=3)
 def iteration_on_a_cut_matrix(site: Site) -> None:
     def wrap(orthogonalize: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def wrapped(group: Any, matrix: Tensor) -> Tensor:
-            rows = -(-matrix.shape[0] // site.size)
-            cut = torch.cat([orthogonalize(group, part.clone()) for part in matrix.split(rows)])
-            found = orthogonalize(group, matrix).clone()
+        def wrapped(group: Any, given: Tensor) -> Tensor:
+            rows = -(-given.shape[1] // site.size)
+            cut = torch.cat([orthogonalize(group, part.clone()) for part in given.split(rows, 1)], 1)
+            found = orthogonalize(group, given).clone()
             blend(found, cut, site.amount)
             return found
 
@@ -70,7 +71,7 @@ def update_not_sent(site: Site) -> None:
     def wrap(finish: Callable[..., None]) -> Callable[..., None]:
         def wrapped(lane: Any, groups: Any) -> None:
             missed = [m for m in lane.matrices if m.owner not in (None, lane.comm.rank)]
-            rows = [m.here(lane.comm.rank, m.piece.flat) for m in missed]
+            rows = [m.here(lane.comm.rank, values_here(m.param)) for m in missed]
             left = [each * (1.0 - groups[m.group]["lr"] * groups[m.group]["weight_decay"])
                     for m, each in zip(missed, rows, strict=True)]  # fmt: skip
             finish(lane, groups)

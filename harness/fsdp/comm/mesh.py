@@ -7,9 +7,11 @@ its own: it is another group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -154,6 +156,15 @@ def all_values(comm: Communicator, values: Tensor, purpose: str) -> Tensor:
     table = values.new_zeros(comm.size, *values.shape)
     table[comm.rank] = values
     return comm.sum_scalars(table, purpose)
+
+
+def everyones(value: Any, comm: Communicator, purpose: str) -> list[Any]:
+    """Every rank's value, as JSON has it. *Collective.*"""
+    text = json.dumps(value).encode()
+    found = all_values(comm, torch.tensor(len(text), device=comm.runtime.device), purpose).tolist()
+    padded = torch.frombuffer(bytearray(text.ljust(8 * -(-max(found) // 8))), dtype=torch.int64)
+    rows = all_values(comm, padded.to(comm.runtime.device), purpose).cpu().view(torch.uint8).numpy()
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, found, strict=True)]
 
 
 def crossed(data: Communicator, tensor: Communicator | None) -> Communicator:

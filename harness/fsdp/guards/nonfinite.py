@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.guards.replicas import everyones
+from harness.fsdp.comm.mesh import everyones
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.private_torch import foreach_norm
 

@@ -14,7 +14,6 @@ agree to a sixteenth of the norm; gradients below a thousandth of the largest ma
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import is_queued
-from harness.fsdp.comm.mesh import Groups, Meshes, all_values
+from harness.fsdp.comm.mesh import Groups, Meshes, all_values, everyones
 from harness.fsdp.guards.watches import by_value, ranks_text
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.placement import REPLICATE
@@ -304,19 +303,11 @@ def check_agreed(pairs: Pairs, comm: Communicator, purpose: str, wrong: str, fix
     number = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in pairs).encode())
     if len(set(all_values(comm, torch.tensor(number, device=comm.runtime.device), purpose).tolist())) == 1:
         return
-    raise RanksDisagree(f"{wrong}: {difference(everyones(pairs, comm, purpose))}. {fix}")
+    raise RanksDisagree(f"{wrong}: {difference(everyones(list(pairs), comm, purpose))}. {fix}")
 
 
-def everyones(pairs: Pairs, comm: Communicator, purpose: str) -> list[Pairs]:
-    text = json.dumps(list(pairs)).encode()
-    found = all_values(comm, torch.tensor(len(text), device=comm.runtime.device), purpose).tolist()
-    padded = torch.frombuffer(bytearray(text.ljust(8 * -(-max(found) // 8))), dtype=torch.int64)
-    rows = all_values(comm, padded.to(comm.runtime.device), purpose).cpu().view(torch.uint8).numpy()
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, found, strict=True)]
-
-
-def difference(everyones: Sequence[Pairs]) -> str:
-    said = [dict(each) for each in everyones]
+def difference(told: Sequence[Pairs]) -> str:
+    said = [dict(each) for each in told]
     names = dict.fromkeys(name for each in said for name in each)
     differing = [name for name in names if len({each.get(name) for each in said}) > 1]
     if not differing:

@@ -169,7 +169,8 @@ class RaggedTensor(DTensor):
         raise RuntimeError(
             f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on"
             " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
-            " every rank has by torch.distributed.checkpoint"
+            " every rank has by torch.distributed.checkpoint; to compile an optimizer's step, give the optimizer to"
+            " fully_shard_optimizer(model, optimizer) first"
         )
 
     def storage(self) -> Any:
@@ -245,7 +246,8 @@ class GatheredView(DTensor):
         if schema_of(func).is_mutable and isinstance(args[0], GatheredView):
             raise NotImplementedError(
                 f"{func} on a view of {getattr(args[0], '_name', 'a sharded tensor')}: its rows lie on several ranks"
-                " and the view is a copy; edit parameter.full_tensor() (collective), then parameter.copy_(it)"
+                " and the view is a copy; edit parameter.full_tensor() (collective), then parameter.copy_(it); an"
+                " optimizer that does this, as torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer)"
             )
         plain = next((e for e in tree_leaves((args, kwargs)) if type(e) is Tensor and e.numel() > 1), None)
         if plain is not None:

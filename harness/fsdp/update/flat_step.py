@@ -25,8 +25,8 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_grad
 from harness.fsdp.tensor_parallel import values_here
+from harness.fsdp.update.matrices import MatrixStep
 from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
-from harness.muon import steps_matrices
 from harness.private_torch import note_step, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
@@ -97,15 +97,14 @@ class Counter:
 class FlatStep:
     """before: called, with further arguments of `step`, before the rule may write main weights. *Collective.* unfused:
     see `kernel_settings`. steps_unused: None is stepped as zeros. decoupled: the rule reads gradients as
-    `decoupled_grad`. step_matrices: called with the optimizer, pieces by group, and its rule, in place of the rule.
-    agree: called before, once gradients are known. *Collective.*
+    `decoupled_grad`. matrices: step what is needed whole, and call the rule for the rest. agree: called before that,
+    once gradients are known. *Collective.*
     """
 
-    def __init__(self, optimizer: Opt) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Opt, matrices: MatrixStep | None = None) -> None:
+        self.optimizer, self.matrices = optimizer, matrices
         self.before: list[Callable[..., None]] = []
         self.unfused = self.steps_unused = self.decoupled = False
-        self.step_matrices: Callable[[Opt, list[list[Any]], Callable[[Opt], Any]], None] | None = None
         self.agree: Callable[[Opt], None] = lambda _: None
         self.moments = moments_of(optimizer)
         self._others: dict[str, Any] = {}
@@ -134,9 +133,9 @@ class FlatStep:
 
         def step(own: Opt, closure: Callable[[], Any] | None = None) -> Any:
             try:
-                if self.step_matrices is not None:
+                if self.matrices is not None:
                     loss = begin(self) if closure is None else around(closure)
-                    self.step_matrices(own, self._plan, rule)
+                    self.matrices.step(own, rule)
                     return loss
                 if closure is None:
                     begin(self)
@@ -176,7 +175,7 @@ class FlatStep:
     @by_engine
     def _exchange(self) -> None:
         self._take_gradients()
-        if self.step_matrices is not None and not self.steps_unused:
+        if self.matrices is not None and not self.steps_unused:
             self.agree(self.optimizer)
         if self.moments is None:
             self.take_state()
@@ -282,11 +281,15 @@ class FlatStep:
         """Bytes of moments on this rank: (of parameters, of padding)."""
         spans = {id(span): span for span in self._spans.values()}.values()
         total = sum(flat.nbytes for span in spans for flat in span.flats.values())
-        used = 0
+        whole = {id(param) for _, param in self.matrices.params(self.optimizer)} if self.matrices is not None else ()
+        used = apart = 0
         for param, held in self.optimizer.state.items():
-            moments = (held.get(key) for key in self.moments or ()) if location_of(param) is not None else ()
-            used += sum(values_here(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
-        return used, max(total - used, 0)
+            keys = held if id(param) in whole else self.moments or ()
+            moments = (held.get(key) for key in keys) if location_of(param) is not None else ()
+            found = sum(values_here(each).numel() * each.itemsize for each in moments if isinstance(each, Tensor))
+            used += found
+            apart += found if id(param) in whole else 0
+        return used, max(total + apart - used, 0)
 
     # -- what is stepped together --------------------------------------------------------------------------------------
 
@@ -317,6 +320,10 @@ class FlatStep:
     def take_state(self) -> dict[int, Tensor]:
         params = (param for group in self.optimizer.param_groups for param in group["params"])
         placed = {id(param): param for param in params if location_of(param) is not None}
+        if self.matrices is not None:
+            self.matrices.settle(self.optimizer)
+            for _, param in self.matrices.params(self.optimizer):
+                del placed[id(param)]
         if self.moments is None:
             self._cut_state(placed.values())
             return placed
@@ -339,11 +346,9 @@ class FlatStep:
         kinds: dict[Any, int] = {}
         stepped: dict[ParamGroup, dict[str, _Stepped]] = {}
         for number, group in enumerate(groups):
-            is_alone = self.step_matrices is not None and steps_matrices(group)
             for param in group["params"]:
                 if id(param) in placed and grad_of(param) is not None:
-                    alone = id(param) if is_alone else None
-                    alike = number, id(self._spans[id(param)]), self._counts(param), alone
+                    alike = number, id(self._spans[id(param)]), self._counts(param)
                     kind = kinds.setdefault(alike, len(kinds))
                     bucket, name = _slot_of(param)
                     stepped.setdefault(bucket, {})[name] = number, param, kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,10 @@ ENTRIES: dict[type[Optimizer], dict[str, str]] = {
     MuonWithAdamW: {"step": "", "exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad", MOMENTUM: ""},
 }
 """Entries of torch's optimizers, and the setting of the group that asks for each ("": always)."""
-NEEDS_WHOLE = {
-    "Muon": "its own `step` has rows of matrices; torch.optim.Muon's and harness.muon.MuonWithAdamW's have whole ones",
+NEEDS_WHOLE = "needs_whole"
+"""Method of an optimizer, or attribute: of a parameter, if its own `step` needs that whole. See [Note: Own step]."""
+REFUSED = {
+    "Muon": "its own `step` has rows of matrices",
     "LBFGS": "it works on one vector of all parameters",
     "Adafactor": "it keeps sums over whole rows and columns",
     "ZeroRedundancyOptimizer": "it splits whole parameters over ranks once more: use its optimizer_class itself",
@@ -51,10 +53,22 @@ def is_of_matrices(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 def moments_of(optimizer: Optimizer) -> frozenset[str] | None:
     """Entries with a number an element; None for a rule that is not torch's own and elementwise."""
     names = "step", "_init_group"
+    if hasattr(optimizer, NEEDS_WHOLE):
+        return None
     for kind, entries in ENTRIES.items():
         if all(inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name)) for name in names):
             return frozenset(entries) - COUNTERS
     return None
+
+
+def needs_whole_of(optimizer: Optimizer) -> Callable[[Tensor], bool] | None:
+    """None if the optimizer's own `step` needs no parameter whole; else what it declares. Adafactor of torch, and a
+    class with another `step` than its base of Muon, need every one."""
+    known = torch.optim.Adafactor | torch.optim.Muon | MuonWithAdamW
+    declared: Callable[[Tensor], bool] | None = getattr(optimizer, NEEDS_WHOLE, None)
+    if declared is None and isinstance(optimizer, known) and moments_of(optimizer) is None:
+        return lambda _: True
+    return declared
 
 
 # -- state before the first step ---------------------------------------------------------------------------------------
@@ -148,12 +162,23 @@ def check_optimizer(
         ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`; or as
             `matrices_of`.
     """
-    name = next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in NEEDS_WHOLE), None)
-    if name and moments_of(optimizer) is None and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+    needs, kind = needs_whole_of(optimizer), type(optimizer)
+    if needs is not None and not callable(needs):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot step sharded parameters: {NEEDS_WHOLE[name]}. Use an elementwise"
-            " optimizer, as AdamW, or zero_dp_strategy=0, under which parameters are whole; LBFGS and Adafactor may be"
-            " left out of fully_shard_optimizer, and step DTensors then"
+            f"{kind.__name__}.{NEEDS_WHOLE} is {needs!r}: give a function of a parameter that says if {kind.__name__}"
+            " needs it whole, such as lambda param: param.dim() > 1"
+        )
+    name = next((base.__name__ for base in kind.__mro__ if base.__name__ in REFUSED), None)
+    is_stepped = needs is not None or moments_of(optimizer) is not None
+    if name and not is_stepped and any(bucket.placements.main_weights != WHOLE for bucket in buckets):
+        fix = (
+            "leave it out of fully_shard_optimizer, so that it steps DTensors"
+            if name == "LBFGS"
+            else (f"let `{NEEDS_WHOLE}(param)` of it say which parameters it needs whole")
+        )
+        raise TypeError(
+            f"{kind.__name__} cannot step sharded parameters: {REFUSED[name]}. Use an elementwise optimizer, as AdamW;"
+            f" or zero_dp_strategy=0, under which parameters are whole; or {fix}"
         )
     for group in filter(partial(is_of_matrices, optimizer), optimizer.param_groups):
         for param in group["params"]:

@@ -398,9 +398,11 @@ def test_a_slip_in_user_buffers_is_found(slip: str) -> None:
     assert all(run_ranks(registering, WORLD, "optim", slip))
 
 
-class OwnMuon(torch.optim.Muon):
+class Muon(torch.optim.SGD):
+    """Not torch's: by its name alone."""
+
     def step(self, closure: Any = None) -> Any:
-        return super().step(closure)  # type: ignore[no-untyped-call] # torch's
+        return super().step(closure)
 
 
 def refused(rank: int, strategy: str) -> dict[str, str]:
@@ -411,7 +413,7 @@ def refused(rank: int, strategy: str) -> dict[str, str]:
     model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     second = fully_shard_model(Net(), fsdp_unit_modules=[Block])
     model(data(1, rank).float()).sum().backward()
-    muon = OwnMuon([p for p in module.parameters() if p.dim() == 2])
+    muon = Muon([p for p in module.parameters() if p.dim() == 2])
     acts = {
         "early": early.step,
         "kept": lambda: kept[0].sum(),
@@ -440,6 +442,7 @@ def test_what_cannot_be_right_is_refused_by_name(strategy: str) -> None:
         assert "blocks.0.up.weight" in found["elsewhere"]
         assert "`fully_shard` both together" in found["elsewhere"]
         assert "Muon cannot step sharded parameters" in found["muon"]
+        assert "let `needs_whole(param)` of it say" in found["muon"]
         assert "zero_dp_strategy=0" in found["muon"]
         assert "no parameter of SGD belongs to a sharded model" in found["none"]
         assert "2 sharded models: call fully_shard_optimizer(model, optimizer) once with each" in found["two"]

@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.update import owners
 from harness.muon import MuonWithAdamW
+from harness.private_torch import tree_leaves
+from tests.fsdp.muon.whole import Shampoo, Soap
 
 SHAPES = [
     *[(1, 1), (1, 9), (9, 1), (2, 3), (3, 2), (5, 5), (7, 13), (13, 7), (17, 64), (64, 17)],
     *[(64, 64), (33, 128), (128, 33), (8, 200), (200, 8), (31, 31), (65, 96), (96, 65), (4, 130), (129, 3)],
 ]
-STACKS = [(3, 8, 5), (5, 6, 12), (1, 7, 7)]
+STACKS = [(3, 8, 5), (10, 6, 12), (1, 7, 7)]
 STEPS = 3
 
 
@@ -46,7 +48,7 @@ class Unit(nn.Module):
 class Net(nn.Module):
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
-        held = [*shapes, *STACKS, (11,), (1,)]
+        held = [*shapes, *STACKS, (11,), (1,), ()]
         self.units = nn.ModuleList(Unit(held[begin : begin + 7], begin) for begin in range(0, len(held), 7))
 
     def forward(self, step: int, scale: float) -> Tensor:
@@ -91,12 +93,22 @@ def frozen(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(held[::3] + held[1::3], lr=rate)]
 
 
+def soap(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Tells what it needs on the object, as who uses somebody else's class does."""
+    made: Any = Soap([*matrices(model, 2, 3)])
+    made.needs_whole = lambda param: param.dim() > 1
+    return [made, torch.optim.AdamW([*matrices(model, 0, 1)], lr=0.01, foreach=False)]
+
+
 MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "two": two,
     "plain momentum": lambda model: two(model, nesterov=False, momentum=0.5),
     "as AdamW": lambda model: two(model, adjust_lr_fn="match_rms_adamw", ns_steps=2, weight_decay=0.3),
     "one": one,
     "frozen": frozen,
+    "Shampoo": lambda model: [Shampoo(model.parameters())],
+    "SOAP": soap,
+    "Adafactor": lambda model: [torch.optim.Adafactor(model.parameters(), lr=0.02, weight_decay=0.1)],
 }
 
 
@@ -151,7 +163,7 @@ def planned(case: Case) -> Iterator[None]:
 @dataclass
 class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
-    momenta: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
 
 
 def sharded(case: Case) -> tuple[Any, list[Any]]:
@@ -180,14 +192,15 @@ def train(model: Any, optimizers: list[Any], steps: range = range(STEPS), k: int
 
 def trained(model: Any, optimizers: list[Any]) -> Trained:
     names = {id(param): name for name, param in model.named_parameters()}
-    momenta = {}
+    states = {}
     for each in optimizers:
-        for param, held in each.state.items():
-            if "momentum_buffer" in held:
-                found = held["momentum_buffer"]
-                momenta[names[id(param)]] = found.full_tensor() if isinstance(found, DTensor) else found.clone()
+        for param, held in sorted(each.state.items(), key=lambda pair: names[id(pair[0])]):
+            for key in sorted(held):
+                for place, leaf in enumerate(tree_leaves(held[key])):
+                    found = leaf.full_tensor() if isinstance(leaf, DTensor) else torch.as_tensor(leaf).clone()
+                    states[f"{names[id(param)]}/{key}/{place}"] = found
     full = getattr(model, "full_weights", model.named_parameters)()
-    return Trained({name: value.detach().clone() for name, value in full}, momenta)
+    return Trained({name: value.detach().clone() for name, value in full}, states)
 
 
 def plain(case: Case, steps: range = range(STEPS)) -> Trained:
@@ -198,7 +211,7 @@ def plain(case: Case, steps: range = range(STEPS)) -> Trained:
 
 
 def differences(one: Trained, other: Trained) -> list[str]:
-    pairs = [("weight", one.weights, other.weights), ("momentum", one.momenta, other.momenta)]
+    pairs = [("weight", one.weights, other.weights), ("state", one.states, other.states)]
     found = [f"{what}s of {a.keys() ^ b.keys()}" for what, a, b in pairs if a.keys() != b.keys()]
     for what, a, b in pairs:
         found += [

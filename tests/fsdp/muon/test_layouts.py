@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from harness import muon
-from harness.fsdp.update import flat_step, matrices
+from harness.fsdp.tensor_parallel import values_here
+from harness.fsdp.update import matrices, own_step
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.muon import nets
 from tests.fsdp.muon.nets import MAKERS, STEPS, Case, sharded, train, trained
@@ -153,8 +154,8 @@ def traffic(rank: int, case: Case) -> tuple[int, list[tuple[int | None, int]]]:
         meter.take()
         train(model, optimizers, range(1, 2))
         sent = sum(row.bytes for row in meter.take() if " matrices" in row.bucket and "gradients of" not in row.bucket)
-    step = optimizers[0]._fsdp_flat_step.step_matrices.__self__
-    held = [(m.owner, m.here(rank, m.piece.flat).numel()) for lane in step._lanes for m in lane.matrices]
+    lanes = optimizers[0]._fsdp_flat_step.matrices._lanes
+    held = [(m.owner, m.here(rank, values_here(m.param)).numel()) for lane in lanes for m in lane.matrices]
     model.close()
     return sent, held
 
@@ -182,39 +183,50 @@ MISTAKES = {
         Slip(muon, "add", "rows / columns", "columns / rows", "Wide matrices are scaled as tall ones"), SPLIT,
     ),
     "scale of a piece": (
-        Slip(matrices.Lane, "finish", "values.to(target.device), m.rows", "values.to(target.device), target.shape[0]",
+        Slip(matrices.MuonRule, "take", "values, matrix.rows", "values, rows.shape[0]",
              "The rate is adjusted to the rows that lie here"), SPLIT,
     ),
     "iteration on a cut matrix": (
-        Slip(matrices.Lane, "work", "self.whole[id(m)].view(m.rows, m.columns)",
-             "m.part(self.whole[id(m)], self.comm.rank).flatten(0, -2)", "Rows that lie here are orthogonalized"),
+        Slip(matrices.MuonRule, "work", "lane.whole[id(m)][0].view(-1, m.rows, m.columns)",
+             "m.part(lane.whole[id(m)][0], lane.comm.rank).flatten(0, -2)[None]", "Rows are orthogonalized"),
         Case(2, shapes=((64, 64),) * 3),
     ),
     "an update that is not taken": (
-        Slip(matrices.Lane, "finish", "for m, values in updates:", "for m, values in updates if me != 1 else ():",
+        Slip(matrices.Lane, "finish", "in updates:", "in updates if self.comm.rank != 1 else ():",
              "One rank does not add what owners send"), SPLIT,
     ),
     "order of pieces": (
-        Slip(matrices.MatrixStep, "_lanes_of", "matrices.sort(", "sorted(matrices, ", "Each rank has its own order"),
+        Slip(matrices.MatrixStep, "params", "in found if",
+             "in ([*found][::-1] if torch.distributed.get_rank() else found) if", "Ranks have other orders"),
         SPLIT,
     ),
     "momentum that begins anew": (
-        Slip(matrices.Lane, "begin", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
+        Slip(matrices.MuonRule, "give", "if MOMENTUM not in held:", "if True:", "Momentum is none"), SPLIT,
     ),
     "decay of a group": (
-        Slip(matrices.Lane, "finish", "decay(groups[number]", "decay(groups[0]", "The first group's decay"),
+        Slip(matrices.Lane, "finish", "groups[m.group], m", "groups[0], m", "The first group's settings"),
         SPLIT,
     ),
-    "one piece for all": (
-        Slip(flat_step.FlatStep, "_build", "id(param) if is_alone else None", "None", "Matrices share a piece"),
-        Case(1),
+    "numbers of the first step": (
+        Slip(own_step.OwnStep, "_tell", "_told(held) != _told(state.get(m.param, {}))", "not state.get(m.param)",
+             "Others are told of a state once"),
+        Case(2, maker="SOAP"),
+    ),
+    "a weight that stays": (
+        Slip(own_step.OwnStep, "take", "rows.copy_(values)", "rows", "What an owner makes is not taken"),
+        Case(2, maker="Shampoo"),
+    ),
+    "gradients of weights": (
+        Slip(own_step.OwnStep, "give", "values_here(cast(Tensor, grad_of(param)))", "values_here(param)",
+             "Weights are given as gradients"),
+        Case(2, maker="Adafactor"),
     ),
     "columns of the first": (
         Slip(matrices.Regions, "of", "rank=place.tensor)", "rank=0)",
              "Every tensor-parallel rank gives the first one's columns"), TENSOR,
     ),
     "blocks by stack": (
-        Slip(muon, "boxes", "divmod(place * rows", "divmod(place * rows * 0", "All blocks are the first"), TENSOR,
+        Slip(muon, "boxes", "yield (begin, min", "yield (0, min", "All stacks begin with the first"), TENSOR,
     ),
 }  # fmt: skip
 

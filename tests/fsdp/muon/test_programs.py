@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_op
 from harness.muon import MuonWithAdamW
 from tests.fsdp.muon import nets
 from tests.fsdp.muon.nets import STEPS, Case, sharded, train, trained
+from tests.fsdp.muon.whole import Shampoo
 from tests.support.spawn import run_ranks
 
 # -- another layout goes on --------------------------------------------------------------------------------------------
@@ -52,6 +54,8 @@ def moved(rank: int, folder: str, pairs: list[tuple[Case, Case]]) -> list[list[s
 
 def test_state_goes_from_any_layout_to_any_other(tmp_path: Path) -> None:
     pairs = list(itertools.permutations(LAYOUTS, 2))
+    others = [replace(each, maker=maker) for maker in ("Shampoo", "Adafactor") for each in LAYOUTS[:3]]
+    pairs += [(one, other) for one, other in itertools.permutations(others, 2) if one.maker == other.maker]
     told = run_ranks(moved, 4, str(tmp_path), pairs)
     assert [rank[place] for place in range(len(pairs)) for rank in told] == [[]] * 4 * len(pairs)
 
@@ -59,9 +63,8 @@ def test_state_goes_from_any_layout_to_any_other(tmp_path: Path) -> None:
 # -- misuse ------------------------------------------------------------------------------------------------------------
 
 
-class OwnStep(torch.optim.Muon):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)  # type: ignore[no-untyped-call] # torch's
+class Lbfgs(torch.optim.LBFGS):
+    """Another class with a `step` of its own, for one vector of all parameters."""
 
 
 class Mixed(nn.Module):
@@ -87,6 +90,17 @@ def later(model: Any, name: str) -> Any:
     optimizer.step()
 
 
+def declared(model: Any, needs_whole: Any) -> None:
+    optimizer: Any = Shampoo([model.first.weight])
+    optimizer.needs_whole = needs_whole
+    fully_shard_optimizer(model, optimizer)
+
+
+def unbound(model: Any) -> torch.optim.Muon:
+    model(torch.ones(2, 6)).backward()
+    return torch.optim.Muon([model.first.weight])
+
+
 def narrow() -> None:
     policy = MixedPrecisionPolicy(main_params_dtype=None, allow_low_precision_grads=True)
     model = fully_shard_model(nn.Linear(4, 4).bfloat16(), mixed_precision_policy=policy, numerics="exact")
@@ -108,8 +122,15 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a vector that is added later": (lambda m: later(m, "first.bias"), "parameter first.bias with blocks=1"),
     "a stack that is added later": (lambda m: later(m, "stack"), "parameter stack with blocks=1"),
-    "a class with its own step": (
-        lambda m: fully_shard_optimizer(m, OwnStep([m.first.weight])), "OwnStep cannot step sharded parameters",
+    "one vector of all parameters": (
+        lambda m: fully_shard_optimizer(m, Lbfgs([m.first.weight])), "Lbfgs cannot step sharded parameters",
+    ),
+    "a declaration that is no function": (lambda m: declared(m, needs_whole=True), "needs_whole is True: give a func"),
+    "a tall matrix in a Muon that was not handed over": (
+        lambda m: unbound(m).step(), "torch.optim.Muon, goes to fully_shard_optimizer(model, optimizer)",
+    ),
+    "a compiled step of a Muon that was not handed over": (
+        lambda m: torch.compile(unbound(m).step)(), "give the optimizer to fully_shard_optimizer(model, optimizer)",
     ),
     "exact bits of 16-bit main weights": (
         lambda m: narrow(),
@@ -126,8 +147,8 @@ def refused(rank: int) -> dict[str, str]:
         try:
             program(model)
             found[name] = ""
-        except (ValueError, TypeError) as error:
-            found[name] = str(error)
+        except (ValueError, TypeError, RuntimeError) as error:
+            found[name] = str(error).partition("\n\nfrom user code")[0]  # torch.compile goes on
         model.close()
     return found
 
