@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,16 +46,17 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """marks: of one microbatch. tensor_parallel: its traffic over that axis."""
+    """marks: of one microbatch. tensor_parallel: its traffic over that axis. failure: why there are none."""
 
-    marks: tuple[Mark, ...]
-    tensor_parallel: Rows
+    marks: tuple[Mark, ...] = ()
+    tensor_parallel: Rows = field(default_factory=Rows)
+    failure: str = ""
 
 
 class Recorder(TorchDispatchMode):
-    """routed: rows that an expert is taken to have; a route depends on data, and there is none."""
+    """routed: rows that an expert is taken to have: a route depends on data, and there is none. None: no model here."""
 
-    def __init__(self, known: set[int], routed: int) -> None:
+    def __init__(self, known: set[int], routed: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch leaves it unannotated
         self.live = self.most = 0
         self.marks: list[Mark] = []
@@ -66,7 +67,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        if func is torch.ops.aten.nonzero.default:
+        if func is torch.ops.aten.nonzero.default and self._routed is not None:
             made = args[0].new_empty((self._routed, args[0].dim()), dtype=torch.int64)
         else:
             made = func(*args, **(kwargs or {}))
@@ -102,14 +103,15 @@ def kernels(device: Device) -> Iterator[None]:
     """
     aten, original, asked = torch.ops.aten, F.scaled_dot_product_attention, torch.is_autocast_enabled
 
-    def flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, enable_gqa: bool = False) -> Tensor:
-        if device is Device.cuda:
-            found: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
-            return found
-        found = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+    def flash(query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
+        if given or not options.keys() <= {"is_causal", "enable_gqa"}:  # a mask, dropout, a scale
+            return original(query, key, value, *given, **options)
+        on_device = aten._scaled_dot_product_flash_attention
+        kernel = on_device if device is Device.cuda else aten._scaled_dot_product_flash_attention_for_cpu
+        found: Tensor = kernel(query, key, value, 0.0, options.get("is_causal", False))[0]
         return found
 
-    F.scaled_dot_product_attention = flash  # type: ignore[assignment] # of its arguments, those that models give
+    F.scaled_dot_product_attention = flash
     torch.is_autocast_enabled = lambda *_: False
     try:
         yield
@@ -132,7 +134,16 @@ def _encoded(made: Sequence[Quantized], *, transposed: bool) -> Quantized:
 
 
 def record(model: Model) -> Recorded:
-    """Run one microbatch on the meta device."""
+    """One microbatch on the meta device; or why a model that looks at its data has no record."""
+    try:
+        return _record(model)
+    except Exception as error:  # whatever a model of the user's does
+        if model.config.model.family in (ModelFamily.llama, ModelFamily.moe):
+            raise
+        return Recorded(failure=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _record(model: Model) -> Recorded:
     config, module = model.config, model.module
     shape = config.train.microbatch_size, config.data.seq_len
     batch = tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
@@ -156,7 +167,7 @@ def record(model: Model) -> Recorded:
     recorder.mark("end")
     rows = Rows()
     for kind, each in by_kind(meter.take()).items():
-        rows["tp", kind, "count"], rows["tp", kind, "bytes"] = each["count"], each["bytes"]
+        rows.sent("tp", kind, each["bytes"], each["count"])
     return Recorded(tuple(recorder.marks), rows)
 
 
@@ -191,8 +202,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _routed(config: Config) -> int:
+def _routed(config: Config) -> int | None:
     if config.model.family is not ModelFamily.moe:
-        return 0
+        return None
     tokens = config.train.microbatch_size * config.data.seq_len
     return -(-tokens * config.model.experts_per_token // config.model.num_experts)

@@ -1,16 +1,17 @@
-"""Peak of a step: the engine's own buffers, moved as its pipelines move them, beside the recorded activations.
+"""Peak of a step: an engine's own buffers, moved as it moves them, beside the recorded activations.
 
-The rules are those of `GatherPipeline` (units gathered ahead, the last one kept for the backward), `ReducePipeline` (at
-most two units of unreduced gradients) and `BucketMemory` (a reduced bucket stays as a spare one).
+`Step` walks through the marks of a record. `Ours` has the rules of `GatherPipeline` (units gathered ahead, the last one
+kept for the backward), `ReducePipeline` (at most two units of unreduced gradients) and `BucketMemory` (a reduced bucket
+stays as a spare one); `harness.plan.peers` has those of other engines.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.config.derived import engine_options, fixed_buffers, microbatches_per_rank
+from harness.config.derived import engine_options, fixed_buffers
 from harness.config.schema import Device
 from harness.fsdp.runtime.reduce import MAX_UNITS
 from harness.fsdp.storage.memory import ALIGN_BYTES
@@ -19,6 +20,7 @@ from harness.plan.activations import Mark
 from harness.plan.model import INTEGER, Bucket, Model, Unit, tensors
 
 SHOWN = {"forward": "forward of", "left": "after the forward of", "backward": "backward of", "gradient": "backward of"}
+WEIGHTS, BUCKETS, SUMS = "gathered_weights", "gradient_buckets", "gradient_sums"
 
 
 @dataclass
@@ -31,31 +33,75 @@ class Peak:
 
 
 class Step:
-    """Buffers of one step. kept: bytes between steps, as `harness.plan.model` has them."""
+    """Buffers of one step beside what is kept, by part and owner. An engine does something at marks named `on_...`."""
 
-    def __init__(self, model: Model, kept: int) -> None:
-        config, options = model.config, engine_options(model.config)
-        self.model, self.units = model, model.units
-        self.order = [unit for unit in model.units if unit.is_gathered]
-        self.prefetch = options["prefetch"]
-        self.is_exact = config.numerics.mode is Numerics.exact
+    def __init__(self, units: Sequence[Unit], kept: int) -> None:
+        self.units, self.kept, self.last, self.peak = units, kept, True, Peak()
+        self.live: dict[str, Counter[str]] = {part: Counter() for part in (WEIGHTS, BUCKETS, SUMS)}
+
+    def take(self, part: str, owner: str, num_bytes: int) -> None:
+        self.live[part][owner] = num_bytes
+
+    def free(self, part: str, owner: str) -> None:
+        self.live[part].pop(owner, None)
+
+    def note(self, moment: str, activations: int, more: int = 0) -> None:
+        """more: bytes of what is alive at this moment alone."""
+        parts = {"kept": self.kept, **{part: held.total() for part, held in self.live.items()}}
+        parts |= {"activations": activations, "update": more}
+        total = sum(parts.values())
+        if total > self.peak.total:
+            self.peak = Peak(total, moment, parts)
+
+    def run(self, marks: Sequence[Mark], k: int) -> Peak:
+        """A step of k microbatches that are alike."""
+        self.peak = Peak()
+        for number in range(min(k, 3)):
+            self.last = number == min(k, 3) - 1
+            self.begin()
+            for mark in marks:
+                unit = self.units[mark.unit] if mark.unit >= 0 else None
+                act = getattr(self, f"on_{mark.what}", None)
+                if act is not None:
+                    act(mark, unit)
+                where = f"{SHOWN[mark.what]} {unit.name}" if unit is not None and mark.what in SHOWN else mark.what
+                self.note(where, mark.most)
+            self.end()
+        self.update()
+        self.live[SUMS].clear()
+        return self.peak
+
+    def begin(self) -> None:
+        """A microbatch begins."""
+
+    def end(self) -> None:
+        """The backward of a microbatch has ended."""
+
+    def update(self) -> None:
+        """The optimizer's step."""
+
+
+class Ours(Step):
+    """kept: bytes between steps, as `harness.plan.model` has them. gathers: of each unit in a microbatch."""
+
+    def __init__(self, model: Model, marks: Sequence[Mark], kept: int) -> None:
+        config, self.model, self.gathers = model.config, model, Counter[str]()
+        self.prefetch: int = engine_options(config)["prefetch"]
+        self.is_exact, self.fixed = config.numerics.mode is Numerics.exact, fixed_buffers(config)
         self.is_queued = config.cluster.device is Device.cuda
+        self.order = [unit for unit in in_order(model.units, marks) if unit.is_gathered]
+        has_two = any(bucket.copies > 1 for unit in self.order[-1:] for bucket in unit.buckets)
+        self.stays = None if has_two or not self.order else self.order[-1]
         # sums of microbatches that are there from the first reduction of a step to `zero_grad`, by unit
-        self.sums = {unit.name: sum(map(self._sums, unit.trained)) for unit in self.units}
-        self.kept = kept - sum(self.sums.values())
-        self.fixed = fixed_buffers(config)
-        self.standing = self._standing() if self.fixed else 0
-        self.weights: dict[str, int] = {}
+        self.sums = {unit.name: sum(map(self._sums, unit.trained)) for unit in model.units}
+        super().__init__(model.units, kept - sum(self.sums.values()))
+        if self.fixed:
+            self.take(WEIGHTS, "buffers of units in turn", self._standing())
         self.sweep: list[Unit] = []
         self.on_way: set[str] = set()
-        self.buckets: dict[str, list[int]] = {}
         self.in_flight: deque[Unit] = deque()
-        self.beside: dict[str, int] = {}
+        self.written: dict[str, list[int]] = {}
         self.spare: list[int] = []
-        self.summed: set[str] = set()
-        self.waiting = 0
-        self.last = True
-        self.peak = Peak()
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -85,51 +131,24 @@ class Step:
 
     def _copies(self, unit: Unit) -> int:
         """Bytes of gradients as they are sent, and of what is received or summed beside them."""
-        found = 0
-        for bucket in unit.trained:
-            layout, dtypes = bucket.cuts.layout, bucket.dtypes
-            wire = INTEGER if self.is_exact else dtypes.wire.itemsize
-            from_sums = bucket.placements.accumulates_locally
-            given = (
-                (INTEGER if self.is_exact else dtypes.grads.itemsize)
-                if from_sums
-                else bucket.arriving(self.model.config).itemsize
-            )
-            if not bucket.placements.reductions[self.last]:
-                continue
-            found += layout.bucket_numel * wire if wire != given else 0
-            own = -(-layout.bucket_numel // self.model.place.inner_size)
-            if self.model.place.inner_size == 1:
-                continue
-            if self.model.transport == "shm":
-                accum = INTEGER if self.is_exact else dtypes.accum.itemsize
-                found += own * accum if accum != wire else 0
-            elif self.model.transport == "gloo" or dtypes.wire != dtypes.accum:
-                found += layout.bucket_numel * wire
-        return found
+        return sum(self._copies_of(bucket) for bucket in unit.trained if bucket.placements.reductions[self.last])
 
-    @property
-    def live(self) -> dict[str, int]:
-        return {
-            "kept": self.kept,
-            "gathered_weights": self.standing + sum(self.weights.values()),
-            "gradient_buckets": sum(map(sum, self.buckets.values()))
-            + sum(self.beside.values())
-            + sum(self.spare)
-            + self.waiting,
-            "gradient_sums": sum(self.sums[name] for name in self.summed),
-        }
-
-    def note(self, moment: str, activations: int, more: int = 0) -> None:
-        live = self.live
-        total = sum(live.values()) + activations + more
-        if total > self.peak.total:
-            self.peak = Peak(total, moment, {**live, "activations": activations, "update": more})
+    def _copies_of(self, bucket: Bucket) -> int:
+        dtypes, numel, size = bucket.dtypes, bucket.cuts.layout.bucket_numel, self.model.place.inner_size
+        locally = bucket.placements.accumulates_locally
+        written = dtypes.grads if locally else bucket.arriving(self.model.config)
+        wire, given, accum = dtypes.wire.itemsize, written.itemsize, dtypes.accum.itemsize
+        if self.is_exact:
+            wire, given, accum = INTEGER, INTEGER if locally else given, INTEGER
+        found = numel * wire if wire != given else 0
+        if size == 1:
+            return found
+        if self.model.transport == "shm":
+            return found + (-(-numel // size) * accum if accum != wire else 0)
+        received = self.model.transport == "gloo" or dtypes.wire != dtypes.accum
+        return found + (numel * wire if received else 0)
 
     # -- weights -------------------------------------------------------------------------------------------------------
-
-    def _begin_sweep(self, order: Sequence[Unit]) -> None:
-        self.sweep = [unit for unit in order if unit.name not in self.weights]
 
     def _unshard(self, unit: Unit) -> None:
         if not unit.is_gathered:
@@ -143,18 +162,15 @@ class Step:
     def _gather(self, unit: Unit) -> None:
         if unit in self.sweep:
             self.sweep.remove(unit)
+        if unit.name in self.live[WEIGHTS]:
+            return
+        self.gathers[unit.name] += 1
         found = sum(bucket.whole_bytes * bucket.copies for bucket in unit.buckets if bucket.is_gathered)
-        self.weights[unit.name] = 0 if self.fixed and not unit.is_root else found
-
-    def _unshard_next(self) -> None:
-        """The unit whose backward is next, on its way or to be gathered."""
-        following = [unit for unit in self.order[::-1] if unit.name in self.on_way] or self.sweep
-        if following:
-            self._unshard(following[0])
+        self.take(WEIGHTS, unit.name, 0 if self.fixed and not unit.is_root else found)
 
     def _reshard(self, unit: Unit) -> None:
         if not unit.is_root:
-            self.weights.pop(unit.name, None)
+            self.free(WEIGHTS, unit.name)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -164,15 +180,23 @@ class Step:
 
     def _land(self) -> None:
         unit = self.in_flight.popleft()
-        self.summed.add(unit.name)
-        self.beside.pop(unit.name, None)
-        self.spare = [*(self.spare if self.fixed else []), *self.buckets.pop(unit.name, [])]
+        self.take(SUMS, unit.name, self.sums[unit.name])
+        self.free(BUCKETS, f"{unit.name} as sent")
+        self.free(BUCKETS, unit.name)
+        self._spare([*(self.spare if self.fixed else []), *self.written.pop(unit.name, [])])
+
+    def _spare(self, spare: list[int]) -> None:
+        self.spare = spare
+        self.take(BUCKETS, "spare", sum(spare))
 
     def _prepare(self, unit: Unit) -> None:
-        if unit.name in self.buckets or not self._written(unit):
+        written = self._written(unit)
+        if unit.name in self.written or not written:
             return
         self._make_room()
-        self.buckets[unit.name] = [self._taken(num_bytes) for num_bytes in self._written(unit)]
+        self.written[unit.name] = [self._taken(num_bytes) for num_bytes in written]
+        self.take(BUCKETS, unit.name, sum(self.written[unit.name]))
+        self._spare(self.spare)
 
     def _taken(self, num_bytes: int) -> int:
         """Bytes of the bucket that so many are written into: a spare one where that fits; see `BucketMemory.take`."""
@@ -183,45 +207,56 @@ class Step:
         return num_bytes
 
     def _issue(self, unit: Unit) -> None:
-        if self._written(unit) or self._copies(unit):
+        copies = self._copies(unit)
+        if self._written(unit) or copies:
             self._make_room()
         self.in_flight.append(unit)
-        self.beside[unit.name] = self._copies(unit)
+        self.take(BUCKETS, f"{unit.name} as sent", copies)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def microbatch(self, marks: Sequence[Mark], *, last: bool) -> None:
-        self.last = last
-        self._begin_sweep(self.order)
-        for mark in marks:
-            unit = self.units[mark.unit] if mark.unit >= 0 else None
-            if unit is not None:
-                self._come_to(mark, unit)
-            elif mark.what == "loss":
-                self._begin_sweep(self.order[::-1])
-            moment = f"{SHOWN[mark.what]} {unit.name}" if unit is not None and mark.what in SHOWN else mark.what
-            self.note(moment, mark.most)
-        self.weights.clear()
+    def run(self, marks: Sequence[Mark], k: int) -> Peak:
+        if self.fixed:  # a step begins with the buffers of the one before
+            super().run(marks, k)
+        return super().run(marks, k)
+
+    def begin(self) -> None:
+        self.gathers.clear()
+        self.sweep = list(self.order)
+
+    def on_forward(self, mark: Mark, unit: Unit) -> None:
+        self._unshard(unit)
+
+    def on_left(self, mark: Mark, unit: Unit) -> None:
+        if unit is not self.stays:
+            self._reshard(unit)
+
+    def on_loss(self, mark: Mark, unit: None) -> None:
+        self.sweep = [unit for unit in self.order[::-1] if unit.name not in self.live[WEIGHTS]]
+
+    def on_backward(self, mark: Mark, unit: Unit) -> None:
+        self._unshard(unit)
+
+    def on_gradient(self, mark: Mark, unit: Unit) -> None:
+        self._prepare(unit)
+        if self.is_queued and not unit.is_root:
+            self.live[BUCKETS]["waiting"] += mark.given
+
+    def on_done(self, mark: Mark, unit: Unit) -> None:
+        self.note(f"backward of {unit.name}", mark.live)
+        self.free(BUCKETS, "waiting")
+        self._reshard(unit)
+        if not unit.is_root and any(bucket.placements.reductions[self.last] for bucket in unit.trained):
+            self._issue(unit)
+        following = [each for each in self.order[::-1] if each.name in self.on_way] or self.sweep
+        if following:
+            self._unshard(following[0])
+
+    def end(self) -> None:
+        for unit in self.order:
+            self.free(WEIGHTS, unit.name)
         for unit in (each for each in self.units if each.is_root and each.trained):
             self._issue(unit)
-
-    def _come_to(self, mark: Mark, unit: Unit) -> None:
-        if mark.what == "forward":
-            self._unshard(unit)
-        elif mark.what == "left" and unit is not (self.order[-1] if self.order else None):
-            self._reshard(unit)
-        elif mark.what == "backward":
-            self._unshard(unit)
-        elif mark.what == "gradient":
-            self._prepare(unit)
-            self.waiting += mark.given if self.is_queued and not unit.is_root else 0
-        elif mark.what == "done":
-            self.note(f"backward of {unit.name}", mark.live)
-            self.waiting = 0
-            self._reshard(unit)
-            if not unit.is_root and any(bucket.placements.reductions[self.last] for bucket in unit.trained):
-                self._issue(unit)
-            self._unshard_next()
 
     def update(self) -> None:
         """The reductions land; gradients in another dtype than the main weights are cast for the optimizer."""
@@ -229,22 +264,14 @@ class Step:
         while self.in_flight:
             self._land()
         self.note("reduction", 0)
-        self.spare = self.spare if self.fixed else []
-        casts = 0
-        for unit in self.units:
-            for bucket in unit.trained:
-                if bucket.dtypes.grads != bucket.dtypes.main:
-                    casts += bucket.cuts.layout.shard_numel * bucket.dtypes.main.itemsize
-        self.note("update", 0, casts)
+        self._spare(self.spare if self.fixed else [])
+        trained = [bucket for unit in self.units for bucket in unit.trained]
+        cast = [bucket for bucket in trained if bucket.dtypes.grads != bucket.dtypes.main]
+        self.note("update", 0, sum(each.cuts.layout.shard_numel * each.dtypes.main.itemsize for each in cast))
 
 
-def peak(model: Model, marks: Sequence[Mark], kept: int) -> Peak:
-    step = Step(model, kept)
-    k = min(microbatches_per_rank(model.config), 3)
-    for _ in range(2 if step.fixed else 1):  # a step begins with the fixed buffers of the one before
-        step.peak = Peak()
-        for number in range(k):
-            step.microbatch(marks, last=number == k - 1)
-        step.update()
-        step.summed.clear()
-    return step.peak
+def in_order(units: Sequence[Unit], marks: Sequence[Mark]) -> list[Unit]:
+    """Units in the order in which they run, the root first; those that do not run come last."""
+    places = {mark.unit: place for place, mark in reversed([*enumerate(marks)]) if mark.what == "forward"}
+    order = sorted(range(len(units)), key=lambda number: (not units[number].is_root, places.get(number, len(marks))))
+    return [units[number] for number in order]

@@ -16,21 +16,19 @@ import torch
 
 from harness.config.derived import engine_options, microbatches_per_rank, tokens_per_step
 from harness.config.own import capabilities_of
-from harness.config.schema import Config, Device, EngineName, ModelFamily, OptimizerName
+from harness.config.schema import Config, Device, EngineName, OptimizerName
 from harness.config.typed import load_config
 from harness.fsdp.vocabulary import GradBuffer
 from harness.plan.activations import Recorded, record
 from harness.plan.model import Model, built, kept, on_host, tensor_axis
-from harness.plan.peak import peak
-from harness.plan.peers import PEERS, Peer, alone, beyond, ddp
-from harness.plan.wire import Rows, add, wire
+from harness.plan.packages import PEERS, beyond
+from harness.plan.peak import Ours
+from harness.plan.peers import alone
+from harness.plan.wire import wire
 from harness.probe.flops import flops_per_token
 from harness.store.screen import filtered
 
 GIB = 2**30
-ONCE = (ModelFamily.llama, ModelFamily.moe)
-"""Families of which each unit runs once in a forward, in the order of its definition."""
-
 
 Records = dict[str, Recorded]
 
@@ -70,29 +68,30 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
     why; peak and wire are None there. flops: of a rank in a step; None if unknown. fits: in cluster.device_memory; None
     where one of both is unknown. sent: bytes of all collectives.
     """
-    unknown, peer = dict(left_out(config)), PEERS.get(config.engine.name)
+    k, peer = microbatches_per_rank(config), PEERS.get(config.engine.name)
     with tensor_axis(config.mesh.tp) as axis:
         model = built(alone(config) if peer else config, axis)
-        is_needed = "peak" not in unknown or ("wire" not in unknown and (config.mesh.tp > 1 or peer is ddp))
-        recorded = _recorded(model, {} if records is None else records) if is_needed else Recorded((), Rows())
+        recorded = _recorded(model, {} if records is None else records)
+    unknown = dict(left_out(config, recorded.failure))
     if peer:
-        made = Peer(config, model, recorded)
-        peer(made)
-        memory, host, sent, found = made.kept, 0, made.rows, None
+        made = peer(config, model, recorded)
+        memory, host, peak, sent = made.memory, 0, made.run(recorded.marks, k), made.rows
     else:
-        memory, host, sent = kept(model), on_host(model), wire(model, microbatches_per_rank(config))
-        found = None if "peak" in unknown else peak(model, recorded.marks, sum(memory.values()) - host)
-    add(sent, recorded.tensor_parallel, microbatches_per_rank(config))
-    room, rows = config.cluster.device_memory, None if "wire" in unknown else sent
+        memory, host = kept(model), on_host(model)
+        ours = Ours(model, recorded.marks, sum(memory.values()) - host)
+        peak = ours.run(recorded.marks, k)
+        sent = wire(model, k, ours.gathers)
+    sent.add(recorded.tensor_parallel, k)
+    room, is_sent, has_peak = config.cluster.device_memory, "wire" not in unknown, "peak" not in unknown
     return {
         "kept": memory,
         "on_host": host,
-        "peak": None if found is None else asdict(found),
-        "wire": None if rows is None else as_table(rows),
-        "sent": None if rows is None else sum(amount for (_, _, what), amount in rows.items() if what == "bytes"),
+        "peak": asdict(peak) if has_peak else None,
+        "wire": sent.table if is_sent else None,
+        "sent": sent.num_bytes if is_sent else None,
         "left_out": unknown,
         "flops": (flops_per_token(config) or 0) * tokens_per_step(config) / config.mesh.world_size or None,
-        "fits": None if found is None or room is None else found.total <= room * GIB,
+        "fits": peak.total <= room * GIB if has_peak and room is not None else None,
     }
 
 
@@ -108,12 +107,11 @@ def _recorded(model: Model, records: Records) -> Recorded:
     return records[key]
 
 
-def left_out(config: Config) -> Iterator[tuple[str, str]]:
-    """Parts of a plan that would be guesses, each with the setting that makes it one."""
-    options, family = engine_options(config), config.model.family
-    if family not in ONCE:
-        for part in ("peak", "wire"):
-            yield part, f"model.family={family.name}: how often and when its units run is known only once it runs"
+def left_out(config: Config, failure: str) -> Iterator[tuple[str, str]]:
+    """Parts of a plan that would be guesses, each with the setting that makes it one. failure: of the record."""
+    options = engine_options(config)
+    for part in ("peak", "wire") if failure else ():
+        yield part, f"model.family={config.model.family.name} does not run on torch's meta device: {failure}"
     yield from beyond(config)
     if config.dtype.fp8 is not None and config.cluster.device is Device.cuda:
         yield "peak", f"dtype.fp8={config.dtype.fp8.name} on cuda: which kernels multiply, only a card can tell"
@@ -124,14 +122,6 @@ def left_out(config: Config) -> Iterator[tuple[str, str]]:
         yield "wire", "dtype.loss_scale=dynamic: torch's scaler has an exchange of its own"
     if options["grad_buffer"] is not GradBuffer.flat:
         yield "peak", "engine.grad_buffer: planned at its default alone"
-
-
-def as_table(rows: Rows) -> dict[str, dict[str, dict[str, int]]]:
-    """Count and bytes by axis and kind."""
-    found: dict[str, dict[str, dict[str, int]]] = {}
-    for (axis, kind, what), amount in rows.items():
-        found.setdefault(axis, {}).setdefault(kind, {"count": 0, "bytes": 0})[what] = amount
-    return found
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Each collective is cut as the engine cuts it (`Cuts`), along the route of the bu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,11 +25,31 @@ from harness.plan.model import INTEGER, Bucket, Model, Unit
 
 NUMBER = 8
 """Bytes of a count, or of a sum of squares."""
-AXES = ("inner", "outer", "all", "tp")
-"""all: ranks of several axes at once."""
 
-Rows = Counter[tuple[str, str, str]]
-"""Amount by axis, kind and `count` or `bytes`."""
+
+class Rows(Counter[tuple[str, str, str]]):
+    """Amount by axis (inner, outer, tp, or all: ranks of several), kind, and `count` or `bytes`."""
+
+    def sent(self, axis: str, kind: str, num_bytes: int, count: int = 1) -> None:
+        self[axis, kind, "count"] += count
+        self[axis, kind, "bytes"] += num_bytes
+
+    def add(self, more: Rows, times: int = 1) -> None:
+        for key, amount in more.items():
+            self[key] += times * amount
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(amount for (_, _, what), amount in self.items() if what == "bytes")
+
+    @property
+    def table(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Count and bytes by axis and kind, of what is sent."""
+        found: dict[str, dict[str, dict[str, int]]] = {}
+        for (axis, kind, what), amount in self.items():
+            if self[axis, kind, "count"] or self[axis, kind, "bytes"]:
+                found.setdefault(axis, {}).setdefault(kind, {"count": 0, "bytes": 0})[what] = amount
+        return found
 
 
 def summed(size: int, num_bytes: int) -> int:
@@ -46,7 +66,7 @@ class Traffic:
     numerics: Numerics
 
     @property
-    def place_sizes(self) -> dict[Axis, int]:
+    def sizes(self) -> dict[Axis, int]:
         place = self.bucket.cuts.place
         return {Axis.inner: place.inner_size, Axis.outer: place.outer_size}
 
@@ -63,33 +83,27 @@ class Traffic:
         return self.transport == "shm" or (self.transport == "nccl" and not otherwise)
 
     def reduction(self, *, last: bool) -> Rows:
-        rows, placements, cuts = Rows(), self.bucket.placements, self.bucket.cuts
-        steps, lies = placements.reductions[last], placements.main_grads
-        exact = self.numerics is Numerics.exact
-        wire = INTEGER if exact else self.bucket.dtypes.wire.itemsize
-        sums = INTEGER if exact else self.bucket.dtypes.grads.itemsize
+        rows, cuts, exact, dtypes = Rows(), self.bucket.cuts, self.numerics is Numerics.exact, self.bucket.dtypes
+        lies = self.bucket.placements.main_grads
+        wire, sums = (INTEGER, INTEGER) if exact else (dtypes.wire.itemsize, dtypes.grads.itemsize)
         inner = cuts.inner_parts(self.whole)
         own = cuts.inner_shards(self.whole) if SHARD in lies else [part.chunk(0) for part in inner]
-        outer = cuts.outer_parts(own) if self.place_sizes[Axis.outer] > 1 else []
-        for step in steps:
-            axis, size = step.axis, self.place_sizes[step.axis]
-            target = lies.inner if axis is Axis.inner else lies.outer
-            kind = OPERATIONS[PARTIAL, target].value
-            apart = self.transport != "nccl" or not self.is_native or (axis is Axis.inner and bool(outer))
-            one_call = kind == Operation.all_reduce.value and not apart
+        outer = cuts.outer_parts(own) if self.sizes[Axis.outer] > 1 else []
+        for step in self.bucket.placements.reductions[last]:
+            size, is_inner = self.sizes[step.axis], step.axis is Axis.inner
             if size == 1:
                 continue
-            if step.operation is Operation.reduce_scatter:
-                parts = inner if axis is Axis.inner else outer
-                rows[axis.value, kind, "count"] += 1
-                if one_call:
-                    moved = sum(summed(size, sum(part.cut.sizes) * wire) for part in parts)
-                else:
-                    moved = self._contributed(parts, size, wire)
-                rows[axis.value, kind, "bytes"] += moved
-            elif not one_call:
-                second = outer if axis is Axis.outer else cuts.second_leg_parts(self.whole)
-                rows[axis.value, kind, "bytes"] += self._gathered(second, size, sums)
+            kind = OPERATIONS[PARTIAL, lies.inner if is_inner else lies.outer].value
+            apart = self.transport != "nccl" or not self.is_native or (is_inner and bool(outer))
+            one_call = kind == Operation.all_reduce.value and not apart
+            parts = inner if is_inner else outer
+            if step.operation is not Operation.reduce_scatter:  # the second leg of what was counted
+                second = cuts.second_leg_parts(self.whole) if is_inner else outer
+                rows.sent(step.axis.value, kind, 0 if one_call else _gathered(second, size, sums), count=0)
+            elif one_call:
+                rows.sent(step.axis.value, kind, sum(summed(size, sum(part.cut.sizes) * wire) for part in parts))
+            else:
+                rows.sent(step.axis.value, kind, self._contributed(parts, size, wire))
         return rows
 
     def _contributed(self, parts: Sequence[Part], size: int, width: int) -> int:
@@ -99,94 +113,71 @@ class Traffic:
             return sum(part.cut.longest for part in parts) * (size - 1) * width
         return (total - sum(part.cut.sizes[0] for part in parts)) * width
 
-    def _gathered(self, parts: Iterable[Part], size: int, width: int) -> int:
-        """Bytes that rank 0 sends of its chunks, which are none the shorter for being evened."""
-        return sum(part.cut.sizes[0] for part in parts) * (size - 1) * width
-
     def gather(self) -> Rows:
-        rows, size = Rows(), self.place_sizes[Axis.inner]
+        rows, size, width = Rows(), self.sizes[Axis.inner], self.bucket.dtypes.compute.itemsize
         if self.bucket.is_gathered and size > 1:
-            rows["inner", "all_gather", "count"] += 1
-            width = self.bucket.dtypes.compute.itemsize
-            rows["inner", "all_gather", "bytes"] += self._gathered(
-                self.bucket.cuts.inner_parts(self.whole), size, width
-            )
+            rows.sent("inner", "all_gather", _gathered(self.bucket.cuts.inner_parts(self.whole), size, width))
         return rows
 
     def install(self) -> Rows:
         rows, placements, cuts = Rows(), self.bucket.placements, self.bucket.cuts
+        width, copies = self.bucket.dtypes.compute.itemsize, self.bucket.copies
         if not (placements.resting_weights_are_kept and placements.install):
             return rows
         for step in route(placements.main_weights, placements.resting_weights):
-            size = self.place_sizes[step.axis]
-            if size == 1:
-                continue
-            is_inner = step.axis is Axis.inner
+            is_inner, size = step.axis is Axis.inner, self.sizes[step.axis]
             parts = cuts.inner_parts(self.whole) if is_inner else cuts.outer_parts(cuts.inner_shards(self.whole))
-            moved = self._gathered(parts, size, self.bucket.dtypes.compute.itemsize)
-            rows[step.axis.value, "all_gather", "count"] += self.bucket.copies
-            rows[step.axis.value, "all_gather", "bytes"] += self.bucket.copies * moved
+            if size > 1:
+                rows.sent(step.axis.value, "all_gather", copies * _gathered(parts, size, width), copies)
         return rows
 
 
-def wire(model: Model, k: int) -> Rows:
+def _gathered(parts: Iterable[Part], size: int, width: int) -> int:
+    """Bytes that rank 0 sends of its chunks, which are none the shorter for being evened."""
+    return sum(part.cut.sizes[0] for part in parts) * (size - 1) * width
+
+
+def wire(model: Model, k: int, gathers: Mapping[str, int]) -> Rows:
     """Traffic of a step of k microbatches after the first two steps, in which ranks also compare what they hold.
 
     What layers send over the tensor-parallel axis is left out.
+
+    Args:
+        gathers: of each unit in a microbatch.
     """
-    mode, rows, gathers = model.config.numerics.mode, Rows(), Gathers(model)
-    known: dict[Bucket, Traffic] = {}
+    mode, rows, known = model.config.numerics.mode, Rows(), dict[Bucket, Traffic]()
     for unit in model.units:
         for bucket in unit.buckets:
             traffic = known.setdefault(bucket, Traffic(bucket, model.transport, mode))
-            add(rows, traffic.gather(), k * gathers.of(unit, bucket))
-            add(rows, traffic.install())
+            rows.add(traffic.gather(), k * _times(model, unit, bucket, gathers[unit.name]))
+            rows.add(traffic.install())
             if bucket.trainable:
-                add(rows, traffic.reduction(last=True))
-                add(rows, traffic.reduction(last=False), k - 1)
-    add(rows, _agreements(model))
-    add(rows, _scales(model))
-    return Rows({key: amount for key, amount in rows.items() if amount})
+                rows.add(traffic.reduction(last=True))
+                rows.add(traffic.reduction(last=False), k - 1)
+    rows.add(_agreements(model))
+    rows.add(_scales(model))
+    return rows
 
 
-def add(rows: Rows, more: Rows, times: int = 1) -> None:
-    for key, amount in more.items():
-        rows[key] += times * amount
-
-
-class Gathers:
-    """Gathers of a bucket in a microbatch: for the forward and for the backward; the unit a forward ends with stays."""
-
-    def __init__(self, model: Model) -> None:
-        order = [unit for unit in model.units if unit.is_gathered]
-        self.last = order[-1] if order else None
-        self.recomputes = model.config.model.activation_checkpointing
-
-    def of(self, unit: Unit, bucket: Bucket) -> int:
-        has_two = any(each.copies > 1 for each in unit.buckets)
-        if unit.is_root:
-            return bucket.copies
-        if has_two and bucket.copies > 1:
-            return 3 if self.recomputes else 2
-        return 1 if unit is self.last and not has_two else 2
+def _times(model: Model, unit: Unit, bucket: Bucket, gathers: int) -> int:
+    """Gathers of a bucket in a microbatch; of two encodings a forward that is recomputed wants its own again."""
+    if unit.is_root:
+        return bucket.copies
+    return gathers + (bucket.copies > 1 and model.config.model.activation_checkpointing)
 
 
 def _agreements(model: Model) -> Rows:
     """Which parameters were used, and the norm: a small all-reduce each."""
     rows, ranks = Rows(), model.ranks
     trained = [bucket for bucket in model.buckets if bucket.trainable]
-    axis = "inner" if model.place.outer_size == 1 else "all"
-    is_exact = model.config.numerics.mode is Numerics.exact
-    used = sum(len(bucket.cuts.layout.slots) for bucket in trained) + is_exact
-    is_split = any(bucket.is_cut or bucket.placements.main_weights != WHOLE for bucket in trained)
-    squares = NUM_COUNTERS if model.config.numerics.mode.bitwise else 1
+    axis, mode = "inner" if model.place.outer_size == 1 else "all", model.config.numerics.mode
+    used = sum(len(bucket.cuts.layout.slots) for bucket in trained) + (mode is Numerics.exact)
     sums = [(axis, ranks, used)]
-    if is_split:
-        sums.append((axis if model.tp == 1 else "all", ranks * model.tp, squares))
+    if any(bucket.is_cut or bucket.placements.main_weights != WHOLE for bucket in trained):
+        sums.append((axis if model.tp == 1 else "all", ranks * model.tp, NUM_COUNTERS if mode.bitwise else 1))
     for name, size, numbers in sums:
         if size > 1:
-            rows[name, "all_reduce", "count"] += 1
-            rows[name, "all_reduce", "bytes"] += summed(size, NUMBER * numbers)
+            rows.sent(name, "all_reduce", summed(size, NUMBER * numbers))
     return rows
 
 
@@ -201,6 +192,5 @@ def _scales(model: Model) -> Rows:
             if scales.over_tp if name == "tp" else getattr(bucket.cuts.own, name) is SHARD:
                 alike[scales.itemsize] += scales.agreed
         for num_bytes in alike.values() if size > 1 else ():
-            rows[name, "all_reduce", "count"] += num_bytes > 0
-            rows[name, "all_reduce", "bytes"] += summed(size, num_bytes)
+            rows.sent(name, "all_reduce", summed(size, num_bytes), count=int(num_bytes > 0))
     return rows

@@ -165,20 +165,25 @@ class DeepspeedEngine(Engine):
         optimizer = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
         grads = trained if self.stage < 2 else flat - spare
         compute = self._compute_elements()
-        aliased = self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32)
         return {
-            "compute_weights": ((0 if aliased else compute) + self._kept_elements()) * self.compute_dtype.itemsize,
-            "main_weights": (compute if aliased else flat - spare) * MAIN_BYTES,
+            "compute_weights": ((compute if self.stage else 0) + self._kept_elements()) * self.compute_dtype.itemsize,
+            "main_weights": (flat - spare if self.stage else compute) * MAIN_BYTES,
             "main_grads": grads * MAIN_BYTES,
             "optimizer": optimizer - spare * per_element,
             "padding": spare * (MAIN_BYTES + per_element) + self._compute_padding() * self.compute_dtype.itemsize,
-            "buffers": sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()) + self._reduced_from(),
         }
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
+
+    def _reduced_from(self) -> int:
+        """Bytes of what ZeRO-3 reduces gradients from, which stays."""
+        return (
+            sum(bucket.buffer.nbytes for bucket in self.engine.optimizer.ipg_buckets.values()) if self.stage == 3 else 0
+        )
 
     def _main_weights(self) -> dict[str, Tensor]:
         if self.stage == 0:
@@ -241,7 +246,7 @@ class DeepspeedEngine(Engine):
         return sum(self.shapes[name].numel() for name, param in self.params.items() if id(param) in kept)
 
     def _compute_padding(self) -> int:
-        if self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32):
+        if self.stage == 0:
             return 0
         if self.stage == 3:
             padded: int = sum(param.ds_tensor.numel() for param in self.params.values())
