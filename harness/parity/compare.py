@@ -18,8 +18,7 @@ from harness.parity.record import Record, load, unbounded, with_reach
 from harness.parity.series import compare_series, is_series
 from harness.parity.telling import wording
 from harness.parity.tiers import comparable
-from harness.parity.tiers.comparable import Admission
-from harness.parity.tiers.watched import as_stepped
+from harness.parity.tiers.comparable import Admission, as_stepped
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,14 +20,13 @@ import numpy as np
 
 from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import every_step, optimizer, structure, witness
-from harness.parity.outcome import SELDOM, Finding, Grade, Outcome, Stage, Verdict, worst
+from harness.parity.outcome import REFUTED, SELDOM, Finding, Grade, Outcome, Stage, Verdict, fact, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import bitwise, divergence, forward, numeric, trajectory, watched
-from harness.parity.tiers.apart import Apart
+from harness.parity.tiers import bitwise, comparable, divergence, forward, numeric, trajectory
+from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.parity.tiers.comparable import Admission, admissible, unlisted
-from harness.parity.tiers.divergence import Divergence
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compared, names, pool
 from harness.parity.tiers.trajectory import Perturbation, Span, grown, listed, stable_until
@@ -149,7 +148,7 @@ class Judgement:
     def _looked_at(self) -> Mapping[str, Sequence[int]]:
         """Steps in which both runs were observed, by column (`every_step.looked_at`)."""
         left, right = (every_step.looked_at(run) for run in (self.arm, self.control))
-        if watched.is_one(self.arm, self.control):
+        if comparable.is_one(self.arm, self.control):
             left.pop(every_step.RECOMPUTED, None)
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
 
@@ -179,8 +178,13 @@ class Judgement:
 
     @cached_property
     def last(self) -> int:
-        broken_at = bitwise.first_step(self.broken)
-        return self.control.length if broken_at is None else broken_at - 1
+        return min(
+            (finding.step - 1 for finding in self.broken if finding.step is not None), default=self.control.length
+        )
+
+    @cached_property
+    def span(self) -> Span:
+        return Span(self.last, min(self.last, self.last_stable))
 
     @cached_property
     def push(self) -> Perturbation:
@@ -188,10 +192,25 @@ class Judgement:
         return trajectory.perturbation(self.envelope, str(self.control.config["optimizer.name"]), observed)
 
     @cached_property
-    def divergence(self) -> Divergence | None:
-        captured = 1 in self.steps and not self.mismatches[1]
-        return Divergence.of(
-            self.arm, self.control, self.envelope, self.push, self.last_stable, first_captured=captured
+    def distances(self) -> Apart | None:
+        """By the streams; None where one of the two has none, or they have no sketch in common."""
+        left, right = self.arm.stream, self.control.stream
+        return None if left is None or right is None else apart(left, right)
+
+    def _jumps(self) -> list[list[Finding]]:
+        if self.distances is None:
+            return []
+        captured = 1 in self.steps and not self.mismatches[1]  # judged elsewhere
+        twice = self.arm.gathers_twice or self.control.gathers_twice
+        return divergence.jumps(
+            self.distances,
+            self.envelope,
+            self.push,
+            self.last_stable,
+            self.certain,
+            wide=all(run.config["dtype.main_params"] not in SIXTEEN_BITS for run in (self.arm, self.control)),
+            first=2 if captured else 1,
+            begins=Stage.gather if twice else Stage.forward,
         )
 
     @cached_property
@@ -212,25 +231,19 @@ class Judgement:
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
         kinds += forward.check(self.arm, self.control, self.envelope) if self.last else []
         kinds += [self._logged_norms(usable), *self._captured(usable)]
-        observed = pool(self.pairs[1]).distance if 1 in usable else None
-        span = Span(self.last, min(self.last, self.last_stable))
         whole = self.last == self.control.length and not self._is_certain(self.last)
-        steps = trajectory.check(self.arm, self.control, self.envelope, observed, span, whole=whole)
+        steps = trajectory.check(self.arm, self.control, self.envelope, self.push, self.span, whole=whole)
         kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
-        if self.divergence is not None:
-            wide = all(run.config["dtype.main_params"] not in SIXTEEN_BITS for run in (self.arm, self.control))
-            kinds += self.divergence.check(self.certain, wide=wide)
+        kinds += self._jumps()
         if self.certain:
             until = min(self.last, self.certain + 1)
             kinds += [divergence.losses(self.arm, self.control, self.envelope, until, self.last_stable)]
         if self.last == self.control.length:
-            sketches = None if self.divergence is None else self.divergence.found
-            kinds += [divergence.last_weights(self.arm, self.control, self.envelope, sketches)]
+            kinds += [divergence.last_weights(self.arm, self.control, self.envelope, self.distances)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:
-        span = Span(self.last, min(self.last, self.last_stable))
-        parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, span)
+        parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, self.span)
         return [finding for part in parts for finding in part.every()]
 
     def _is_certain(self, step: int | None) -> bool:
@@ -310,43 +323,33 @@ class Judgement:
     @cached_property
     def _sketched(self) -> Apart | None:
         """Distances by which the gradients of step 1 are held to a baseline, which has none of them whole."""
-        seen = self.divergence is not None and self.divergence.sees_gradients
-        one = self.arm.is_baseline or self.control.is_baseline
-        return self.divergence.found if self.divergence is not None and one and seen and 1 not in self.steps else None
+        found, one = self.distances, self.arm.is_baseline or self.control.is_baseline
+        return found if found is not None and one and found.sees_gradients and 1 not in self.steps else None
 
     @cached_property
     def blindness(self) -> list[Finding]:
         if self._sketched is not None:
-            return numeric.sketched_blindness(self.envelope)
-        if 1 not in self.steps and self.certain and self.divergence is not None and self.divergence.sees_gradients:
+            note = "rounding could hide one rank's contribution from sketches and norms; compare the runs themselves"
+            # one of N ranks that is missing, of gradients that are noise, shortens their mean by half of 1/N
+            return numeric.blind(REFUTED * self.envelope.norm, self.envelope.smallest_fault / 2, note)
+        if 1 not in self.steps and self.certain and self.distances is not None and self.distances.sees_gradients:
             return []
         if 1 not in self.steps:
             note = "no gradients were captured at step 1, and Adam can hide a wrong one from every later number"
-            return [Finding("T2", "gradients captured", Stage.record, Grade.doubt, "none", "step 1", step=1, note=note)]
-        seen, needed = numeric.resolution(self.pairs[1], self.envelope), self.envelope.smallest_fault
-        if seen <= needed:
-            return []
+            told = partial(fact, "gradients captured", tier="T2", wrong=Grade.doubt, note=note)
+            return [told(Stage.record, "none", "step 1", step=1)]
         note = "rounding could hide one rank's contribution; hold it against a control of the same compute dtype"
-        return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]
+        return numeric.blind(numeric.resolution(self.pairs[1], self.envelope), self.envelope.smallest_fault, note)
 
     @cached_property
     def one_sided(self) -> list[Finding]:
         asked = [set(run.config["measure.capture_steps"]) for run in (self.arm, self.control)]
         missing = (self.arm.captures.keys() ^ self.control.captures.keys()) & asked[0] & asked[1]
-        held = {True: "captured", False: "absent"}
-        return [
-            Finding(
-                "T1",
-                "gradients captured",
-                Stage.record,
-                Grade.doubt,
-                held[step in self.arm.captures],
-                held[step in self.control.captures],
-                step=step,
-                note="raise measure.capture_limit_mib, or run it again",
-            )
-            for step in sorted(missing)
-        ]
+        note = "raise measure.capture_limit_mib, or run it again"
+        told = partial(fact, "gradients captured", Stage.record, wrong=Grade.doubt, note=note)
+        said = {True: "captured", False: "absent"}
+        held = {step: (said[step in self.arm.captures], said[step in self.control.captures]) for step in missing}
+        return [told(*held[step], step=step) for step in sorted(missing)]
 
     def verdict(self) -> Verdict:
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
@@ -372,7 +375,7 @@ class Judgement:
         return numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
 
     def _claim(self, outcome: Outcome, failed: Sequence[Finding]) -> str:
-        seen, of_tensors = self._looked_at(), watched.is_one(self.arm, self.control)
+        seen, of_tensors = self._looked_at(), comparable.is_one(self.arm, self.control)
         if failed:
             again, length = seen.get(wording.AGAIN, ()), self.arm.length
             told = wording.wrong_of(
@@ -387,7 +390,7 @@ class Judgement:
     def limits(self) -> list[str]:
         """Unknown facts of a watched run and another arithmetic by design, as clauses; with any of them equal bits are
         no proof."""
-        found = watched.limits(self.arm, self.control) if watched.is_one(self.arm, self.control) else []
+        found = comparable.limits(self.arm, self.control) if comparable.is_one(self.arm, self.control) else []
         runs = (self.arm, self.envelope.arm), (self.control, self.envelope.control)
         casting = [run.name for run, arithmetic in runs if arithmetic.casts_first]
         return [*found, *([f"{casting[0]} {CAST_FIRST}"] if len(casting) == 1 else [])]
@@ -415,7 +418,7 @@ class Judgement:
 
     def _evidence(self) -> tuple[Finding, ...]:
         count = sum(fact.count for fact in self.facts)
-        comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
+        comparable_row = fact("comparable", Stage.record, "equal", tier="T0", count=count)
         rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]
         for kind in [*self.alone, self.alike, *self.numbers]:
             found = worst(kind)

@@ -93,7 +93,7 @@ class Record:
     files: str = "not known"
     """Unmodified files: `whole`, `all but ...`, or `not known` of a run that listed none."""
     as_recorded: Record | None = None
-    """The run as it was recorded, of one whose gradients are those after clipping (`tiers.watched.as_stepped`)."""
+    """The run as it was recorded, of one whose gradients are those after clipping (`tiers.comparable.as_stepped`)."""
     is_baseline: bool = False
     """True of a golden file, which has sketches of a run's tensors and none of them whole."""
 

@@ -147,29 +147,26 @@ def _registered(kind: str, *, failed: bool = False) -> Reader:
     return note
 
 
-def _choice(facts: NcclFacts, collective: str, by: str) -> None:
-    seen = facts.choices.setdefault(collective, [])
-    if by not in seen:
-        seen.append(by)
+def _chose(by: Callable[[re.Match[str]], str]) -> Reader:
+    """Note what ran a kind of collective. Args: by: its name, from the match; empty for none that is known."""
+
+    def note(facts: NcclFacts, match: re.Match[str]) -> None:
+        name, kind = by(match), match.groupdict().get("kind", "(any)")
+        if name and name not in facts.choices.get(kind, ()):
+            facts.choices.setdefault(kind, []).append(name)
+
+    return note
 
 
-def _algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
-    _choice(facts, match["kind"], f"{match['algo'].upper()}/{match['proto'].upper()}")
-
-
-def _numbered_algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
+def _numbered(match: re.Match[str]) -> str:
     algo, proto = int(match["algo"]), int(match["proto"])
-    if algo < len(ALGORITHMS) and proto < len(PROTOCOLS):
-        _choice(facts, "(any)", f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}")
+    return f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}" if algo < len(ALGORITHMS) and proto < len(PROTOCOLS) else ""
 
 
-def _symmetric_kernel(facts: NcclFacts, match: re.Match[str]) -> None:
-    _choice(facts, match["kind"], f"symmetric {match['kernel']}")
-
-
-def _copy_engine(facts: NcclFacts, match: re.Match[str]) -> None:
-    _choice(facts, match["kind"], "copy engine over the network" if match["hierarchical"] else "copy engine")
-
+_algorithm = _chose(lambda match: f"{match['algo'].upper()}/{match['proto'].upper()}")
+_numbered_algorithm = _chose(_numbered)
+_symmetric_kernel = _chose(lambda match: f"symmetric {match['kernel']}")
+_copy_engine = _chose(lambda match: "copy engine" + " over the network" * bool(match["hierarchical"]))
 
 _POINTER = r"(?:0x)?[0-9a-fA-F]+"
 _READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(

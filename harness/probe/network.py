@@ -70,29 +70,20 @@ def _kernels(log: NcclFacts) -> str:
 
 def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
     sharp = config.sharp
-    if sharp.group is SharpAxis.default:
-        return _left_to_nccl(config, backend, log)
     if sharp.group is SharpAxis.none:
         found = _found(log) if log is not None else []
         return _entry("none", "+".join(found) or "none", "NCCL's log shows it all the same" if found else "")
-    wanted = [kind for kind, asked in (("nvlink", sharp.nvlink), ("infiniband", sharp.infiniband)) if asked]
-    requested = f"{sharp.group.value}: {'+'.join(wanted)}"
+    is_left = sharp.group is SharpAxis.default
+    asked = (("nvlink", sharp.nvlink), ("infiniband", sharp.infiniband))
+    wanted = [] if is_left else [kind for kind, is_asked in asked if is_asked]
+    requested = "default" if is_left else f"{sharp.group.value}: {'+'.join(wanted)}"
     if backend != "nccl":
-        return _entry(requested, "none", NO_NCCL.format(backend=backend))
+        return _entry(requested, "none", "" if is_left else NO_NCCL.format(backend=backend))
     if log is None:
         return _entry(requested, "unknown", _no_log(config))
     found = _found(log)
     missing = [_why_missing(kind, log) for kind in wanted if kind not in found]
     entry = _entry(requested, "+".join(found) or "none", "; ".join(missing))
-    return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
-
-
-def _left_to_nccl(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
-    if backend != "nccl":
-        return _entry("default", "none")
-    if log is None:
-        return _entry("default", "unknown", _no_log(config))
-    entry = _entry("default", "+".join(_found(log)) or "none")
     return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,15 +42,10 @@ class _Sum:
         self.total = wide if self.total is None else self.total.add_(wide)
 
 
-@dataclass
-class _Restored:
-    layer: Fp8Linear
-    own: Any
-
-    def remove(self) -> None:
-        del self.layer.__dict__["weight_for"]
-        if self.own is not None:
-            self.layer.__dict__["weight_for"] = self.own
+def _restore(layer: Fp8Linear, own: Any) -> None:
+    del layer.__dict__["weight_for"]
+    if own is not None:
+        layer.__dict__["weight_for"] = own
 
 
 @dataclass
@@ -79,8 +74,7 @@ class Witness:
     """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
     _in_8_bits: set[str] = field(default_factory=set)
     """Weights that products took in 8 bits; between passes an engine may show wider ones."""
-    _hooks: ParameterHooks | None = None
-    _handles: list[Any] = field(default_factory=list)
+    _ending: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Witness:
         params = named_parameters(self.module)
@@ -93,19 +87,13 @@ class Witness:
         self._quantized = {names[id(layer.weight)]: layer for layer in layers if layer.is_held}
         self.checksums |= {name + TURNED: set() for name, layer in self._quantized.items() if _has_two(layer)}
         for name, layer in self._quantized.items():
-            before = layer.__dict__.get("weight_for")
+            self._ending.callback(_restore, layer, layer.__dict__.get("weight_for"))
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
-            self._handles.append(_Restored(layer, before))
-        self._hooks = ParameterHooks(self.module, self._gradient, self._forward, self.aside)
-        self._hooks.__enter__()
+        self._ending.enter_context(ParameterHooks(self.module, self._gradient, self._forward, self.aside))
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._ending.close()
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         self._sums[name].add(gradient)

@@ -16,7 +16,7 @@ from typing import Any
 from harness.analysis.judge import Study, verdicts
 from harness.config.words import ask_again
 from harness.parity.outcome import percent
-from harness.parity.telling.explain import OUTCOMES
+from harness.parity.telling.wording import OUTCOMES
 from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT

@@ -14,7 +14,7 @@ from harness.capture import merge, run as runs, watching
 from harness.parity.alone.every_step import BETWEEN
 from harness.parity.compare import compare
 from harness.parity.outcome import Grade, Outcome, Verdict
-from harness.parity.tiers import watched
+from harness.parity.tiers import comparable
 from harness.probe.step_checks.pieces import Piece, blocks_of
 from harness.store.check_stream import read
 from tests.capture import loops
@@ -120,7 +120,7 @@ MUTANTS: dict[str, tuple[Slip, Holds]] = {
         changes_between_steps_are_seen,
     ),
     "unknown data": (
-        Slip(watched, "limits", "if silent:", "if False:", "Runs whose data nobody knows are called EQUAL"),
+        Slip(comparable, "limits", "if silent:", "if False:", "Runs whose data nobody knows are called EQUAL"),
         unknown_data_are_no_proof,
     ),
     "content of data": (

@@ -20,8 +20,8 @@ from harness.models.workload import workload_for
 from harness.parity.compare import compare
 from harness.parity.outcome import Outcome, Stage
 from harness.parity.record import load
-from harness.parity.tiers import watched as tiers
-from harness.parity.tiers.watched import as_stepped
+from harness.parity.tiers import comparable as tiers
+from harness.parity.tiers.comparable import as_stepped
 from harness.store.rundir import RunDir
 from harness.store.show import diff
 from tests.support.composing import compose

@@ -16,7 +16,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS, OURS_BF16
 from tests.parity.lab import CLEAN
 from tests.parity.network import Optimizer, bf16
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 AT = 8
 NAME = "blocks.1.w_up.weight"
@@ -152,31 +152,28 @@ def test_what_a_run_shows_of_itself_comes_first(bench: Bench) -> None:
 
 MUTANTS = {
     "nobody asks": Slip(judgement.Judgement, "verdict", "own += [", "[", "Equal gradients owe nothing"),
-    "whatever the gradients": Slip(
-        divergence,
-        "_steps_of_equal_gradients",
-        "steps if equal.all()",
-        "steps if True",
-        "Other gradients owe equal weights",
+    **slips(
+        """
+        whatever the gradients: Other gradients owe equal weights
+            parity.tiers.divergence._steps_of_equal_gradients: steps if equal.all() => steps if True
+        whatever the norm: Gradients that were clipped otherwise owe them too
+            parity.tiers.divergence._steps_of_equal_gradients: "grad_norm", =>
+        any configuration: Any kernel owes bits
+            parity.tiers.divergence._one_configuration: same and same_code => same_code
+        any sources: Other code owes bits
+            parity.tiers.divergence._one_configuration: same and same_code => same
+        any optimizer: One's own optimizer owes bits
+            parity.tiers.divergence._one_configuration: in KNOWN => != ''
+        all tensors: One tensor is let off
+            parity.tiers.divergence._finding: differs.any(1) => differs.all(1)
+        on any device: Memory chooses no kernel on any device
+            parity.tiers.divergence._finding: == "cpu" => != ""
+        """
     ),
-    "whatever the norm": Slip(
-        divergence,
-        "_steps_of_equal_gradients",
-        '"grad_norm", ',
-        "",
-        "Gradients that were clipped otherwise owe them too",
-    ),
-    "any configuration": Slip(
-        divergence, "_one_configuration", "same and same_code", "same_code", "Any kernel owes bits"
-    ),
-    "any sources": Slip(divergence, "_one_configuration", "same and same_code", "same", "Other code owes bits"),
-    "any optimizer": Slip(divergence, "_one_configuration", "in KNOWN", "!= ''", "One's own optimizer owes bits"),
-    "all tensors": Slip(divergence, "_finding", "differs.any(1)", "differs.all(1)", "One tensor is let off"),
-    "on any device": Slip(divergence, "_finding", '== "cpu"', '!= ""', "Memory chooses no kernel on any device"),
 }
 
 
-@pytest.mark.parametrize("name", each("The comparator: equal until", ((n, s.breaks) for n, s in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("The comparator: equal until", MUTANTS))
 def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
     assert any(wrong(bench)), f"{name} survives"

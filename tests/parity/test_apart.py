@@ -178,11 +178,8 @@ def broken_claims() -> Iterator[str]:
             yield f"{name}: {found}"
 
 
-@pytest.mark.parametrize("name", CLAIMS)
-def test_what_is_a_jump(name: str) -> None:
-    said, wanted = CLAIMS[name]
-    found = said()
-    assert (found if not wanted else dict([*found.items()][:1])) == wanted
+def test_what_is_a_jump() -> None:
+    assert list(broken_claims()) == []
 
 
 # -- distances from sketches -------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from harness.cli.main import main, read
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.parity import Outcome, Verdict, against, compare, study_text, text
-from harness.parity.telling.explain import CHECKS, OUTCOMES
 from harness.parity.telling.script import LOOKS
+from harness.parity.telling.wording import CHECKS, OUTCOMES
 from harness.store import provenance
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench

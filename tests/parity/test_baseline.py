@@ -24,7 +24,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS, scaled
 from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 
 CONTROL = replace(FP32, checked=True, steps=12)
 ARM = replace(OURS, checked=True, strategy="optim_grads", steps=12)
@@ -261,53 +261,43 @@ def a_doubt_fails_a_test(bench: Bench, golden: Path) -> bool:
 
 
 Holds = Callable[[Bench, Path], bool]
-MUTANTS: dict[str, tuple[Slip, Holds]] = {
-    "lengths": (
-        Slip(
-            numeric,
-            "first_step_sketched",
-            "abs(left - right) / right",
-            "0.0 * right",
-            "Norms are not compared",
-        ),
+MUTANTS: dict[str, tuple[Holds, Slip]] = {
+    **slips(
         a_factor_is_found,
+        """
+        lengths: Norms are not compared
+            parity.tiers.numeric.first_step_sketched: abs(left - right) / right => 0.0 * right
+        """,
     ),
-    "distances": (
-        Slip(
-            numeric,
-            "first_step_sketched",
-            "(0, DISTANCE, distance,",
-            "(0, DISTANCE, 0.0 * distance,",
-            "Sketches are not compared",
-        ),
+    **slips(
         a_direction_is_found,
+        """
+        distances: Sketches are not compared
+            parity.tiers.numeric.first_step_sketched: (0, DISTANCE, distance, => (0, DISTANCE, 0.0 * distance,
+        """,
     ),
-    "the draw": (
-        Slip(
-            numeric,
-            "first_step_sketched",
-            "DRAW * bound",
-            "1e-3 * bound",
-            "Four sketches tell a distance exactly",
-        ),
+    **slips(
         clean_passes,
+        """
+        the draw: Four sketches tell a distance exactly
+            parity.tiers.numeric.first_step_sketched: DRAW * bound => 1e-3 * bound
+        the rows: Columns are read as rows
+            parity.baseline._numbers: held.reshape(columns, -1).T => held.reshape(-1, columns)
+        """,
     ),
-    "the digest": (
-        Slip(baseline, "read", 'facts["digest"] != _digest(facts)', "False", "An edited file is believed"),
+    **slips(
         an_edit_is_found,
-    ),
-    "the rows": (
-        Slip(
-            baseline, "_numbers", "held.reshape(columns, -1).T", "held.reshape(-1, columns)", "Columns are read as rows"
-        ),
-        clean_passes,
+        """
+        the digest: An edited file is believed
+            parity.baseline.read: facts["digest"] != _digest(facts) => False
+        """,
     ),
 }
 
 
-@pytest.mark.parametrize("name", each("Baselines", ((name, slip.breaks) for name, (slip, _) in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Baselines", MUTANTS))
 def test_a_mutant_is_found(name: str, bench: Bench, golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name]
+    holds, slip = MUTANTS[name]
     kept = golden.read_text()
     assert holds(bench, golden)
     golden.write_text(kept)

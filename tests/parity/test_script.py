@@ -22,8 +22,8 @@ from harness.config.catalog import ROOT
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.outcome import IN_16_BITS, Finding, Grade, Stage
 from harness.parity.telling import script as scripts
-from harness.parity.telling.explain import CHECKS
 from harness.parity.telling.script import LOOKS, first_shown, overrides, script, scripted, write_script
+from harness.parity.telling.wording import CHECKS
 from harness.store import check_stream
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten

@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from harness.cli.main import main
-from harness.parity import Outcome, compare, series as verdicts
+from harness.parity import Outcome, compare
 from harness.parity.outcome import SeedVerdict
 from harness.parity.series import Series, against_history, judge_series
-from harness.parity.tiers import equivalence
 from harness.wandb_sync import series as readers
 from harness.wandb_sync.series import import_series
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, slips
 from tests.support.wandb_file import only_file
 
 STEPS = 60
@@ -318,47 +317,48 @@ def resumed_rows_are_last(folder: Path) -> bool:
 
 
 Holds = Callable[[Path], bool]
-MUTANTS: dict[str, tuple[Slip, Holds]] = {
-    "the noise of a new run": (
-        Slip(
-            equivalence,
-            "unpaired_test",
-            "1 / len(arm) + 1 / len(control)",
-            "1 / len(control) ** 3",
-            "A new run has no noise",
-        ),
+MUTANTS: dict[str, tuple[Holds, Slip]] = {
+    **slips(
         noise_is_undecided,
+        """
+        the noise of a new run: A new run has no noise
+            parity.tiers.equivalence.unpaired_test: 1 / len(arm) + 1 / len(control) => 1 / len(control) ** 3
+        """,
     ),
-    "spikes": (
-        Slip(verdicts.Measure, "band", "half = times", "half = 1e9 * times", "No number leaves a band"),
+    **slips(
         spikes_are_seen,
+        """
+        spikes: No number leaves a band
+            parity.series.Measure.band: half = times => half = 1e9 * times
+        """,
     ),
-    "many steps": (
-        Slip(
-            verdicts.Measure, "band", "1 - ALPHA / (2 * tests)", "1 - 2 * ALPHA", "Each step has 20 % of false alarms"
-        ),
+    **slips(
         bands_hold_clean_runs,
+        """
+        many steps: Each step has 20 % of false alarms
+            parity.series.Measure.band: 1 - ALPHA / (2 * tests) => 1 - 2 * ALPHA
+        """,
     ),
-    "pairs": (
-        Slip(verdicts, "_paired", "if once and", "if False and", "Seeds are not paired"),
+    **slips(
         pairs_are_used,
+        """
+        pairs: Seeds are not paired
+            parity.series._paired: if once and => if False and
+        """,
     ),
-    "resumed rows": (
-        Slip(
-            readers,
-            "_of_rows",
-            "column[int(place)] = found",
-            "column.setdefault(int(place), found)",
-            "The first row of a step counts",
-        ),
+    **slips(
         resumed_rows_are_last,
+        """
+        resumed rows: The first row of a step counts
+            wandb_sync.series._of_rows: column[int(place)] = found => column.setdefault(int(place), found)
+        """,
     ),
 }
 
 
-@pytest.mark.parametrize("name", each("Series", ((name, slip.breaks) for name, (slip, _) in MUTANTS.items())))
+@pytest.mark.parametrize("name", each("Series", MUTANTS))
 def test_a_mutant_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip, holds = MUTANTS[name]
+    holds, slip = MUTANTS[name]
     assert holds(tmp_path / "right")
     slip.put(monkeypatch)
     assert not holds(tmp_path / "wrong")

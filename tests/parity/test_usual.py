@@ -11,7 +11,7 @@ import pytest
 from harness.parity import study_text
 from harness.parity.outcome import Finding, Grade, Stage, StudyVerdict
 from harness.parity.telling import render
-from harness.parity.telling.explain import CHECKS
+from harness.parity.telling.wording import CHECKS
 from harness.wandb_sync.sync import margin
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS

@@ -347,7 +347,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
         wrong_data,
         """
         data of step 1: Tokens are compared at the first step alone
-            parity.tiers.comparable._steps: if series[0] != series[1]: => if series[0][:1] != series[1][:1]:
+            parity.tiers.comparable._steps: enumerate(pairs, start=1) => enumerate([*pairs][:1], start=1)
     """,
     ),
     **slips(

@@ -1,7 +1,10 @@
-"""What NCCL says it did, read from its own lines (see nccl_logs/README.md), and what the record makes of it."""
+"""What NCCL says it did, read from its own lines (see nccl_logs/README.md), what the record makes of it, and its
+version, which is not the one torch was built with."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import pytest
 
 from harness.config.schema import Config, NcclLog, Registration, SharpAxis
 from harness.probe.nccl_log import MAX_WARNINGS, NcclFacts, log_of_process, parse, read
-from harness.probe.network import record, without_effect
+from harness.probe.network import NcclVersion, loaded_version, record, without_effect
 from harness.store.show import _asked, _cost
+from tests.support.needs import needs
 
 LOGS = Path(__file__).parent / "nccl_logs"
 
@@ -192,3 +196,27 @@ def test_a_fallback_of_the_engines_reaches_the_record_and_the_screen() -> None:
     assert _asked(facts["nccl_ub"]) == "auto -> none (registration with dp: out of memory)"
     (_, shown) = _cost({"accounted_bytes": {"main_weights": 8}, "network": facts})
     assert shown.split() == ["nccl_ub", *_asked(engine).split()]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(23_203, "2.32.3"), (22_809, "2.28.9"), (2_708, "2.7.8"), (21_005, "2.10.5")]
+)
+def test_nccls_number(code: int, text: str) -> None:
+    assert str(NcclVersion.of_code(code)) == text
+
+
+def test_none_is_loaded_here() -> None:
+    assert loaded_version() is None
+
+
+@needs("cc")
+def test_a_library_that_was_put_before_torchs_is_the_one(tmp_path: Path) -> None:
+    """A real shared library of that name, preloaded as a newer NCCL would be, under a file name of its own."""
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.slim.so"
+    source.write_text("int ncclGetVersion(int* version) { *version = 23203; return 0; }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, source], check=True)
+    words = "from harness.probe.network import loaded_version; print(loaded_version())"
+    ran = subprocess.run(
+        ["env", f"LD_PRELOAD={library}", sys.executable, "-c", words], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "2.32.3"

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
 from harness.parity.alone import structure
-from harness.parity.outcome import REFUTED, WORKED_OUT, Finding, Grade, Stage
+from harness.parity.outcome import REFUTED, WORKED_OUT, Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.trajectory import Series
@@ -112,10 +113,8 @@ def _left_out(run: Record, stream: Stream) -> list[Finding]:
     known = ~np.isnan(stream.column("sum"))
     wrong = [step for step in sorted(run.skipped) if step <= len(known) and known[step - 1]]
     note = f"in {run.name}, no gradient had overflowed"
-    return [
-        Finding("T1", "update left out", Stage.optimizer, Grade.bad, "left out", "made", step=step, note=note)
-        for step in wrong
-    ]
+    told = partial(fact, "update left out", Stage.optimizer, "left out", "made", note=note)
+    return [told(step=step) for step in wrong]
 
 
 def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> list[Finding]:
@@ -139,17 +138,9 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     ):
         if not part.any():
             continue
-        note = f"in {run.name}, {said.wrong}"
-        series = Series(
-            said.check,
-            said.stage,
-            steps[part],
-            values[rows][part],
-            allowed[part],
-            refuted[part],
-            said.since,
-            note,
-        )
+        observed, note = values[rows][part], f"in {run.name}, {said.wrong}"
+        bounded = allowed[part], refuted[part]
+        series = Series(said.check, said.stage, steps[part], observed, *bounded, said.since, note)
         found += series.findings(_named(stream, name, rows[part]))
     return found
 

@@ -18,9 +18,7 @@ from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.telling import explain
-from harness.parity.telling.explain import OUTCOMES
-from harness.parity.telling.wording import ALWAYS
+from harness.parity.telling.wording import ALWAYS, OUTCOMES, meanings
 from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import blocks, compare_tensor
@@ -37,7 +35,7 @@ LISTED = 6
 
 def text(verdict: Verdict, *, explained: bool = False) -> str:
     room = screen.width()
-    lines = [*fold(verdict.sentence, room), *fold(explain.OUTCOMES[verdict.outcome], room)]
+    lines = [*fold(verdict.sentence, room), *fold(OUTCOMES[verdict.outcome], room)]
     lines += ["", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
     if verdict.tier != "T0":
         lines += fold(f"admits   {verdict.admissible}", room, " " * 9)
@@ -48,7 +46,7 @@ def text(verdict: Verdict, *, explained: bool = False) -> str:
         lines += ["", f"{first} did not pass:"]
         lines += _findings(verdict, verdict.findings[:LISTED], room)
     if explained:
-        lines += ["", *(line for each in explain.lines(verdict.evidence) for line in fold(each, room, "    "))]
+        lines += ["", *(line for each in meanings(verdict.evidence) for line in fold(each, room, "    "))]
     alone = [verdict.script] if verdict.script else []
     return "\n".join([*lines, "", *_next([*verdict.commands, *alone])])
 
@@ -61,7 +59,7 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
     lines = [f"{study.outcome.value}: {what}, {screen.counted(len(study.arms), 'comparison')}"]
     if study.question:
         lines += fold(study.question, room)
-    lines += fold(explain.OUTCOMES[study.outcome], room)
+    lines += fold(OUTCOMES[study.outcome], room)
     lines += ["", *_arms(study, room)]
     lines += [line for each in study.seeds for line in ("", *fold(each.sentence, room))]
     failed = [arm for arm in study.arms if arm.exit_code != 0]
@@ -70,7 +68,7 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
     ]
     if explained:
         rows = [finding for arm in study.arms for finding in arm.evidence]
-        lines += ["", *(line for each in explain.lines(rows) for line in fold(each, room, "    "))]
+        lines += ["", *(line for each in meanings(rows) for line in fold(each, room, "    "))]
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
 
 

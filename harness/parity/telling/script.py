@@ -254,7 +254,6 @@ def first_shown(verdict: Verdict) -> Finding | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    finding: Finding
     look: Look
     runs: Mapping[str, Sequence[str]]
     """Complete overrides by name, `arm` or `control`."""
@@ -288,7 +287,7 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
         **look.values(step),
         **rule,
     }
-    return _Plan(finding, look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
+    return _Plan(look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
 
 
 def _rule(config: Mapping[str, Any], run: RunDir, tensor: str | None) -> dict[str, Any]:

@@ -67,6 +67,11 @@ class Apart:
     norms: Float64
 
     @property
+    def sees_gradients(self) -> bool:
+        """True if step 1 is there with local gradients."""
+        return bool(self.steps[0] == 1 and not np.isnan(self.local[0]).all())
+
+    @property
     def before(self) -> Float64:
         """[steps]: distance of all weights before each kept step; 0 at step 1.
 

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
 from harness.parity.outcome import Finding, Grade, Stage, fact
 from harness.parity.record import Record
 from harness.parity.tiers.gradients import Mismatch, TensorPair
@@ -121,10 +119,6 @@ def _after_stability(finding: Finding) -> Finding:
     return replace(finding, grade=Grade.doubt, note="in one run only, after the control had left stability")
 
 
-def first_step(findings: Sequence[Finding]) -> int | None:
-    return min((finding.step for finding in findings if finding.step is not None), default=None)
-
-
 def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
     odd = [pair for pair in pairs if not (pair.finite and pair.control_finite)]
     odd.sort(key=lambda pair: pair.finite == pair.control_finite)
@@ -134,8 +128,6 @@ def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
 
 
 def _not_finite(key: str, stage: Stage, arm: Record, control: Record) -> list[Finding]:
-    if not _any(arm.series(key)) and not _any(control.series(key)):
-        return []
     excused = arm.skipped | control.skipped if key == "grad_norm" else frozenset()
     for step, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
         fine, control_fine = (value is None or math.isfinite(value) for value in (left, right))
@@ -152,10 +144,6 @@ def _left_out_once(arm: Record, control: Record) -> list[Finding]:
     observed, allowed = (said[step in run.skipped] for run in (arm, control))
     note = "under a dynamic loss scale, in one run only: nothing after it can be compared"
     return [fact("update is made", Stage.gradient, observed, allowed, wrong=Grade.doubt, step=step, note=note)]
-
-
-def _any(series: Sequence[float | None]) -> bool:
-    return not bool(np.isfinite(np.array([0.0 if value is None else value for value in series], np.float64)).all())
 
 
 def _odd(what: str, stage: Stage, step: int, fine: bool, control_fine: bool, tensor: str | None = None) -> Finding:

@@ -2,21 +2,31 @@
 
 Bits are owed only where the order of arithmetic is provably the same: docs/verdicts.md ("T1: bits") has the table. Bits
 are compared whatever the tier, and equal ones are reported as EQUAL. The tier says when unequal ones are a fault.
+
+[Note: Watched runs] Programs differ in everything that a configuration says, and that is why they are compared. What
+must agree is what the trajectory begins with: the weights, the data where both told it, the optimizer's rule and its
+rates. Machines and versions are named, as differences of which nobody knows what they do. A run of this harness has
+digests of another kind: its first weights are held against the other's tensor by tensor, where both captured them. Its
+gradients are recorded before clipping and the other program's after it: they are compared as the optimizer took them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from harness.config.capabilities import SAME_BITS
 from harness.fsdp import Placements
 from harness.fsdp.vocabulary import Strategy
-from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.outcome import Finding, Grade, Stage, fact
 from harness.parity.record import Record
-from harness.parity.tiers import watched
+from harness.parity.tensors import Capture, Computed, Float64
+from harness.store.check_stream import Stream, step_columns, tensor_columns
 from harness.store.identity import EXCLUDED, must_agree
 
 FREE_OWN = ("engine", "callback", "fault")
@@ -35,8 +45,8 @@ def check(arm: Record, control: Record) -> list[Finding]:
     unfit = [*_problems(arm), *_problems(control)]
     if unfit:
         return unfit
-    if watched.is_one(arm, control):
-        return watched.check(arm, control, finding)
+    if is_one(arm, control):
+        return _check_watched(arm, control)
     return [
         finding("sources", Stage.record, arm.provenance["sources_digest"], control.provenance["sources_digest"]),
         *_config(arm, control),
@@ -76,7 +86,7 @@ def _config(arm: Record, control: Record) -> list[Finding]:
     held = [key for key in sorted(arm.config.keys() | control.config.keys()) if must_agree(key)]
     differing = [key for key in held if arm.config.get(key) != control.config.get(key)]
     if not differing:
-        return [Finding("T0", "configuration", Stage.record, Grade.ok, "equal", "equal", count=len(held))]
+        return [fact("configuration", Stage.record, "equal", tier="T0", count=len(held))]
     return [finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
 
 
@@ -84,10 +94,8 @@ def _origin(arm: Record, control: Record) -> list[Finding]:
     left, right = _facts(arm.provenance), _facts(control.provenance)
     findings = [finding(key, Stage.record, left[key], right[key]) for key in left]
     unknown = [key for key in NEEDED if left[key] is None]
-    return findings + [
-        Finding("T0", key, Stage.record, Grade.bad, "absent", "known", note="provenance.json does not say")
-        for key in unknown
-    ]
+    told = partial(fact, stage=Stage.record, tier="T0", note="provenance.json does not say")
+    return findings + [told(key, observed="absent", wanted="known") for key in unknown]
 
 
 def _own(arm: Record, control: Record) -> list[Finding]:
@@ -119,13 +127,13 @@ def _facts(origin: Mapping[str, Any]) -> dict[str, object]:
 
 def _steps(key: str, arm: Record, control: Record) -> Finding:
     stage = Stage.optimizer if key == "lr" else Stage.data
-    series = arm.columns[key], control.columns[key]
-    if series[0] != series[1]:
-        for step, (left, right) in enumerate(zip(*series, strict=False), start=1):  # of another length: train.steps
-            if left != right:
-                note = "the data of the two runs holds other tokens" if key == "data_digest" else ""
-                return finding(key, stage, left, right, step=step, note=note)
-    return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=arm.length)
+    pairs = zip(arm.columns[key], control.columns[key], strict=False)  # of another length: train.steps
+    for step, (left, right) in enumerate(pairs, start=1):
+        if left != right:
+            of_ours = key == "data_digest" and not is_one(arm, control)
+            note = "the data of the two runs holds other tokens" if of_ours else ""
+            return finding(key, stage, left, right, step=step, note=note)
+    return fact(key, stage, "equal", tier="T0", count=arm.length)
 
 
 WITHOUT_EFFECT = (
@@ -215,3 +223,145 @@ def microbatches_per_rank(config: Mapping[str, Any]) -> int:
 
 def global_microbatches(config: Mapping[str, Any]) -> int:
     return int(config["train.global_batch_size"]) // int(config["train.microbatch_size"])
+
+
+RULE = ("name", "target", "betas", "eps", "momentum", "weight_decay")
+OF_RULE = {"sgd": ("momentum", "weight_decay"), "adam": RULE[2:4] + RULE[5:], "adamw": RULE[2:4] + RULE[5:]}
+"""Constants that matter, by the optimizer's name."""
+
+NAMED = ("device", "cpu_model", "cpu_capability", "threads_per_rank", "cuda", "allow_tf32")
+
+
+def is_one(arm: Record, control: Record) -> bool:
+    return arm.is_watched or control.is_watched
+
+
+def is_mixed(arm: Record, control: Record) -> bool:
+    return arm.is_watched != control.is_watched
+
+
+def _check_watched(arm: Record, control: Record) -> list[Finding]:
+    steps = finding("steps", Stage.record, arm.length, control.length)
+    found = [steps, *_rule(arm, control), *_weights(arm, control)]
+    if steps.grade is Grade.ok:
+        fed = tells_data(arm) and tells_data(control) and not is_mixed(arm, control)
+        found += [_steps(key, arm, control) for key in ("lr", *(["data_digest"] if fed else []))]
+    return found
+
+
+def _rule(arm: Record, control: Record) -> Iterator[Finding]:
+    names = [str(run.config["optimizer.name"]) for run in (arm, control)]
+    for key in ("name", *OF_RULE.get(names[0], RULE[1:])):
+        setting = f"optimizer.{key}"
+        yield finding(setting, Stage.optimizer, arm.config.get(setting), control.config.get(setting))
+
+
+def _weights(arm: Record, control: Record) -> Iterator[Finding]:
+    left, right = (str(run.summary.get("initial_weights") or "") for run in (arm, control))
+    if is_mixed(arm, control):
+        if 1 in arm.weights and 1 in control.weights:
+            yield _first_weights(arm.weights[1], control.weights[1])
+    elif left and right:
+        yield finding("initial weights", Stage.weights, left, right)
+
+
+def _first_weights(left: Capture, right: Capture) -> Finding:
+    """First tensor that only one has, or that begins otherwise, in fp32."""
+    for name in sorted(left.tensors.keys() | right.tensors.keys()):
+        shapes = [list(of.tensors[name].shape) if name in of.tensors else None for of in (left, right)]
+        if shapes[0] != shapes[1]:
+            return finding(f"shape of {name}", Stage.weights, shapes[0], shapes[1])
+        one, other = (of.values(name).astype(np.float32) for of in (left, right))
+        if not np.array_equal(one, other):
+            apart = f"off by {abs(one - other).max():.2g}"
+            return finding(f"{name} before the first step", Stage.weights, apart, "the same")
+    return finding("initial weights", Stage.weights, "equal", "equal")
+
+
+def tells_data(run: Record) -> bool:
+    return all(run.columns["data_digest"]) and run.length > 0
+
+
+def limits(arm: Record, control: Record) -> list[str]:
+    """Unknown facts of two runs, of which one or both were watched, as clauses."""
+    found = []
+    silent = [run.name for run in (arm, control) if not tells_data(run)]
+    if silent:
+        found.append(f"what {' and '.join(silent)} was fed is not known")
+    mixed = is_mixed(arm, control)
+    if mixed and not silent:
+        found.append("their data are hashed by two rules, so gradients alone show that they were fed the same")
+    if not all(1 in run.weights if mixed else run.summary.get("initial_weights") for run in (arm, control)):
+        found.append("their first weights are not known to be the same")
+    blind = [run.name for run in (arm, control) if not run.captures and not _sees(run, "reduced_squares")]
+    if blind:
+        found.append(f"{' and '.join(blind)} shows no gradients, so only losses and weights were held side by side")
+    return [*found, *_others(arm, control)]
+
+
+def _sees(run: Record, column: str) -> bool:
+    return run.stream is not None and not bool((run.stream.column(column) != run.stream.column(column)).all())
+
+
+def _others(arm: Record, control: Record) -> Iterator[str]:
+    left, right = (_named(run.provenance) for run in (arm, control))
+    odd = [f"{key} {left[key]} and {right[key]}" for key in left if left[key] != right[key]]
+    if odd:
+        yield f"they ran with {', '.join(odd)}"
+
+
+def _named(origin: Mapping[str, Any]) -> dict[str, Any]:
+    versions = origin.get("versions") or {}
+    return {"torch": versions.get("torch"), **{key: origin.get(key) for key in NAMED}}
+
+
+def as_stepped(run: Record) -> Record:
+    """The run itself where nothing was clipped, or where it was watched."""
+    clip = run.config.get("optimizer.clip_norm")
+    if run.is_watched or clip is None:
+        return run
+    norms = np.array(run.series("grad_norm"), float)
+    with np.errstate(invalid="ignore"):
+        factors = np.where(np.isfinite(norms), np.minimum(1.0, float(clip) / (norms + 1e-6)), 1.0)
+    if (factors == 1.0).all():
+        return run
+    return replace(
+        run,
+        captures={step: _times(capture, float(factors[step - 1])) for step, capture in run.captures.items()},
+        columns={**run.columns, "grad_norm": (norms * factors).tolist()},
+        stream=run.stream and _Stepped(**_fields(run.stream), factors=factors),
+        as_recorded=run,
+    )
+
+
+def _fields(stream: Stream) -> dict[str, Any]:
+    return {each.name: getattr(stream, each.name) for each in fields(Stream)}
+
+
+def _times(capture: Capture, factor: float) -> Capture:
+    return Computed(capture, lambda name: capture.values(name) * factor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stepped(Stream):
+    factors: Float64
+    """Clipping factor by step."""
+
+    @cached_property
+    def steps(self) -> Float64:
+        rows = super().steps
+        factors = np.ones(len(rows))  # a finished run has one row more than steps
+        factors[: len(self.factors)] = self.factors[: len(rows)]
+        return self._scaled(rows, factors, step_columns(self.sketches))
+
+    @cached_property
+    def _kept(self) -> tuple[NDArray[np.int64], Float64]:
+        steps, rows = super()._kept
+        return steps, self._scaled(rows, self.factors[steps - 1][:, None], tensor_columns(self.sketches))
+
+    def _scaled(self, rows: Float64, factors: Float64, columns: Sequence[str]) -> Float64:
+        found = rows.copy()
+        for at, name in enumerate(columns):
+            if name.startswith("reduced_"):
+                found[..., at] *= factors**2 if name.endswith("squares") else factors
+        return found

@@ -24,7 +24,6 @@ sources. On other devices than CPUs memory may choose a kernel, and a difference
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,10 +32,9 @@ from harness.config.update_rule import KNOWN, Rule
 from harness.parity.outcome import Finding, Stage, measured
 from harness.parity.record import Record
 from harness.parity.tensors import Float64
-from harness.parity.tiers import watched
-from harness.parity.tiers.apart import BURST, DRAW, Apart, Jump, apart, gradient_jumps, weight_jumps
+from harness.parity.tiers.apart import BURST, DRAW, Apart, gradient_jumps, weight_jumps
 from harness.parity.tiers.arithmetic import SAFETY
-from harness.parity.tiers.comparable import matters
+from harness.parity.tiers.comparable import is_one, matters
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import compared
 from harness.parity.tiers.trajectory import ROUNDED, Perturbation, Series, path_lengths
@@ -48,77 +46,44 @@ JUMPS = (*(GIVEN.format(what) for what in ("local gradient", "gradient", "loss")
 """Checks of a jump: they raise a doubt at the step where it begins, and refute nothing."""
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """Growth of the distance of two runs by their streams.
+UNEXPLAINED = "a jump: nothing that the two runs had come apart by before explains it"
 
-    found: distances. last_stable: last step at which the control is stable. first_captured: gradients of step 1 were
-    captured by both, and are judged elsewhere. gathers_twice: one of the two gathers weights again in the backward.
+
+def jumps(
+    found: Apart,
+    envelope: Envelope,
+    push: Perturbation,
+    last_stable: int,
+    certain: int,
+    *,
+    wide: bool,
+    first: int,
+    begins: Stage,
+) -> list[list[Finding]]:
+    """Jumps of gradients and weights, a list a kind.
+
+    Args: last_stable: last step at which the control is stable. certain: last step up to which both are known right;
+    weights are judged up to there, and while the control is stable. wide: main weights have more than 16 bits;
+    otherwise weights are judged after `certain` alone. first: first step that is judged here. begins: stage in which
+    one of the two may first use other weights.
     """
-
-    found: Apart
-    envelope: Envelope
-    push: Perturbation
-    last_stable: int
-    first_captured: bool
-    gathers_twice: bool
-
-    @classmethod
-    def of(
-        cls,
-        arm: Record,
-        control: Record,
-        envelope: Envelope,
-        push: Perturbation,
-        last_stable: int,
-        *,
-        first_captured: bool,
-    ) -> Divergence | None:
-        """None where one of the two has no stream, or they have no sketch in common."""
-        if arm.stream is None or control.stream is None:
-            return None
-        found = apart(arm.stream, control.stream)
-        twice = arm.gathers_twice or control.gathers_twice
-        return None if found is None else cls(found, envelope, push, last_stable, first_captured, twice)
-
-    @property
-    def sees_gradients(self) -> bool:
-        return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
-
-    def check(self, certain: int, *, wide: bool = True) -> list[list[Finding]]:
-        """Jumps, a list a kind.
-
-        Args: certain: last step up to which both are known right; weights are judged up to there, and while the control
-        is stable. wide: main weights have more than 16 bits; otherwise weights are judged after `certain` alone.
-        """
-        local = gradient_jumps(self.found, self.found.local, self.envelope, self.last_stable)
-        reduced = gradient_jumps(self.found, self.found.reduced, self.envelope, self.last_stable)
-        weights = weight_jumps(self.found, self.push, self.last_stable)
-        asked = np.where(weights.steps <= certain, wide, weights.steps <= self.last_stable)
-        begins = Stage.gather if self.gathers_twice else Stage.forward
-        seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else begins
-        kinds = [
-            self._graded(GIVEN.format("local gradient"), local, Stage.gradient, begins),
-            self._graded(GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else begins),
-            self._graded(WEIGHTS, weights.at(asked), Stage.optimizer, after),
-        ]
-        return [kind for kind in kinds if kind]
-
-    def _graded(self, check: str, jump: Jump, stage: Stage, since: Stage) -> list[Finding]:
-        judged = jump.steps > int(self.first_captured)
-        steps, observed, allowed = jump.steps[judged], jump.observed[judged], jump.allowed[judged]
-        series = Series(
-            check,
-            stage,
-            steps,
-            observed,
-            allowed,
-            np.full(len(steps), np.inf),
-            since,
-            note="a jump: nothing that the two runs had come apart by before explains it",
-        )
-        tensors = jump.tensors[judged]
-        return series.findings(lambda at: self.found.names[int(tensors[at])])
+    local = gradient_jumps(found, found.local, envelope, last_stable)
+    reduced = gradient_jumps(found, found.reduced, envelope, last_stable)
+    weights = weight_jumps(found, push, last_stable)
+    asked = np.where(weights.steps <= certain, wide, weights.steps <= last_stable)
+    seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else begins
+    kinds = []
+    for check, jump, stage, since in (
+        (GIVEN.format("local gradient"), local, Stage.gradient, begins),
+        (GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else begins),
+        (WEIGHTS, weights.at(asked), Stage.optimizer, after),
+    ):
+        judged = jump.at(jump.steps >= first)
+        names = [found.names[tensor] for tensor in judged.tensors]
+        limit = np.full(len(judged.steps), np.inf)
+        series = Series(check, stage, judged.steps, judged.observed, judged.allowed, limit, since, UNEXPLAINED)
+        kinds.append(series.findings(names.__getitem__))
+    return [kind for kind in kinds if kind]
 
 
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_stable: int) -> list[Finding]:
@@ -227,7 +192,7 @@ def after_equal_gradients(arm: Record, control: Record) -> list[Finding]:
 def _one_configuration(arm: Record, control: Record) -> bool:
     keys = [key for key in arm.config.keys() | control.config.keys() if matters(key) and not key.startswith("fault.")]
     same_code = arm.provenance.get("sources_digest") == control.provenance.get("sources_digest")
-    same = all(arm.config.get(key) == control.config.get(key) for key in keys) and not watched.is_one(arm, control)
+    same = all(arm.config.get(key) == control.config.get(key) for key in keys) and not is_one(arm, control)
     return same and same_code and arm.config["optimizer.name"] in KNOWN
 
 

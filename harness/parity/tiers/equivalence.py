@@ -29,7 +29,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from harness.parity.outcome import Outcome, SeedVerdict, percent
 from harness.parity.record import Record
@@ -278,7 +277,7 @@ def _verdict(group: Sequence[Pair], decision: Decision) -> SeedVerdict:
         seeds_needed=decision.seeds_needed,
         p_equivalent=decision.p_equivalent,
         p_different=decision.p_different,
-        tests=tuple(_plain(test) for test in decision.tests),
+        tests=tuple(dict(vars(test)) for test in decision.tests),
     )
 
 
@@ -293,7 +292,3 @@ def _said(decision: Decision) -> str:
     if decision.seeds_needed is None:
         return f"{said}; no number of seeds is known to decide it"
     return f"{said}; {decision.seeds_needed} seeds would decide it"
-
-
-def _plain(test: PairedTest) -> Mapping[str, Any]:
-    return dict(vars(test))

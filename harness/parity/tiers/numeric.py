@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
-from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, measured, percent
+from harness.parity.outcome import AHEAD, REFUTED, Finding, Grade, Stage, fact, measured, percent
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW, Apart
 from harness.parity.tiers.arithmetic import of_piece
@@ -50,8 +50,10 @@ def first_step(
     Args: pairs: common tensors, all finite. mismatches: of one run only. factors: wrong factors and their causes
     (`suspects`).
     """
+    note = "the two runs train different sets of parameters (tied, frozen or lost in one of them?)"
+    odd = partial(fact, "tensor exists", Stage.gradient, tier="T2", step=1, note=note)
     kinds = [
-        [_mismatch(odd) for odd in mismatches],
+        [odd(each.arm, each.control, tensor=each.name) for each in mismatches],
         [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
         [_first_distance(pair, envelope) for pair in pairs],
         [_block(pair, envelope) for pair in pairs],
@@ -153,15 +155,20 @@ def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) 
     return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
 
 
-def _mismatch(odd: Mismatch) -> Finding:
-    note = "the two runs train different sets of parameters (tied, frozen or lost in one of them?)"
-    return Finding(
-        "T2", "tensor exists", Stage.gradient, Grade.bad, odd.arm, odd.control, step=1, tensor=odd.name, note=note
-    )
+def _of(
+    check: str,
+    pair: TensorPair,
+    off: float,
+    allowed: float,
+    refuted: float,
+    note: str | Callable[[], str] = "",
+    step: int = 1,
+) -> Finding:
+    return measured(check, Stage.gradient, off, allowed, refuted, step=step, tensor=pair.name, note=note)
 
 
 def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
-    return measured("gradient distance", Stage.gradient, pair.distance, allowed, refuted, step=step, tensor=pair.name)
+    return _of("gradient distance", pair, pair.distance, allowed, refuted, step=step)
 
 
 def _room(pair: TensorPair, rerouted: float) -> float:
@@ -176,8 +183,7 @@ def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     allowed = of_piece(envelope.tensor(pair.name, pair.numel), pair.block.size)
     refuted = REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
-    check, off = "gradient, worst piece", pair.block.distance
-    return measured(check, Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=pair.where)
+    return _of("gradient, worst piece", pair, pair.block.distance, allowed, refuted, pair.where)
 
 
 def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
@@ -194,8 +200,7 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
         usual = typical * envelope.share(pair)
         allowed = envelope.few(pair.numel) * max(OUTLIER * usual, envelope.floor(pair.name))
         note = f"{percent(usual)} is typical of this pair's tensors"
-        check, off = "gradient among its fellows", pair.block.distance
-        found.append(measured(check, Stage.gradient, off, allowed, math.inf, step=1, tensor=pair.name, note=note))
+        found.append(_of("gradient among its fellows", pair, pair.block.distance, allowed, math.inf, note))
     return found
 
 
@@ -204,8 +209,7 @@ def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, 
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
     refuted = REFUTED * (allowed + _room(pair, envelope.rerouted_scale))
-    off, why = abs(pair.b), partial(explain, pair.b, allowed, factors)
-    return measured("gradient scale", Stage.gradient, off, allowed, refuted, step=1, tensor=pair.name, note=why)
+    return _of("gradient scale", pair, abs(pair.b), allowed, refuted, partial(explain, pair.b, allowed, factors))
 
 
 def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
@@ -305,13 +309,8 @@ def _lengths(stream: Stream) -> dict[str, float]:
     return {each.name: math.sqrt(square) for each, square in zip(stream.tensors, squares.tolist(), strict=True)}
 
 
-def sketched_blindness(envelope: Envelope) -> list[Finding]:
-    """Doubt where a structural fault could hide beneath what the norm of all gradients refutes.
-
-    One of N ranks that is missing, of gradients that are noise, shortens their mean by half of 1/N.
-    """
-    seen, needed = REFUTED * envelope.norm, envelope.smallest_fault / 2
+def blind(seen: float, needed: float, note: str) -> list[Finding]:
+    """Doubt where a structural fault could hide. Args: seen: smallest refuted size. needed: that of the fault."""
     if seen <= needed:
         return []
-    note = "rounding could hide one rank's contribution from sketches and norms; compare the runs themselves"
     return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]

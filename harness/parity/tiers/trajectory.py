@@ -98,14 +98,10 @@ class Span:
 
 
 def check(
-    arm: Record, control: Record, envelope: Envelope, observed: float | None, span: Span, *, whole: bool = True
+    arm: Record, control: Record, envelope: Envelope, push: Perturbation, span: Span, *, whole: bool = True
 ) -> list[list[Finding]]:
-    """Findings of all steps, a list a kind: loss, gradient norm, weight norm, later half.
-
-    Args: observed: distance of the whole gradients at step 1; None where none were captured. whole: include the later
-    halves.
-    """
-    push = perturbation(envelope, str(control.config["optimizer.name"]), observed)
+    """Findings of all steps, a list a kind: loss, gradient norm, weight norm, later half. Args: whole: include the
+    later halves."""
     kinds = [
         *(each.findings() for each in losses(arm, control, envelope, push, span)),
         _norms(arm, control, envelope, push, span).findings(),

@@ -100,8 +100,7 @@ class Sample:
             if len(indices):
                 decay = decay_of[weight.name]
                 self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay, step))
-        owners = [torch.full((len(each.indices),), each.tensor) for each in self.followed]
-        self.tensor_of = torch.cat([torch.empty(0, dtype=torch.int64), *owners])
+        self.tensor_of = self._spread([each.tensor for each in self.followed]).long()
         """Tensor index of each followed element; int64."""
         signs = [_signs(each.weight.name, len(each.indices)) for each in self.followed]
         self._signs = torch.cat([torch.empty(0, dtype=torch.float64), *signs])
@@ -116,11 +115,8 @@ class Sample:
         )
 
     def _spread(self, values: Sequence[float]) -> Tensor:
-        parts = [torch.full((len(e.indices),), value, dtype=torch.float64) for e, value in self._with(values)]
-        return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
-
-    def _with(self, values: Sequence[float]) -> list[tuple[Followed, float]]:
-        return list(zip(self.followed, values, strict=True))
+        counts = torch.tensor([len(each.indices) for each in self.followed], dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.float64).repeat_interleave(counts)
 
     @torch.no_grad()
     def look(self) -> Values:
