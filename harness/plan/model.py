@@ -194,15 +194,10 @@ INTEGER = 8
 def kept(model: Model) -> dict[str, int]:
     """Bytes by role, of the first rank; main weights that are the compute weights count as these."""
     found: Counter[str] = Counter(dict.fromkeys(ROLES, 0))
-    states = optimizer_states(model.config)
     for bucket in model.buckets:
         for role, num_bytes, used in tensors(bucket, model.config):
             found[role] += used
             found["padding"] += num_bytes - used
-        if bucket.trainable:
-            used, whole = _moments(bucket)
-            found["optimizer"] += states * used
-            found["padding"] += states * (whole - used)
         found["fp8_scales"] += sum(each.kept for each in bucket.scales)
     found["buffers"] = sum(buffer.nbytes for buffer in model.module.buffers())
     return dict(found)
@@ -210,17 +205,11 @@ def kept(model: Model) -> dict[str, int]:
 
 def on_host(model: Model) -> int:
     """Bytes of what is kept that lie in the host's memory (engine.offload_optimizer); 0 where that is the device's."""
-    config, states = model.config, optimizer_states(model.config)
+    config = model.config
     if config.cluster.device is Device.cpu or not engine_options(config)["offload_optimizer"]:
         return 0
-    trained = [bucket for bucket in model.buckets if bucket.trainable]
-    moved = (
-        num_bytes
-        for bucket in trained
-        for role, num_bytes, _ in tensors(bucket, config)
-        if role in ("main_weights", "main_grads")
-    )
-    return sum(moved) + sum(states * _moments(bucket)[1] for bucket in trained)
+    held = [each for bucket in model.buckets if bucket.trainable for each in tensors(bucket, config)]
+    return sum(num_bytes for role, num_bytes, _ in held if role in ("main_weights", "main_grads", "optimizer"))
 
 
 def tensors(bucket: Bucket, config: Config) -> Iterator[tuple[str, int, int]]:
@@ -245,14 +234,13 @@ def tensors(bucket: Bucket, config: Config) -> Iterator[tuple[str, int, int]]:
     sums = INTEGER if is_exact else dtypes.grads.itemsize
     if is_exact or offloads or apart:
         yield tensor("main_grads", placements.main_grads, dtypes.grads.itemsize)
-        yield tensor("gradient_sums", placements.accumulated_grads, sums)
-    else:
-        yield tensor("main_grads", placements.accumulated_grads, sums)
+    yield tensor("gradient_sums" if is_exact or offloads or apart else "main_grads", placements.accumulated_grads, sums)
+    for _ in range(optimizer_states(config)):
+        yield _moment(bucket)
 
 
-def _moments(bucket: Bucket) -> tuple[int, int]:
-    """Bytes of one buffer of optimizer state: of parameters, and of the runs of the shard that hold any."""
-    layout, rank = bucket.cuts.layout, bucket.cuts.layout_rank
+def _moment(bucket: Bucket) -> tuple[str, int, int]:
+    """One buffer of optimizer state: of the runs of the shard that hold any parameters."""
+    layout, rank, width = bucket.cuts.layout, bucket.cuts.layout_rank, bucket.dtypes.main.itemsize
     runs = layout.runs(rank, dict.fromkeys((slot.spec.name for slot in layout.slots), 0))
-    itemsize = bucket.dtypes.main.itemsize
-    return layout.param_numel_on(rank) * itemsize, sum(run.end - run.start for run in runs) * itemsize
+    return "optimizer", sum(run.end - run.start for run in runs) * width, layout.param_numel_on(rank) * width

@@ -118,5 +118,19 @@ PEERS = [
         (3, 2, 1, "deepspeed sharding=optim_grads_params model.tie_embeddings=true"),
     )
 ]
+OWN = [
+    Cell(
+        2,
+        2,
+        (
+            "model=ext",
+            "model.target=tests.plan.own:ConvolutionWorkload",
+            "model.vocab_size=64",
+            "model.dim=32",
+            "dtype=bf16",
+        ),
+    )
+]
+"""Of which the peak is not held: on a CPU its kernels hold what the meta device's do not."""
 OURS = [*ALONE, *HYBRID, *TENSOR, *FP8, *FIXED, *OTHERS]
-CELLS = [*OURS, *PEERS]
+CELLS = [*OURS, *PEERS, *OWN]

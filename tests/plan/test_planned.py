@@ -14,7 +14,7 @@ from harness.config.schema import Device, MeasureMode
 from harness.plan.packages import PEERS as ENGINES
 from harness.plan.planned import plan, planned
 from harness.worker import rank
-from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, PEERS, TENSOR, Cell
+from tests.plan.cells import ALONE, CELLS, FIXED, FP8, HYBRID, OTHERS, OURS, OWN, PEERS, TENSOR, Cell
 from tests.plan.measured import Measured, measure
 from tests.support.composing import compose
 from tests.support.mutants import each as each_mutant, slips
@@ -26,7 +26,7 @@ STARTS = 4
 PEER_NAMES = [each.name for each in ENGINES if each.name != "single"]
 VISIT = 10
 """Cells that the same ranks run one after another."""
-FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *FIXED[:1], *OTHERS[:1], *OTHERS[-1:]}
+FEW = {*ALONE[:3], *HYBRID[:2], *TENSOR[:2], *FP8[:1], *FIXED[:1], *OTHERS[:1], *OTHERS[-1:], *OWN}
 FEW |= {next(each for each in PEERS if each.ranks == 2 and f"engine={name}" in each.words) for name in PEER_NAMES}
 """For `make test`."""
 
@@ -77,7 +77,7 @@ def test_bytes_kept_and_sent_are_those_of_a_real_step(cell: Cell) -> None:
     assert sent_by_kind(made) == first.sent
 
 
-@pytest.mark.parametrize("cell", PARAMS)
+@pytest.mark.parametrize("cell", [each for each in PARAMS if each.values[0] not in OWN])
 def test_the_peak_is_that_of_a_real_step(cell: Cell) -> None:
     peak = plan_of(cell)["peak"]
     assert sum(peak["parts"].values()) == peak["total"]
@@ -97,6 +97,10 @@ def test_what_would_be_a_guess_is_left_out() -> None:
     odd = plan(compose(("model=odd", "data=synthetic", "launch.dry_run=true")).typed)
     assert (odd["peak"], odd["wire"], sum(odd["kept"].values()) > 0) == (None, None, True)
     assert "model.family=odd does not run on torch's meta device: " in odd["left_out"]["peak"]
+    words = ("model=ext", "model.target=tests.plan.own:SkippedWorkload", *OWN[0].words[2:])
+    looks = plan(compose(Cell(2, 1, words).overrides).typed)
+    assert (looks["peak"], looks["wire"]) == (None, None)
+    assert "model.family=ext does not run on torch's meta device: " in looks["left_out"]["wire"]
 
 
 def test_rank_0_plans_a_timed_run_and_goes_on_where_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +146,7 @@ SLIPS = slips(
     padding counted as weights: Padding is counted with the buffer that has it
         plan.model.tensors: cuts.param_numel(on) * => cuts.numel(on) *
     runs of moments: Moments are counted with their padding
-        plan.model._moments: layout.param_numel_on(rank) => layout.shard_numel
+        plan.model._moment: layout.param_numel_on(rank) => layout.shard_numel
     the last unit gathered twice: The unit that a forward ends with is gathered again for the backward
         plan.peak.Ours.on_left: unit is not self.stays => True
     own chunk is sent: A reduction sends a rank's own chunk to itself

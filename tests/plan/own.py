@@ -1,0 +1,59 @@
+"""Models of a user's own, to be planned as they are: convolutions with tied weights, and one that looks at its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.models.workload import TokenWorkload
+
+
+class Convolution(nn.Module):
+    def __init__(self, dim: int, **where: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, **where)
+        self.mix = nn.Conv1d(dim, dim, 3, **where)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        padded_BDS = F.pad(self.norm(x_BSD).transpose(1, 2), (2, 0))
+        return x_BSD + F.gelu(self.mix(padded_BDS).transpose(1, 2))
+
+
+class Skipped(Convolution):
+    """Runs where its input is not small, which only data tell."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return super().forward(x_BSD) if x_BSD.abs().max() > 1e-6 else x_BSD
+
+
+class Model(nn.Module):
+    def __init__(self, config: Any, block: type[nn.Module], **where: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, **where)
+        self.blocks = nn.ModuleList(block(config.dim, **where) for _ in range(config.num_layers))
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False, **where)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        x_BSD = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        out_BSV: Tensor = self.head(x_BSD)
+        return out_BSV
+
+
+class ConvolutionWorkload(TokenWorkload):
+    unit_classes: tuple[type[nn.Module], ...] = (Convolution,)
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        return Model(self.model_config, self.unit_classes[0], device=device, dtype=dtype)
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """There are none."""
+
+
+class SkippedWorkload(ConvolutionWorkload):
+    unit_classes = (Skipped,)
