@@ -70,7 +70,7 @@ def fully_shard_model(
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
     zero_dp_strategy: Strategy | str | int = 3,
     outer_dp_sharding_strategy: OuterStrategy | str | int = 0,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     init_model_with_meta_device: bool = False,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     sync_model_each_microbatch: bool = True,

@@ -56,7 +56,7 @@ def shard(
     strategy: Strategy | str | int = Strategy.optim_grads_params,
     outer_strategy: OuterStrategy | str | int = OuterStrategy.no_shard,
     mp_policy: MixedPrecisionPolicy | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
     grad_divisor: float | None = None,
     initial_value: InitialValue | None = None,
     init_on_meta: bool = False,
@@ -76,7 +76,7 @@ def shard(
     check_request(module, classes, grad_divisor)
     inner, outer = Strategy.parse(strategy, "strategy"), OuterStrategy.parse(outer_strategy, "outer_strategy")
     groups = groups or (Groups(group) if mesh is None else groups_of_mesh(mesh))
-    device = device or usual_device(next(module.parameters()).device, groups.inner)
+    device = torch.device(device or usual_device(next(module.parameters()).device, groups.inner))
     choices = inner, outer, mp_policy or MixedPrecisionPolicy(), chosen, device
     context = BuildContext(groups, expert_groups, classes, *choices, grad_divisor, initial_value, init_on_meta)
     return _mix_in(module, kind, context, [name for name in FORWARD_METHODS if hasattr(type(module), name)])

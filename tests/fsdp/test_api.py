@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, sharding
 from harness.fsdp.megatron import UNBUILT
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.vocabulary import Strategy
+from tests.support.mutants import Slip, kills
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 
@@ -86,6 +87,20 @@ def test_recurrent_layers_leave_the_meta_device() -> None:
     assert all(mine is one for mine, one in zip(module._flat_weights, module.parameters(), strict=True))
     assert not module._weights_have_changed()
     assert bool(model(torch.ones(2, 3))[0].isfinite().all())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_a_device_may_be_a_text(device: Any) -> None:
+    model = fully_shard(make().to("meta"), unit_modules=[Block], device=device, init_on_meta=True)
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.device.type == param.grad.device.type == "cpu" for param in model.parameters())
+
+
+@kills("Ordinary programs", "a device as a text", "`device='cpu'` ends in an AttributeError about a text")
+def test_a_device_that_is_kept_as_a_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(sharding, "shard", "torch.device(device or", "(device or").put(monkeypatch)
+    with pytest.raises(AttributeError):
+        test_a_device_may_be_a_text("cpu")
 
 
 def test_what_is_frozen_needs_no_policy() -> None:

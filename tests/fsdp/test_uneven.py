@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.fsdp import ShardedModel, fully_shard, fully_shard_optimizer
 from harness.fsdp.runtime import gradient_sync
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Progress
 from tests.fsdp import pairs
 from tests.fsdp.checked import Mutant, each_is_found, patched
 from tests.fsdp.pairs import STRATEGIES
@@ -65,6 +66,11 @@ def one_more_look(loop: Loop, step: int) -> None:
         loop.loss(step + 50)
 
 
+def one_more_inside(loop: Loop, step: int) -> None:
+    with loop.model.no_sync():
+        loop.loss(step + 50).backward()
+
+
 def another_order(loop: Loop, step: int) -> None:
     loop.net.order = [1, 0, 2]
 
@@ -77,11 +83,13 @@ HABITS: dict[str, tuple[Callable[[Loop, int], None] | None, int]] = {
     "one more batch": (None, STEPS + 1),
 }
 """What rank 1 does after each of its backwards, and how many steps it makes."""
+INSIDE = "one more microbatch inside no_sync()"
+"""What rank 1 does before each of its backwards, of which there are two elsewhere."""
 
 
 def train(rank: int, habit: str, strategy: str) -> str:
     """Empty where all went well, and then both ranks have the same weights; else the error."""
-    act, steps = HABITS[habit]
+    act, steps = HABITS.get(habit, (None, STEPS))
     group = dist.new_group([0, 1])
     net = Net()
     optimizer = pairs.adamw(net)
@@ -89,6 +97,8 @@ def train(rank: int, habit: str, strategy: str) -> str:
     loop, sharded = Loop(rank, net, model), fully_shard_optimizer(model, optimizer)
     try:
         for step in range(steps if rank == 1 else STEPS):
+            for _ in range(1 + rank if habit == INSIDE else 0):
+                one_more_inside(loop, step)
             loop.loss(step).backward()
             if rank == 1 and act is not None:
                 act(loop, step)
@@ -114,6 +124,8 @@ def alone(habit: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
+            for _ in range(1 + rank if habit == INSIDE else 0):
+                (net(pairs.data(step + 50, rank)).square().mean() / 2).backward()
             net.order = orders[rank]
             (net(pairs.data(step, rank)).square().mean() / 2).backward()
         if habit == "another order":
@@ -161,12 +173,31 @@ def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
         assert "blocks." in waits or "(root)" in waits
 
 
+def test_microbatches_that_are_uneven_inside_no_sync_are_right_or_told() -> None:
+    """Two and three: where each is reduced, a rank's third one would meet the other's next step."""
+    found = [of_rank for of_rank, _ in run_ranks(of_all_strategies, 2, INSIDE)]
+    for told in found:
+        assert told["no_shard"] == told["optim"] == ""
+        assert told["optim_grads"] != ""
+    assert any("some rank ran a backward more" in told["optim_grads_params"] for told in found)
+    assert "" not in [told["optim_grads_params"] for told in found]
+
+
 UNCOUNTED = Slip(
     gradient_sync,
     "_read",
-    "num_updates * comm.size for each",
+    "progress.number * comm.size for each",
     "each // _UPDATE for each",
     "Two steps are summed",
+)
+
+
+BACKWARDS_UNCOUNTED = Slip(
+    Progress,
+    "number",
+    "+ self.backwards % 2**10",
+    "",
+    "A third microbatch inside no_sync() under ZeRO-3 is summed with one of the other rank's next step",
 )
 
 
@@ -184,12 +215,24 @@ def _ends_otherwise(rank: int, case: tuple[str, str]) -> str:
     return "" if told.startswith("StepError") else told
 
 
+def _nobody_counts(rank: int, case: tuple[str, str]) -> str:
+    told: list[str] = [""] * 2
+    dist.all_gather_object(told, train(rank, *case))
+    return "" if any(each.startswith("StepError") for each in told) else f"{told}"
+
+
 MUTANTS = {
     "steps uncounted": Mutant(
         UNCOUNTED.breaks,
         lambda: patched(gradient_sync, "_read", UNCOUNTED.made())(),
         _ends_otherwise,
         ("one more backward", "no_shard"),
+    ),
+    "backwards uncounted": Mutant(
+        BACKWARDS_UNCOUNTED.breaks,
+        lambda: patched(Progress, "number", property(BACKWARDS_UNCOUNTED.made()))(),
+        _nobody_counts,
+        (INSIDE, "optim_grads_params"),
     ),
     "first come": Mutant(
         "A unit is reduced when its gradients are ready, not when its turn comes",

@@ -165,7 +165,7 @@ def test_saved_state_is_taken_up_wherever_runs_were_cut(pairs: tuple[Pair, ...])
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 _forget = Gradients.take
-OWN_ALONE = Slip(Usage, "_count", "_read(comm, pending, sent[len(sent) - len(had) :], num_updates)", "had")
+OWN_ALONE = Slip(Usage, "_count", "_read(comm, pending, sent[len(sent) - len(had) :], progress)", "had")
 
 
 def _forgetful(self: Gradients) -> Tensor:

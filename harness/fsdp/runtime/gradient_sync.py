@@ -17,7 +17,7 @@ from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.guards.replicas import CopiedGradients
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.same_data import SameData
-from harness.fsdp.runtime.step import Call, StepError, StepState
+from harness.fsdp.runtime.step import Call, Progress, StepError, StepState
 from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.weak_hooks import WeakHook, watch
 from harness.fsdp.runtime.weights import Weights
@@ -171,7 +171,7 @@ class GradientSync:
         if self.guard is not None:
             self.guard.report()
         beyond = None if self.integers is None else self.integers.beyond
-        count = self.usage.find(self.step.num_updates, beyond)
+        count = self.usage.find(self.step.progress, beyond)
         if self.integers is not None and count:
             raise self.integers.fixed.overflow(count)
         self.reduce.finish()
@@ -254,21 +254,21 @@ class Usage:
 
     A parameter is used if any rank had a gradient of it in any microbatch of the step; then all ranks update it, those
     that had none with the others' sum. Ranks sum one int64 a parameter, in the message that also carries the counters
-    of numerics=exact. Each of these numbers tells the step, too: `_UPDATE` for each update of the weights so far.
+    of numerics=exact. Each of these numbers tells the rank's progress, too: `_UPDATE` times its number.
     A rank that had a gradient of every parameter knows that none is unused, and reads the sums a step later.
     """
 
     def __init__(self, meshes: Meshes, units: Sequence[Unit]) -> None:
         self.meshes = meshes
         self.units = units
-        # sums that nobody has waited for, and how many updates there had been
-        self._unread: list[tuple[Communicator, Pending, Tensor, int]] = []
+        # sums that nobody has waited for, and how far this rank was
+        self._unread: list[tuple[Communicator, Pending, Tensor, Progress]] = []
 
-    def find(self, num_updates: int, beyond: Tensor | None = None) -> int:
+    def find(self, progress: Progress, beyond: Tensor | None = None) -> int:
         """Set `unused` of all gradients. *Collective.*
 
         Args:
-            num_updates: of this rank's weights so far.
+            progress: of this rank.
             beyond: int64, shape [1], summed over the dense ranks in the same message.
 
         Returns the sum of `beyond`, or 0.
@@ -283,43 +283,44 @@ class Usage:
         sums: list[int] = []
         for mesh in self.meshes:  # of dense parameters first, then of experts
             held = [b.gradients for b in trained if b.mesh is mesh and b.gradients is not None]
-            sums.append(self._count(mesh.everyone, held, num_updates, None if sums else beyond))
+            sums.append(self._count(mesh.everyone, held, progress, None if sums else beyond))
         return sums[0]
 
     def _count(
-        self, comm: Communicator, gradients: Sequence[Gradients], num_updates: int, beyond: Tensor | None = None
+        self, comm: Communicator, gradients: Sequence[Gradients], progress: Progress, beyond: Tensor | None = None
     ) -> int:
         had = [index in each.arrived for each in gradients for index in range(len(each.params))]
         if beyond is None and not had:
             return 0
-        device, updates = comm.runtime.device, num_updates * _UPDATE
+        device, told = comm.runtime.device, progress.number * _UPDATE
         if all(had):  # filled on the device
-            sums = torch.full((len(had),), 1 + updates, dtype=torch.int64, device=device)
+            sums = torch.full((len(had),), 1 + told, dtype=torch.int64, device=device)
         else:
-            sums = torch.tensor([each + updates for each in had], dtype=torch.int64, device=device)
+            sums = torch.tensor([each + told for each in had], dtype=torch.int64, device=device)
         sent = sums if beyond is None else torch.cat([beyond, sums])
         pending = comm.begin_sum(sent, USED if beyond is None else "gradients beyond the fixed point")
         if beyond is None and all(had):  # no sum is zero
             if is_queued(device):  # the host would wait for the device to read them
                 pending.wait()
             else:
-                self._unread.append((comm, pending, sums, num_updates))
+                self._unread.append((comm, pending, sums, progress))
             return 0
-        counts = iter(_read(comm, pending, sent[len(sent) - len(had) :], num_updates))
+        counts = iter(_read(comm, pending, sent[len(sent) - len(had) :], progress))
         for group in gradients:
             group.unused = frozenset(index for index in range(len(group.params)) if not next(counts))
         return 0 if beyond is None else int(sent[0])
 
 
-def _read(comm: Communicator, pending: Pending, sums: Tensor, num_updates: int) -> list[int]:
+def _read(comm: Communicator, pending: Pending, sums: Tensor, progress: Progress) -> list[int]:
     """How many ranks had a gradient, by parameter. Raises StepError where ranks are in different steps."""
     with events.waiting(Label("all_reduce", USED)):
         pending.wait()
     totals: list[int] = sums.tolist()
-    if any(each // _UPDATE != num_updates * comm.size for each in totals):
+    if any(each // _UPDATE != progress.number * comm.size for each in totals):
+        since = f"of {progress.backwards} backwards after" if progress.backwards else "after"
         raise StepError(
-            f"this rank's gradients are those after {num_updates} updates of the weights, and other ranks' are"
-            " not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
-            " synchronisation in each step"
+            f"this rank's gradients are those {since} {progress.updates} updates of the weights, and other"
+            " ranks' are not: some rank ran a backward more, or less. All ranks must run equally many backwards with"
+            " synchronisation in each step; and where each is reduced (ZeRO-2 and 3), those inside no_sync(), too"
         )
     return [each % _UPDATE for each in totals]

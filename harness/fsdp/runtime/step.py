@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from harness.private_torch import next_number
 
@@ -144,6 +145,21 @@ class StepShape:
         return BackwardPlan(sync or self.reduces_each, last=sync, adds=adds, leads_to=leads_to)
 
 
+class Progress(NamedTuple):
+    """How far a rank is when it finishes a step's gradients; all ranks must be there.
+
+    updates: of the weights so far. backwards: of the step, where each is reduced; else 0, as ranks may differ in it.
+    """
+
+    updates: int
+    backwards: int
+
+    @property
+    def number(self) -> int:
+        """Both in 18 bits."""
+        return self.updates % 2**8 * 2**10 + self.backwards % 2**10
+
+
 class StepError(RuntimeError):
     """A call is not allowed in the current state of the step. The message says why and which call is missing."""
 
@@ -169,6 +185,10 @@ class Step:
     @property
     def in_backward(self) -> bool:
         return self.state is StepState.BACKWARD
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.num_updates, self.num_backwards if self.shape.reduces_each else 0)
 
     @property
     def has_gradients(self) -> bool:
