@@ -156,7 +156,7 @@ class Progress(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Both in 18 bits."""
+        """One number of 18 bits that tells updates and backwards."""
         return self.updates % 2**8 * 2**10 + self.backwards % 2**10
 
 
