@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.config.derived import engine_options, microbatches_per_rank, tokens_per_step
 from harness.config.own import capabilities_of
@@ -72,7 +73,7 @@ def plan(config: Config, records: Records | None = None) -> dict[str, Any]:
     with tensor_axis(config.mesh.tp) as axis:
         model = built(alone(config) if peer else config, axis)
         recorded = _recorded(model, {} if records is None else records)
-    unknown = dict(left_out(config, recorded.failure))
+    unknown = dict(left_out(config, recorded.failure, model.module))
     if peer:
         made = peer(config, model, recorded)
         memory, host, peak, sent = made.memory, 0, made.run(recorded.marks, k), made.rows
@@ -107,11 +108,13 @@ def _recorded(model: Model, records: Records) -> Recorded:
     return records[key]
 
 
-def left_out(config: Config, failure: str) -> Iterator[tuple[str, str]]:
+def left_out(config: Config, failure: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     """Parts of a plan that would be guesses, each with the setting that makes it one. failure: of the record."""
     options = engine_options(config)
     for part in ("peak", "wire") if failure else ():
         yield part, f"model.family={config.model.family.name} does not run on torch's meta device: {failure}"
+    for kind in {type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)}:
+        yield "peak", f"torch.nn.{kind}: its kernels keep more for a backward than the meta device tells"
     yield from beyond(config)
     if config.dtype.fp8 is not None and config.cluster.device is Device.cuda:
         yield "peak", f"dtype.fp8={config.dtype.fp8.name} on cuda: which kernels multiply, only a card can tell"
