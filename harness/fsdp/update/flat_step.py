@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.ragged import RaggedTensor, distribute_rows
 from harness.fsdp.storage.at_rest import LOCATION, ShardedParameters, location_of
@@ -27,7 +28,7 @@ from harness.fsdp.storage.parameter_access import HOME, by_engine, grad_of, put_
 from harness.fsdp.tensor_parallel import values_here
 from harness.fsdp.update.matrices import MatrixStep
 from harness.fsdp.update.rules import COUNTERS, KERNELS, kernel_settings, moments_of
-from harness.private_torch import note_step, version_of
+from harness.private_torch import note_step, tree_map_only, version_of
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
 """Arguments of `step` beside a closure, True by default: megatron-fsdp's names."""
@@ -411,11 +412,14 @@ class FlatStep:
                 self._spans.setdefault(id(param), nothing)
 
     def _cut_state(self, params: Iterable[Tensor]) -> None:
-        for param in (each for each in params if isinstance(each, RaggedTensor)):
-            for key, value in self.optimizer.state.get(param, {}).items():
+        for param in params:
+            held = self.optimizer.state.get(param, {})
+            if not isinstance(param, DTensor):
+                held.update(tree_map_only(DTensor, DTensor.full_tensor, dict(held)))
+            for key, value in held.items() if isinstance(param, RaggedTensor) else ():
                 unsharded = isinstance(value, Tensor) and not isinstance(value, RaggedTensor) and value.dim() > 0
                 if unsharded and value.shape == param.shape:
-                    self.optimizer.state[param][key] = distribute_rows(value, param)
+                    held[key] = distribute_rows(value, cast(DTensor, param))
 
     def _take_state(self, param: Tensor) -> None:
         held = self.optimizer.state.get(param) or {}
