@@ -4,6 +4,7 @@ Writes data/engine_versions.json and docs/records/engine_versions.md.
 
     python benchmarks/costs/engine_versions.py                   against f5f18313, in about an hour on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
+    python benchmarks/costs/engine_versions.py --only compute together --turns 48    one regime again; others stay
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
 gloo; only one side steps at a time, and they take turns, A B A B, so that whatever else the machine does meets both.
@@ -54,7 +55,8 @@ HEAD = """# The engine beside an earlier one
 Two ranks of one thread on {cores} cores, torch {torch}, Python {python}: revision {here} beside {base}. A figure is the
 ratio of medians over turns of {steps} steps, with its bootstrap interval. *apart*: each arm in processes of its own;
 *together*: all arms in the same ones. *start* is construction and first step, the least of {starts}. DDP and FSDP2 are
-the same on both sides: what they differ by is the noise of the machine.
+the same on both sides: what they differ by is the noise of the machine. A row that names a later revision was measured
+again at that one (`--only`).
 
 | shape | regime | arm | turns | ms before | ms here | here / before |
 |---|---|---|---|---|---|---|
@@ -210,6 +212,8 @@ def page(facts: dict[str, Any]) -> str:
                 else:
                     turns, before, here = each["turns"], each["base_ms"], each["here_ms"]
                     ratio = "{value:.3f} ({low:.3f} to {high:.3f})".format(**each["ratio"])
+                    if each.get("revision", facts["here"]) != facts["here"]:
+                        ratio += f", {each['revision'][:8]}"
                 lines.append(f"| {shape} | {regime} | {name} | {turns} | {before:.1f} | {here:.1f} | {ratio} |")
     head = HEAD.format(
         **{key: facts[key] for key in ("cores", "steps")},
@@ -235,6 +239,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=36, help="of each version, 3 or more (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="steps in a turn (default: %(default)s)")
     parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "ARMS", "RANK", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs=2, metavar=("SHAPE", "REGIME"), help="measure this again, beside what stands")
     chosen = parser.parse_args()
     if chosen.serve:
         shape, names, rank, port = chosen.serve
@@ -246,18 +251,26 @@ def main() -> None:
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     with exported(chosen.base) as base:
         for shape, regime in REGIMES:
+            if chosen.only and (shape, regime) != tuple(chosen.only):
+                continue
             names = peers_step.ARMS if regime == TOGETHER else peers_step.OURS
             visits = [names] if regime == TOGETHER else [(name,) for name in names]
             found = rows.setdefault(shape, {})[regime] = {}
             for visit in visits:
                 found |= compare(base, shape, visit, chosen.turns, chosen.steps)
+            for told in found.values():
+                told["revision"] = revisions["here"]
             for name, told in found.items():
                 ratio = "{value:.3f} ({low:.3f}..{high:.3f})".format(**told["ratio"])
                 times = f"{told['base_ms']:9.2f} {told['here_ms']:9.2f}"
                 print(f"{shape:8} {regime:8} {name:28} {times} {ratio:>24}", flush=True)
-        for shape in rows:
+        for shape in () if chosen.only else rows:
             rows[shape][START] = {name: starts(base, shape, name) for name in peers_step.OURS}
             print(shape, START, {name: told["ratio"] for name, told in rows[shape][START].items()}, flush=True)
+    if chosen.only:
+        before = json.loads(OUTPUT.read_text(encoding="utf-8"))
+        revisions, (shape, regime) = {key: before[key] for key in revisions}, chosen.only
+        rows = before["rows"] | {shape: before["rows"][shape] | rows[shape]}
     facts = {
         **revisions,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
