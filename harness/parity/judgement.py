@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from harness.config.roundoff import SIXTEEN_BITS
+from harness.config.update_rule import KNOWN
 from harness.parity.alone import every_step, optimizer, structure, witness
 from harness.parity.outcome import REFUTED, SELDOM, Finding, Grade, Outcome, Stage, Verdict, fact, worst
 from harness.parity.record import Record
@@ -189,7 +190,11 @@ class Judgement:
     @cached_property
     def push(self) -> Perturbation:
         observed = pool(self.pairs[1]).distance if 1 in self.steps and self.last else None
-        return trajectory.perturbation(self.envelope, str(self.control.config["optimizer.name"]), observed)
+        optimizer = str(self.control.config["optimizer.name"])
+        push = trajectory.perturbation(self.envelope, optimizer, observed)
+        if not self.control.is_watched or 1 not in self.updates or optimizer not in KNOWN:
+            return push  # else the first update was held to the rule, and nobody vouches for the later steps
+        return replace(push, seen=divergence.first_update(self.arm, self.control))
 
     @cached_property
     def distances(self) -> Apart | None:

@@ -88,9 +88,39 @@ def jumps(
 
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_stable: int) -> list[Finding]:
     """Losses after step 1 up to `last` against the weights' distance, with a wider bound after `last_stable`."""
+    left, right, slope = _by_distance(arm, control, last)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        observed = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
+        slope *= np.where(np.arange(2, len(slope) + 2) <= last_stable, 1.0, math.sqrt(BURST))
+    allowed = np.nan_to_num(envelope.loss + ROUNDED + slope, nan=np.inf)
+    note = "a jump: the distance of the two runs' weights does not explain it"
+    return Series(
+        GIVEN.format("loss"),
+        Stage.gradient,
+        np.arange(2, len(slope) + 2),
+        observed,
+        allowed,
+        np.full(len(observed), np.inf),
+        Stage.forward,
+        note,
+    ).findings()
+
+
+def first_update(arm: Record, control: Record) -> float:
+    """Relative difference of the loss at step 2 that the distance of the weights after step 1 explains; 0 if unknown.
+
+    A small gradient of Adam may be taken for another sign by a rounding, and one such element of a small model is more
+    than `trajectory.perturbation` expects of all together.
+    """
+    slope = _by_distance(arm, control, 2)[2]
+    return float(slope[0]) if len(slope) and np.isfinite(slope[0]) else 0.0
+
+
+def _by_distance(arm: Record, control: Record, last: int) -> tuple[Float64, Float64, Float64]:
+    """Losses of both from step 2 to `last`, and what the weights' distance before explains, relative to them."""
     if arm.stream is None or control.stream is None:
-        return []
-    count = arm.stream.sketches
+        return (np.empty(0),) * 3
+    count = min(arm.stream.sketches, control.stream.sketches)
     pairs = [tuple(run.stream.column(f"after_{j}") for run in (arm, control) if run.stream) for j in range(count)]
     rows = min(last, *(len(each) for pair in pairs for each in pair))
     squares = np.mean([(left[:rows] - right[:rows]) ** 2 for left, right in pairs], axis=0)
@@ -100,21 +130,7 @@ def losses(arm: Record, control: Record, envelope: Envelope, last: int, last_sta
     values = [np.array(run.series(key)[:rows], float) for key in ("loss", "grad_norm") for run in (arm, control)]
     left, right, steep, steeper = (each[1:] for each in values)
     with np.errstate(divide="ignore", invalid="ignore"):
-        observed = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
-        slope = SAFETY * (steep + steeper) / 2 * distances[:-1] / np.abs(right)
-        slope *= np.where(np.arange(2, rows + 1) <= last_stable, 1.0, math.sqrt(BURST))
-    allowed = np.nan_to_num(envelope.loss + ROUNDED + slope, nan=np.inf)
-    note = "a jump: the distance of the two runs' weights does not explain it"
-    return Series(
-        GIVEN.format("loss"),
-        Stage.gradient,
-        np.arange(2, rows + 1),
-        observed,
-        allowed,
-        np.full(len(observed), np.inf),
-        Stage.forward,
-        note,
-    ).findings()
+        return left, right, SAFETY * (steep + steeper) / 2 * distances[:-1] / np.abs(right)
 
 
 END = "weights at the end"

@@ -46,6 +46,8 @@ class Perturbation:
     weights: float
     signs: bool = True
     """True if an update is a sign, as Adam's first is, which flips where a gradient is small."""
+    seen: float = 0.0
+    """Relative difference of the loss at step 2 that the distance of the weights after step 1 explains."""
 
     def given(self, gradients: Float64) -> Float64:
         """Perturbation of weights from the observed distance of gradients; at least that of rounding."""
@@ -132,7 +134,7 @@ def losses(arm: Record, control: Record, envelope: Envelope, push: Perturbation,
     moved = np.maximum(np.abs(right - right[0]), np.abs(np.diff(right, prepend=right[:1])))
     with np.errstate(divide="ignore", invalid="ignore"):
         levers = np.where(right != 0.0, np.maximum.accumulate(moved) / np.abs(right), 0.0)
-    observed, drift = _relative(left, right), push.loss * levers
+    observed, drift = _relative(left, right), np.maximum(push.loss * levers, push.seen)
     allowed = envelope.loss + np.minimum(drift * growths(EXPECTED_GROWTH, steps), LOSS_CEILING)
     most = np.maximum(drift * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
     refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
