@@ -38,6 +38,8 @@ def visit(cells: tuple[Cell, ...]) -> dict[Cell, list[Measured]]:
 
 
 def measured(cell: Cell) -> list[Measured]:
+    if "engine=deepspeed" in cell.words:  # memory of an earlier one ends within a step of a later one
+        return visit((cell,))[cell]
     alike = [each for each in CELLS if each.ranks == cell.ranks and (each in FEW) == (cell in FEW)]
     place = alike.index(cell) // VISIT * VISIT
     return visit(tuple(alike[place : place + VISIT]))[cell]
