@@ -296,9 +296,8 @@ def runs() -> dict[str, tuple[Any, ...]]:
     found: dict[str, tuple[Any, ...]] = {}
     for world, seeds in SEEDS.items():
         for seed in seeds:
-            for layout in CLEAN:
-                if layout not in NOT_IN.get(world, ()):
-                    found[f"{layout}-{world}-{seed}"] = (layout, TRAININGS[world], seed, "", "")
+            for layout in (each for each in CLEAN if each not in NOT_IN.get(world, ())):
+                found[f"{layout}-{world}-{seed}"] = (layout, TRAININGS[world], seed, "", "")
     for fault in FAULTS:
         for layout in LOOPS:
             for acts in ("late", "once"):
@@ -306,12 +305,8 @@ def runs() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-TOGETHER = 16
-"""Runs that ranks make before they end."""
-
-
 def make(root: Path) -> None:
-    """Make what is not there."""
+    """Make what is not there, 16 runs at once on ranks that are forked for them."""
     waiting = {name: each for name, each in runs().items() if not (root / name / "summary.json").exists()}
     alike: dict[int, list[tuple[Any, ...]]] = {}
     for name, (layout, *rest) in waiting.items():
@@ -319,8 +314,8 @@ def make(root: Path) -> None:
         ranks = {**loops.LAYOUTS, **loops.FLAT}[layout].ranks
         alike.setdefault(ranks, []).append((train, (layout, root / name, *rest), {}))
     for ranks, jobs in alike.items():
-        for begin in range(0, len(jobs), TOGETHER):
-            run_ranks(loops.everywhere, ranks, jobs[begin : begin + TOGETHER], apart=True)
+        for begin in range(0, len(jobs), 16):
+            run_ranks(loops.everywhere, ranks, jobs[begin : begin + 16], apart=True)
         print(f"{len(jobs)} runs of {ranks} ranks", flush=True)
 
 
@@ -339,10 +334,8 @@ def judged(root: Path) -> Iterator[dict[str, object]]:
                 arm = root / f"{layout}-{fault.name}-{acts}"
                 for control in (layout, *CONTROLS[layout]):
                     row = {"kind": acts, "name": fault.name, "loop": layout, "training": "adamw", "stage": fault.stage}
-                    against = "twin" if control == layout else control
                     found = told(arm, root / f"{control}-adamw-1")
-                    step = LATE if acts == "late" else ONCE
-                    yield {**row, "against": against, "step": step, **found}
+                    yield {**row, "against": "twin" if control == layout else control, **found}
 
 
 def told(arm: Path, control: Path) -> dict[str, object]:
@@ -352,7 +345,6 @@ def told(arm: Path, control: Path) -> dict[str, object]:
     return {
         "outcome": verdict.outcome.value,
         "stages": " ".join(stage.value for stage in first.stages) if first else "",
-        "first": first.step if first else None,
         "sentence": verdict.sentence,
     }
 
