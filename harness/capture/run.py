@@ -116,6 +116,8 @@ class Run:
         LOG.warning("%s is incomplete, training goes on: %s", self.path, problem)
         if self._watching is not None:
             self._watching.close()
+        if self._traffic is not None:
+            self._traffic.close()
 
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
         if self.every < 1:

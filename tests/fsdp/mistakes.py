@@ -130,8 +130,8 @@ def _forgotten(self: ParamGroup) -> None:
     self.installed_version = self.main_version
 
 
-def _steps_before(self: FlatStep, optimizer: Any) -> None:
-    _init(self, optimizer)
+def _steps_before(self: FlatStep, optimizer: Any, *others: Any) -> None:
+    _init(self, optimizer, *others)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -143,8 +143,8 @@ def _steps_before(self: FlatStep, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def _one_setting(self: FlatStep, optimizer: Any) -> None:
-    _init(self, optimizer)
+def _one_setting(self: FlatStep, optimizer: Any, *others: Any) -> None:
+    _init(self, optimizer, *others)
     for group in optimizer.param_groups:
         group["weight_decay"] = 10 * optimizer.param_groups[0]["weight_decay"]
 

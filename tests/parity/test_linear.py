@@ -90,7 +90,7 @@ def test_a_quadratic_path_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: 
         return lengths(run, parameters)
 
     monkeypatch.setattr(trajectory, "path_lengths", anew)
-    assert fitted(bench, tmp_path, (1_000, 4_000), seconds) > 1.3
+    assert fitted(bench, tmp_path, (2_000, 16_000), seconds) > 1.3
 
 
 @pytest.mark.full
