@@ -1,11 +1,11 @@
-"""Processor time and memory of the commands that read many runs, as a user types them. Writes data/verdict_time.json.
+"""Processor time and memory of commands that read many runs, and of the largest plan. Writes data/verdict_time.json.
 
     python benchmarks/costs/verdict_time.py
 
 Whole commands in fresh processes. `compare`: two runs of 1,000 steps. `verdict`: a study of 12 arms and 5 seeds against
 a control of 5 seeds, 200 steps each. `verdict, 2,000 cells` is of short runs whose sketches alone speak for them
 (measure=light), in 5 seeds and with margins; `load.runs` reads them into a table. `verdict, 100 cells captured` is of
-runs as they are by default.
+runs as they are by default. `plan` is of 70B weights on 16,384 ranks.
 
 The records are those of three short real runs of the tiny model (a control by DDP, a clean arm, one with a fault) with
 gradients, witnesses and updates of three steps. Their last lines are repeated to the length that is wanted, and a
@@ -50,6 +50,19 @@ KINDS = {
     "clean": ("sharding=optim_grads",),
     "faulty": ("sharding=optim_grads", "fault.name=tests.faults.sums:F12_boundary_resets"),
 }
+LARGEST = (
+    *("model=llama_70b", "model.num_layers=80", "model.vocab_size=128256", "model.max_seq_len=8192", "data=synthetic"),
+    *("model.activation_checkpointing=true", "dtype=bf16", "cluster=slurm", "cluster.device=cuda", "data.seq_len=8192"),
+    *("mesh.world_size=16384", "mesh.tp=8", "sharding=hsdp", "mesh.dp_outer=32", "cluster.nodes=2048"),
+    *("data.num_sequences=32768", "train.global_batch_size=2048", "train.microbatch_size=1", "cluster.gpus_per_node=8"),
+)
+# Linux counts a starter's memory as that of what it starts (`exec` keeps the peak): a small process starts the command.
+STARTER = """
+import json, resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6]))
+"""
 
 
 def real_runs(root: Path, study: str, *more: str) -> dict[str, Path]:
@@ -99,22 +112,18 @@ def make_study(root: Path, study: str, runs: dict[str, Path], steps: int, seeds:
 def timed(expected: int, *words: str) -> dict[str, Any]:
     """Medians of Python with these words, and the spread of its processor time."""
     seconds, megabytes = [], []
-    with tempfile.TemporaryFile("w+") as output:
-        for _ in range(REPETITIONS):
-            output.truncate(output.seek(0))
-            process = subprocess.Popen([sys.executable, *words], cwd=tables.ROOT, stdout=output, stderr=output)
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            output.seek(0)
-            answer = output.read()
-            if process.returncode != expected:
-                raise RuntimeError(f"exit code {process.returncode}, not {expected}:\n{answer}")
-            seconds.append(used.ru_utime + used.ru_stime)
-            megabytes.append(used.ru_maxrss * 1024 / 1e6)
+    for _ in range(REPETITIONS):
+        command = [sys.executable, "-S", "-c", STARTER, sys.executable, *words]
+        done = subprocess.run(command, cwd=tables.ROOT, capture_output=True, text=True, check=True)
+        code, took, most = json.loads(done.stdout)
+        if code != expected:
+            raise RuntimeError(f"exit code {code}, not {expected}:\n{done.stderr}")
+        seconds.append(took)
+        megabytes.append(most)
     spread = {
         name: round(of(seconds), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))
     }
-    return {"answer": answer.split(":")[0].strip(), "processor_s": spread, "megabytes": round(max(megabytes))}
+    return {"answer": done.stderr.splitlines()[0].split(":")[0], "processor_s": spread, "megabytes": round(max(megabytes))}
 
 
 def of_compare(root: Path) -> dict[str, Any]:
@@ -150,9 +159,13 @@ def of_captured(root: Path) -> dict[str, Any]:
     return {"verdict, 100 cells captured": verdict_on(root, "captured")}
 
 
+def of_plan(_: Path) -> dict[str, Any]:
+    return {"plan, 16,384 ranks": timed(0, "-P", "-m", "harness", "plan", *LARGEST)}
+
+
 def main() -> None:
     before, commands = os.getloadavg()[0], dict[str, Any]()
-    for part in (of_compare, of_study, of_cells, of_captured):
+    for part in (of_compare, of_study, of_cells, of_captured, of_plan):
         with tempfile.TemporaryDirectory() as folder:
             commands |= part(Path(folder))
     facts = {

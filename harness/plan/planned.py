@@ -5,6 +5,7 @@ As a program: a list of configurations (JSON) from stdin, a list of plans to std
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -130,5 +131,6 @@ def left_out(config: Config, failure: str, module: nn.Module) -> Iterator[tuple[
 if __name__ == "__main__":
     with filtered():
         torch.set_num_threads(1)
+        gc.freeze()  # what is imported is not looked through at each collection: a tenth of the time
         shared: Records = {}
         print(json.dumps([planned(values, shared) for values in json.load(sys.stdin)]))
