@@ -123,7 +123,11 @@ def timed(expected: int, *words: str) -> dict[str, Any]:
     spread = {
         name: round(of(seconds), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))
     }
-    return {"answer": done.stderr.splitlines()[0].split(":")[0], "processor_s": spread, "megabytes": round(max(megabytes))}
+    return {
+        "answer": done.stderr.partition("\n")[0].split(":")[0],
+        "processor_s": spread,
+        "megabytes": round(max(megabytes)),
+    }
 
 
 def of_compare(root: Path) -> dict[str, Any]:
