@@ -3,7 +3,8 @@
 [Note: Mutual waits] Ranks that wait for each other are found before a wait is over the limit. Each of their waits is
 for a collective that another rank has not begun as often: so none of them can go on. A slow exchange is none of these,
 as all its ranks have begun it. Positions may be of different moments, since counts only grow, and of ranks that all
-waited in vain none could be the first to go on. But waits and counts of one rank are of one moment.
+waited in vain none could be the first to go on. But waits and counts of one rank are of one moment. Backends pair
+collectives by their order and not by names: where ranks began different ones, what all wait for is another pair.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def describe_hang(positions: Positions, ranks: Sequence[int], timeout_s: float, 
     if any(each.failure for each in positions.values()):
         cause, advice = "a collective failed", ""
     elif is_deadlock:
-        cause = "ranks wait for each other, each for a collective that another one has not begun"
+        cause = "ranks wait for each other, each for a collective that another one has not begun in its place"
     return f"{cause}: {'; '.join(parts)}{advice if len(positions) == len(ranks) else ''}"
 
 
@@ -68,9 +69,13 @@ def describe_wait(positions: Positions, ranks: Sequence[int], timeout_s: float) 
 
 
 def all_stuck(positions: Positions) -> bool:
-    """True if each wait of each rank is for a collective that another rank has not begun; see [Note: Mutual waits]."""
+    """True if each wait of each rank is for a collective that another rank has not begun, or not in its place.
+
+    See [Note: Mutual waits].
+    """
+    is_mixed = bool(first_difference(positions))
     return all(
-        each.waited and all(_is_vain(rank, names, positions) for names in each.waited)
+        each.waited and (is_mixed or all(_is_vain(rank, names, positions) for names in each.waited))
         for rank, each in positions.items()
     )
 

@@ -140,13 +140,18 @@ def test_a_rank_that_leaves_out_a_batch_is_told_at_once(strategy: str) -> None:
     assert message.endswith("leaves a batch out, runs one with its loss times 0")
 
 
-TRANSPORT = "shared memory", "gloo"
+UNEVEN = {
+    ("shared memory", "less"): "rank 0 at all_gather blocks.0/float32; rank 1 at all_reduce ",
+    ("gloo", "less"): "rank 0 at all_gather blocks.0/float32; rank 1 at all_reduce ",
+    ("gloo", "more"): "rank 0 at all_reduce used parameters; rank 1 at all_gather blocks.0/float32",
+}
 UNEVEN_S = 12.0
 """The search begins where the limit is twice what it waits for, and more."""
 
 
-def uneven(rank: int, transport: str) -> Told:
-    """The second rank has a microbatch less under ZeRO-3."""
+def uneven(rank: int, transport: str, other: str) -> Told:
+    """The second rank has another number of microbatches under ZeRO-3."""
+    second = [False, False, True] if other == "more" else [True]
     options = {"transport": "backend"} if transport == "gloo" else {}
     with impatient():
         _, wrapped, optimizer = build(
@@ -154,11 +159,12 @@ def uneven(rank: int, transport: str) -> Told:
         )
 
         def steps() -> None:
-            for microbatches in ([False, True], [False, True][rank:]):
+            for microbatches in ([False, True], *[second if rank else [False, True]] * 3):
                 for last in microbatches:
                     with nullcontext() if last else wrapped.no_sync():
                         wrapped(torch.ones(2, 6)).sum().backward()
-                wrapped.clip_grad_norm_(1.0)
+                if other == "less":
+                    wrapped.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -168,11 +174,11 @@ def uneven(rank: int, transport: str) -> Told:
     return told
 
 
-@pytest.mark.parametrize("transport", TRANSPORT)
-def test_uneven_microbatches_are_told_at_once(transport: str) -> None:
-    message = agree(run_ranks(uneven, 2, transport))
+@pytest.mark.parametrize(("transport", "other"), UNEVEN)
+def test_uneven_microbatches_are_told_at_once(transport: str, other: str) -> None:
+    message = agree(run_ranks(uneven, 2, transport, other))
     assert message.startswith("ranks wait for each other")
-    assert "rank 0 at all_gather blocks.0/float32; rank 1 at all_reduce " in message
+    assert UNEVEN[transport, other] in message
 
 
 def in_an_exchange_of_its_own(rank: int) -> tuple[Told, list[str]]:

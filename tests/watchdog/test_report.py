@@ -15,10 +15,10 @@ def test_where_a_rank_is_gone_or_failed_there_is_no_advice_to_run_the_same() -> 
         assert report.SAME_WORK not in report.describe_hang({0: waits, **others}, [0, 1], 60)
 
 
-def waiting(*waits: str, **begun: int) -> Position:
-    """Waits by the names they are for, "a+b" for one of two."""
+def waiting(*waits: str, history: str = "", **begun: int) -> Position:
+    """Waits by the names they are for, "a+b" for one of two. history: a letter for each collective."""
     waited = [name.split("+") if name else [] for name in waits]
-    return Position("", None, None, 0.0, [], waited=waited, begun=begun)
+    return Position("", None, None, 0.0, [*enumerate(history)], waited=waited, begun=begun)
 
 
 STANDS: dict[str, tuple[bool, list[Position]]] = {
@@ -30,6 +30,9 @@ STANDS: dict[str, tuple[bool, list[Position]]] = {
     "one of a rank's two waits is on its way": (False, [waiting("a", "c", a=2, c=1), waiting("b", a=1, b=1, c=1)]),
     "no name is known": (False, [waiting("a", a=2), waiting("", a=1, b=1)]),
     "one waits for nothing": (False, [waiting("a", a=2), waiting(a=1, b=1)]),
+    "others came before": (True, [waiting("a", history="bca", a=1), waiting("a", history="cba", a=1)]),
+    "one is further": (False, [waiting("a", history="bca", a=1), waiting("a", history="bc", a=1)]),
+    "one still computes": (False, [waiting("a", history="bca", a=1), waiting(history="cba", a=1)]),
 }
 
 
@@ -51,6 +54,10 @@ SLIPS = {
     "two ranks alone": (
         "Ranks that wait for each other in a circle are not seen",
         Slip(report, "_is_vain", "for each in others)", "for each in others[:1])"),
+    ),
+    "names alone": (
+        "Ranks that began different collectives before, which gloo pairs by their order, wait until the limit",
+        Slip(report, "all_stuck", "is_mixed or ", ""),
     ),
     "who computes is asked, too": (
         "A rank that is late is taken for one that waits",
