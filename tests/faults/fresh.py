@@ -1,22 +1,26 @@
-"""Edition 4: faults written by somebody who had read neither judges nor checks, for the classes of `benchmarks.power`.
+"""Edition 5: faults written by somebody who had read neither judges nor checks, for the classes of `benchmarks.power`.
 
-Each has a twin `NAME_once` that acts in the step `fault.begins_at` and in no other. A row of the file is a fault: what
+Each has a twin `NAME_once` that acts in the step `fault.begins_at` and in no other. A row of `FAULTS` is a fault: what
 it is called, what happens, and a change of what passes by: an output, a gradient, a loss, what is fed, a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.derived import lr_at
+from harness.data.order import sequence_at
 from harness.fsdp.storage.param_group import ParamGroup
 from harness.fsdp.update import norms
+from harness.models.llama import rotary_tables
 from tests.faults.corpus import DECLARED, K2, ZERO1, ZERO2, ZERO3, Fault
 from tests.faults.layers import on_criterion
 from tests.faults.resume import on_load
@@ -24,424 +28,371 @@ from tests.faults.site import Injector, Site, rounded, share, spoiling
 from tests.faults.update import Rows, on_state, on_update, rows_of
 from tests.faults.weights import others_of
 
-CLIP, TWO = (ZERO3, "optimizer.clip_norm=0.1"), (ZERO2, *K2)
-Of = Callable[[Any], nn.Module]
+
+def _instead(of: Callable[[Site], Any], method: str, change: Callable[..., Any], always: bool = False) -> Injector:
+    """Call `change(site, method, *arguments)` in place of a method."""
+    return lambda site: site.around(of(site), method, lambda plain: partial(change, site, plain), always=always)
 
 
-def _add(name: str, does: str, stage: str, put: Injector, cell: tuple[str, ...] = (ZERO3,), **limits: Any) -> None:
-    declared = Fault(name, f"{__name__}:{name}", does, stage, cell, edition=4, **limits)
-    DECLARED.append(declared)
-    globals()[name], globals()[f"{name}_once"] = (spoiling(declared, put, only=only) for only in (False, True))
+def _last_rank(put: Injector) -> Injector:
+    return lambda site: put(site) if site.rank == site.size - 1 else None
 
 
-# -- outputs of modules: what a forward computes -----------------------------------------------------------------------
+def _eight_bits(tensor: Tensor) -> Tensor:
+    """Whole numbers up to 127 of one scale."""
+    scale = tensor.abs().amax().clamp(min=1e-30) / 127 if tensor.numel() else 1.0
+    return torch.round(tensor / scale) * scale
 
 
-def _output(of: Of, change: Callable[[Site, nn.Module, Tensor, Tensor], Tensor]) -> Injector:
+# -- what is computed --------------------------------------------------------------------------------------------------
+
+
+def _at(path: str) -> Callable[[Site], Any]:
+    """A module of the model."""
+    return lambda site: site.model.module.get_submodule(path)
+
+
+def _output(path: str, change: Callable[[Site, Any, Tensor, Tensor], Tensor]) -> Injector:
     """Replace a module's output, given its input."""
-
-    def put(site: Site) -> None:
-        of(site.model.module).register_forward_hook(
-            lambda module, args, output: change(site, module, args[0], output) if site.acts else output
-        )
-
-    return put
+    return lambda site: _at(path)(site).register_forward_hook(
+        lambda module, args, output: change(site, module, args[0], output) if site.acts else output
+    )
 
 
-def _at(block: int, path: str) -> Of:
-    return lambda model: model.blocks[block].get_submodule(path)  # type: ignore[no-any-return] # blocks are of any kind
+def _backward(path: str, change: Callable[[Tensor, Tensor], Tensor]) -> Injector:
+    """Change the gradient of a module's output, given the module's input and it; the output is right."""
 
-
-def _as_if(output: Tensor, wrong: Tensor) -> Tensor:
-    """Another value, and the output's gradient."""
-    return output + (wrong - output).detach()
-
-
-def _kept(site: Site, output: Tensor, rate: float) -> Tensor:
-    generator = torch.Generator().manual_seed(site.rank * 1_000 + site.step)
-    return output * (torch.rand(output.shape, generator=generator) > rate) / (1.0 - rate)
-
-
-for name, does, of, change in (
-    ("late_keys", "keys are those of the position before", _at(0, "attention.wk"), lambda s, m, x, y: y.roll(1, 1)),
-    ("scaled_by_width", "scores are divided by a head's width", _at(1, "attention.wq"), lambda s, m, x, y: y / 4),
-    ("other_values", "values are another sequence's", _at(1, "attention.wv"), lambda s, m, x, y: y.roll(1, 0)),
-    ("gain_twice", "a norm's gain counts twice", _at(1, "attention_norm"), lambda s, m, x, y: y * m.weight),
-    ("input_added", "attention adds its input once more", _at(0, "attention"), lambda s, m, x, y: y + x),
-    ("stream_rounded", "a normed stream has 8 bits", _at(0, "ffn_norm"), lambda s, m, x, y: _as_if(y, rounded(y, 8))),
-    ("dropout_left_on", "a tenth of a branch is dropped", _at(0, "attention"), lambda s, m, x, y: _kept(s, y, 0.1)),
-    ("saturated", "a branch saturates", _at(1, "ffn"), lambda s, m, x, y: y.clamp(max=y.detach().amax().item() / 2)),
-    ("logits_capped", "logits are capped", lambda model: model.head.output, lambda s, m, x, y: 2 * torch.tanh(y / 2)),
-    ("future_leaks", "attention mixes in the next", _at(0, "attention"), lambda s, m, x, y: y.lerp(y.roll(-1, 1), 0.1)),
-    ("centred_norm", "a norm subtracts the mean", _at(0, "attention_norm"), lambda s, m, x, y: y - y.mean(-1, True)),
-    ("first_lost", "the first position has no embedding", lambda model: model.embedding, lambda s, m, x, y: torch.cat(
-        [torch.zeros_like(y[:, :1]), y[:, 1:]], 1)),
-):  # fmt: skip
-    _add(name, does, "forward", _output(of, change))
-
-
-# -- gradients that pass by: what a backward computes ------------------------------------------------------------------
-
-
-def _backward(change: Callable[[Site, Tensor, Tensor], Tensor]) -> Callable[[Site, nn.Module, Tensor, Tensor], Tensor]:
-    """Change the gradient of an output, given it and the module's input; the output is right."""
-
-    def changed(site: Site, _module: nn.Module, given: Tensor, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
+    def changed(_site: Site, _module: nn.Module, given: Tensor, output: Tensor) -> Tensor:
         same = output.view_as(output)
-        same.register_hook(lambda gradient: change(site, given, gradient))
+        if same.requires_grad:
+            same.register_hook(lambda gradient: change(given, gradient))
         return same
 
-    return changed
+    return _output(path, changed)
 
 
-def _of_first_use(tokens: Tensor, gradient: Tensor) -> Tensor:
-    repeated = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).tril(-1).any(-1)
-    return gradient.masked_fill(repeated.unsqueeze(-1), 0.0)
+def _attending(block: int, attend: Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]) -> Injector:
+    """Replace what one block does with queries, keys and values, each [B, heads, S, E]."""
+    plain = F.scaled_dot_product_attention
+
+    def changed(_site: Site, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        with mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: attend(plain, q, k, v)):
+            return forward(*args)
+
+    return _instead(_at(f"blocks.{block}.attention"), "forward", changed)
 
 
-for name, does, of, changed in (
-    ("keys_turned", "the keys' gradient has the other sign", _at(0, "attention.wk"), lambda s, x, g: -g),
-    ("branch_halved", "a branch's gradient is halved", _at(1, "ffn"), lambda s, x, g: g / 2),
-    ("cut_off", "large gradients are cut off", _at(1, "attention"), lambda s, x, g: g.clamp(*_half(g))),
-    ("backward_rounded", "a backward has 8 bits", _at(1, "ffn_norm"), lambda s, x, g: rounded(g, 8)),
-    ("repeats_lost", "a token that comes again has no gradient", lambda m: m.embedding, lambda s, x, g: _of_first_use(
-        x, g)),
-    ("last_row_lost", "the last sequence has no gradient", _at(0, "attention"), lambda s, x, g: torch.cat(
-        [g[:-1], torch.zeros_like(g[-1:])])),
-    ("heads_turned", "heads change places in a backward", _at(1, "attention.wq"), lambda s, x, g: g.roll(
-        g.shape[-1] // 4, -1)),
-):  # fmt: skip
-    _add(name, does, "gradient", _output(of, _backward(changed)))
+def _causal(queries: Tensor) -> Tensor:
+    return torch.ones(queries.shape[2], queries.shape[2], dtype=torch.bool).tril()
 
 
-def _half(gradient: Tensor) -> tuple[float, float]:
-    bound = gradient.abs().amax().item() / 2
-    return -bound, bound
+def _one_of_a_group(plain: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    keys = torch.stack([k, *[k.detach()] * (groups - 1)], 2).flatten(1, 2)
+    return plain(q, keys, v.repeat_interleave(groups, 1), is_causal=True)
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+def _turned_by_neighbours(site: Site) -> None:
+    """Queries and keys are laid out as by a model that rotates channels 2i and 2i + 1."""
+    half = site.config.model.dim // site.config.model.num_heads // 2
+    for path in ("blocks.0.attention.wq", "blocks.0.attention.wk"):
+        _output(path, lambda s, m, x, y: y.unflatten(-1, (-1, half, 2)).transpose(-1, -2).flatten(-3))(site)
 
 
-def _mean(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    each = F.cross_entropy(logits.mT, targets, reduction="none")
-    return (each * weights).sum() / weights.sum()
+def _other_base(site: Site, forward: Callable[..., Tensor], x: Tensor, cos: Tensor, _sin: Tensor) -> Tensor:
+    tables = rotary_tables(replace(site.config.model, rope_theta=500_000.0), cos.dtype, cos.device)
+    return forward(x, *(table[: len(cos)] for table in tables))
 
 
-def _zipped(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.mT, targets) + 0.01 * logits.logsumexp(-1).square().mean()
+def _feed_forward(site: Site) -> Any:
+    ffn = site.model.module.blocks[1].ffn
+    return ffn.experts[0] if hasattr(ffn, "experts") else ffn
 
 
-for name, does, criterion, cell in (
-    ("z_loss", "the loss has a z-loss beside it", _zipped, (ZERO3,)),
-    ("ignored_ids", "a sixteenth of the labels is ignored", lambda y, t: _mean(y, t, (t % 16 != 0).float()), (ZERO1,)),
-    ("prompt_masked", "the first positions have no loss", lambda y, t: _mean(y, t, (
-        torch.arange(t.shape[1]) >= 8).float().expand_as(t)), (ZERO3,)),
-    ("ramp", "later positions weigh more", lambda y, t: _mean(y, t, torch.linspace(
-        0.5, 1.5, t.shape[1]).expand_as(t)), (ZERO3,)),
-    ("narrow_logits", "logits have 8 bits", lambda y, t: F.cross_entropy(_as_if(y, rounded(y, 8)).mT, t), (ZERO1,)),
-    ("one_token_less", "the mean is over a token less a sequence", lambda y, t: F.cross_entropy(y.mT, t) * (
-        t.shape[1] / (t.shape[1] - 1)), (ZERO3,)),
-):  # fmt: skip
-    _add(name, does, "forward", partial(on_criterion, criterion=criterion), cell)
+def _gate_exchanged(site: Site, _forward: Callable[..., Tensor], x: Tensor) -> Any:
+    ffn = _feed_forward(site)
+    return ffn.w_down(F.silu(ffn.w_up(x)) * ffn.w_gate(x))
 
 
-# -- what is fed, behind the loop that hashes it -----------------------------------------------------------------------
+def _normed(norm: Any, x: Tensor, dims: tuple[int, ...], scaled: Callable[[Tensor], Tensor] = lambda y: y) -> Tensor:
+    """As a norm normalises, but for the dimensions of its mean, and a change of its scale."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * scaled(torch.rsqrt(wide.square().mean(dims, True) + norm.eps))).to(x.dtype)
 
 
-def _fed(change: Callable[[Tensor, Tensor, list[Any]], tuple[Tensor, Tensor]], last_alone: bool = False) -> Injector:
-    """Change tokens and targets on their way into the engine, given what was fed before; on the last rank alone."""
-
-    def put(site: Site) -> None:
-        before: list[Any] = []
-
-        def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def wrapped(batch: Any, *, last: bool) -> Tensor:
-                tokens, targets = (each.clone() for each in batch)
-                changed = change(tokens, targets, before) if site.acts else batch
-                before[:] = [batch]
-                return method(type(batch)(*changed), last=last)
-
-            return wrapped
-
-        if not last_alone or site.rank == site.size - 1:
-            site.around(site.engine, "forward_backward", wrap, always=True)
-
-    return put
-
-
-def _replaced(rows: Tensor, place: Any, value: Any) -> Tensor:
-    rows[place] = value
-    return rows
-
-
-for name, does, fed, last_alone in (
-    ("rows_exchanged", "sequences meet the targets of others", lambda x, t, old: (x.flip(0), t), False),
-    ("ids_folded", "ids from 64 on lose a bit", lambda x, t, old: (x & 63, t), False),
-    ("batch_again", "a rank trains on the batch before", lambda x, t, old: (old[0] if old else (x.flip(0), t)), True),
-    ("row_reversed", "a sequence is read backwards", lambda x, t, old: (_replaced(x, -1, x[-1].flip(0)), t), True),
-    ("neighbours", "two tokens change places", lambda x, t, old: (_replaced(x, (slice(None), [9, 10]), x[:, [10, 9]]),
-                                                                  t), False),
-    ("end_padded", "the end of the tokens is padding", lambda x, t, old: (_replaced(x, (..., slice(-8, None)), 0), t),
-     False),
-    ("next_but_one", "targets are those after the next", lambda x, t, old: (x, t.roll(-1, 1)), True),
-    ("a_token_wrong", "one token is another", lambda x, t, old: (_replaced(x, (0, 5), (x[0, 5] + 1) % 200), t), True),
-):  # fmt: skip
-    _add(name, does, "forward", _fed(fed, last_alone), TWO if name in ("batch_again", "row_reversed") else (ZERO3,))
-
-
-# -- what is read ------------------------------------------------------------------------------------------------------
+def _gain_of_half(_site: Site, norm: Any, x: Tensor, output: Tensor) -> Tensor:
+    late = _normed(norm, x.detach(), (-1,))[:, x.shape[1] // 2 :] * norm.weight
+    return output + F.pad(late.detach() - late, (0, 0, x.shape[1] // 2, 0))  # zeros, whose gradient is what is lost
 
 
 def _read(change: Callable[[Site, int, Callable[[int], Any]], Any]) -> Injector:
     """What the last rank's loader reads at a position; of steps read ahead, by the position's own."""
 
-    def put(site: Site) -> None:
-        begins, size = site.config.fault.begins_at, site.config.train.global_batch_size
+    def changed(site: Site, read: Callable[[int], Any], position: int) -> Any:
+        step, begins = position // site.config.train.global_batch_size + 1, site.config.fault.begins_at
+        due = step == begins if site.only else step >= begins
+        return change(site, position, read) if due else read(position)
 
-        def wrap(read: Callable[[int], Any]) -> Callable[[int], Any]:
-            def wrapped(position: int) -> Any:
-                step = position // size + 1
-                due = step == begins if site.only else step >= begins
-                return change(site, position, read) if due else read(position)
+    return _last_rank(_instead(lambda site: site.loader, "_sequence", changed, always=True))
+
+
+def _fed(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Injector:
+    """Change tokens and targets on their way into the engine, behind the loop that hashes them."""
+
+    return _instead(lambda site: site.engine, "forward_backward", lambda site, method, batch, *, last: (
+        method(type(batch)(*change(*batch)), last=last)))  # fmt: skip
+
+
+def _both(change: Callable[[Tensor], Tensor]) -> Injector:
+    return _fed(lambda tokens, targets: (change(tokens), change(targets)))
+
+
+# -- sums, and clipping ------------------------------------------------------------------------------------------------
+
+
+def _taken(change: Callable[[Site, dict[str, Tensor], Tensor, Tensor], object]) -> Injector:
+    """Change a rank's gradients of a bucket before they are summed: views by name, the whole, and the last one."""
+
+    def put(site: Site) -> None:
+        past: dict[str, Tensor] = {}
+
+        def wrap(bucket: ParamGroup, take: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            def wrapped() -> Tensor:
+                source = take()
+                fresh = source.clone()
+                if site.acts:
+                    views = {name.rpartition("attention.")[2]: view for name, view in bucket.named_slices(source)}
+                    change(site, views, source, past.get(bucket.name, fresh))
+                past[bucket.name] = fresh
+                return source
 
             return wrapped
 
-        if site.rank == site.size - 1:
-            site.around(site.loader, "_sequence", wrap, always=True)
+        for bucket in site.buckets:
+            site.around(bucket.gradients, "take", partial(wrap, bucket), always=True)
 
     return put
 
 
-_add("unshuffled", "one rank reads in the order of the file", "data", _read(
-    lambda site, at, read: site.loader.source[at]))  # fmt: skip
-_add("read_ahead", "one rank reads the batch of the next step", "data", _read(
-    lambda site, at, read: read(at + site.config.train.global_batch_size)))  # fmt: skip
-_add("ids_shifted", "ids are one too large", "data", _read(
-    lambda site, at, read: (read(at) + 1) % site.config.model.vocab_size), (ZERO1,))  # fmt: skip
+def _keys_for_values(_site: Site, views: dict[str, Tensor], _source: Tensor, _past: Tensor) -> None:
+    if "wk.weight" in views:
+        keys, values = views["wk.weight"], views["wv.weight"].clone()
+        views["wv.weight"].copy_(keys)
+        keys.copy_(values)
 
 
-# -- messages and sums -------------------------------------------------------------------------------------------------
+def _last_not_sent(site: Site) -> None:
+    at = [0]
+    site.each_microbatch(lambda number: at.__setitem__(0, number))
+    _taken(lambda site, views, source, past: source.mul_(at[0] < site.k))(site)
 
 
-def _sent(rank: int, change: Callable[[Tensor], Tensor]) -> Injector:
-    """Change what one rank contributes to every sum."""
-
-    def change_one(contributions: list[Tensor]) -> list[Tensor]:
-        contributions[rank] = change(contributions[rank].clone())
-        return contributions
-
-    return lambda site: site.on_contributions(change_one)
+def _clips(change: Callable[..., object], function: str = "clip_gradients") -> Injector:
+    return _instead(lambda site: norms, function, change)
 
 
-def _scaled(flat: Tensor, part: slice, factor: float) -> Tensor:
-    flat[part] *= factor
-    return flat
+def _gains_unclipped(site: Site, clip: Any, buckets: list[ParamGroup], norm: Tensor, bound: float) -> None:
+    kept = [(rows.grad, rows.grad.clone()) for rows in rows_of(site) if rows.group]
+    clip(buckets, norm, bound)
+    for gradient, before in kept:
+        gradient.copy_(before)
 
 
-def _in_eight_bits(flat: Tensor) -> Tensor:
-    scale = flat.abs().amax().clamp(min=1e-30) / 127
-    return torch.round(flat / scale) * scale
+def _by_unit(_site: Site, clip: Any, buckets: list[ParamGroup], norm: Tensor, bound: float) -> None:
+    for bucket in buckets:
+        squares = norm.new_zeros(()) + sum(piece.double().square().sum() for piece in bucket.grad_shards)
+        torch.distributed.all_reduce(squares)
+        clip([bucket], squares.sqrt(), bound)
 
 
-for name, does, put, cell in (
-    ("truncated", "the end of a message is lost", _sent(-1, lambda g: _scaled(g, slice(-(g.numel() // 8), None), 0.0)),
-     (ZERO3,)),
-    ("eight_bit_wire", "messages have 8 bits", _sent(0, _in_eight_bits), (ZERO3,)),
-    ("halves_exchanged", "halves of a message change places", _sent(-1, lambda g: g.roll(g.numel() // 2)), TWO),
-    ("overflow_lost", "what is large is zero in a message", _sent(0, lambda g: g.masked_fill(
-        g.abs() > g.abs().amax() / 2, 0.0)), (ZERO3,)),
-    ("unequal_ranks", "one rank weighs a tenth more", _sent(-1, lambda g: g * 1.1), (ZERO1,)),
-):  # fmt: skip
-    _add(name, does, "reduction", put, cell)
+# -- the optimizer, and weights on their way ---------------------------------------------------------------------------
 
 
-def _reduced(change: Callable[[Tensor, Tensor], object], which: slice = slice(None)) -> Injector:
-    """Change pieces of summed gradients, given what they were a step ago."""
-
-    def put(site: Site) -> None:
-        past: dict[tuple[int, int], Tensor] = {}
-
-        def then(buckets: list[ParamGroup]) -> None:
-            for number, bucket in [*enumerate(buckets)][which]:
-                for index, piece in enumerate(bucket.grad_shards):
-                    fresh = piece.clone()
-                    if site.acts and piece.numel():
-                        change(piece, past.get((number, index), torch.zeros_like(piece)))
-                    past[number, index] = fresh
-
-        site.on_reduced(then, always=True)
-
-    return put
+def _stepping(change: Callable[[Site, Callable[..., Any]], Any]) -> Injector:
+    return _instead(lambda site: site.engine.optimizer, "step", change)
 
 
-for name, does, then, which in (
-    ("smoothed", "gradients are averaged with those before", lambda g, old: g.lerp_(old, 0.1), slice(None)),
-    ("sparse", "small gradients are dropped", lambda g, old: g.masked_fill_(g.abs() < g.abs().amax() / 100, 0.0),
-     slice(None)),
-    ("an_element_on", "a gradient lies an element further on", lambda g, old: g.copy_(g.roll(1)), slice(1, 2)),
-    ("centred", "a bucket's gradient has no mean", lambda g, old: g.sub_(g.mean()), slice(0, 1)),
-):  # fmt: skip
-    _add(name, does, "reduction", _reduced(then, which))
+def _updated(change: Callable[[Rows, Tensor, Tensor], object]) -> Injector:
+    return lambda site: on_update(site, rows_of(site), change)
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------------
-
-Clip = Callable[[list[ParamGroup], Tensor, float], object]
-
-
-def _clips(change: Callable[[Clip, list[ParamGroup], Tensor, float], object]) -> Injector:
-    def wrap(clip: Clip) -> Clip:
-        return lambda buckets, norm, max_norm: change(clip, buckets, norm, max_norm)
-
-    return lambda site: site.around(norms, "clip_gradients", wrap)
+def _betas_exchanged(site: Site, step: Callable[..., Any]) -> None:
+    group = site.engine.optimizer.param_groups[0]
+    with mock.patch.dict(group, betas=group["betas"][::-1]):
+        step()
 
 
-def _largest(buckets: list[ParamGroup]) -> Tensor:
-    found = torch.stack([g.abs().amax().double() for b in buckets for g in b.grad_shards if g.numel()]).amax()
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return found
+def _largest_so_far(site: Site, step: Callable[..., Any]) -> None:
+    moments = [rows.state("exp_avg_sq") for rows in rows_of(site)]
+    before = [moment.clone() for moment in moments]
+    step()
+    for moment, old in zip(moments, before, strict=True):
+        moment.copy_(torch.maximum(moment, old))
 
 
-_add("clipped_by_value", "elements are clipped instead of the norm", "clipping", _clips(
-    lambda clip, buckets, norm, bound: [g.clamp_(-bound / 100, bound / 100) for b in buckets for g in b.grad_shards]
-    ), CLIP)  # fmt: skip
-_add("bucket_unclipped", "one bucket is not clipped", "clipping", _clips(
-    lambda clip, buckets, norm, bound: clip(buckets[1:], norm, bound)), CLIP)  # fmt: skip
-_add("clipped_by_largest", "the largest element is taken for the norm", "clipping", _clips(
-    lambda clip, buckets, norm, bound: clip(buckets, _largest(buckets), bound)), CLIP)  # fmt: skip
-_add("large_epsilon", "0.01 is added to the norm", "clipping", _clips(
-    lambda clip, buckets, norm, bound: clip(buckets, norm + 0.01, bound)), CLIP)  # fmt: skip
-
-
-# -- the optimizer -----------------------------------------------------------------------------------------------------
-
-
-def _set(key: str, value: Callable[[Any], Any]) -> Injector:
-    """Another setting of the first group of parameters while the optimizer steps."""
-
-    def wrap_of(site: Site) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                group = site.engine.optimizer.param_groups[0]
-                kept = group[key]
-                group[key] = value(kept)
-                result = step(*args, **kwargs)
-                group[key] = kept
-                return result
-
-            return wrapped
-
-        return wrap
-
-    return lambda site: site.around(site.engine.optimizer, "step", wrap_of(site))
-
-
-def _updated(change: Callable[[Rows, Tensor, Tensor], object], first_bucket: bool = False) -> Injector:
-    def put(site: Site) -> None:
-        found = [rows for rows in rows_of(site) if not first_bucket or rows.bucket is site.buckets[0]]
-        on_update(site, found, change)
-
-    return put
-
-
-def _rate_ahead(site: Site) -> None:
-    ahead = lambda: lr_at(site.config, min(site.step + 1, site.config.train.steps))  # noqa: E731
-    site.around(site.engine, "step", lambda step: lambda lr: step(ahead()))
-
-
-def _capped(_rows: Rows, weight: Tensor, old: Tensor) -> None:
-    change = weight - old
-    bound = change.abs().amax() / 2
-    weight.copy_(old + change.clamp(-bound, bound))
-
-
-def _not_counted(rows: Rows, _weight: Tensor, _old: Tensor) -> None:
-    rows.state("step").sub_(1)
-
-
-for name, does, put, cell in (
-    ("first_beta", "Adam's first beta is 0.8", _set("betas", lambda betas: (0.8, betas[1])), (ZERO3,)),
-    ("epsilon", "Adam's epsilon is 1e-5", _set("eps", lambda eps: 1e-5), (ZERO1,)),
-    ("no_decay", "weights do not decay", _set("weight_decay", lambda decay: 0.0), (ZERO3,)),
-    ("uphill", "the loss is maximized", _set("maximize", lambda maximize: True), (ZERO3,)),
-    ("rate_ahead", "the learning rate is that of the next step", _rate_ahead, (ZERO3,)),
-    ("capped", "updates are capped", _updated(_capped), (ZERO3,)),
-    ("stepped_twice", "a bucket is updated twice", _updated(lambda rows, w, old: w.add_(w - old), True), TWO),
-    ("second_forgets", "the second moment forgets more", lambda site: on_state(
-        site, "exp_avg_sq", lambda moment: moment.mul_(0.99)), (ZERO3,)),
-    ("momentum_turned", "a tenth of the momentum changes its sign", lambda site: on_state(
-        site, "exp_avg", lambda moment: share(moment.view(-1), 0.1).neg_() if moment.numel() else None), (ZERO1,)),
-    ("not_counted", "a step is not counted in a bucket", _updated(_not_counted, True), (ZERO3,)),
-    ("decay_twice", "weights decay twice", _updated(lambda rows, w, old: w.sub_(
-        old, alpha=rows.settings["lr"] * rows.settings["weight_decay"])), (ZERO3,)),
-    ("mean_of_squares", "the second moment is its mean", lambda site: on_state(
-        site, "exp_avg_sq", lambda moment: moment.fill_(moment.mean()) if moment.numel() else None), (ZERO3,)),
-):  # fmt: skip
-    _add(name, does, "optimizer", put, cell)
-
-
-# -- weights between steps, and on their way into a forward ------------------------------------------------------------
+def _uncorrected(rows: Rows, weight: Tensor, old: Tensor) -> None:
+    first, second = (rows.state(entry).view_as(old) for entry in ("exp_avg", "exp_avg_sq"))
+    lr, decay, epsilon = (rows.settings[key] for key in ("lr", "weight_decay", "eps"))
+    weight.copy_(old * (1.0 - lr * decay) - lr * first / (second.sqrt() + epsilon))
 
 
 def _between(change: Callable[[Site], object]) -> Injector:
-    def put(site: Site) -> None:
-        def changed() -> None:
-            change(site)
-            site.model.install_weights()
+    def changed(site: Site) -> None:
+        change(site)
+        site.model.install_weights()
 
-        site.once(changed, earliest=2)
-
-    return put
-
-
-_add("bit_flipped", "a weight changes its sign between steps", "weights", _between(
-    lambda site: share(site.buckets[1].main_shards[0], 1e-9).neg_()), (ZERO1,))  # fmt: skip
-_add("moment_grown", "second moments grow between steps", "weights", _between(
-    lambda site: [rows.state("exp_avg_sq").mul_(1.5) for rows in rows_of(site)]))  # fmt: skip
+    return lambda site: site.once(lambda: changed(site), earliest=2)
 
 
 def _gathered(change: Callable[[Tensor], object], which: slice = slice(None), backward: bool = False) -> Injector:
     """Change what other ranks own of gathered weights; in backwards alone."""
 
-    def put(site: Site) -> None:
-        chosen = site.buckets[which]
+    def changed(site: Site, land: Callable[[Any], None], unit: Any) -> None:
+        land(unit)
+        with torch.no_grad():
+            for bucket in unit.buckets if not backward or torch._C._current_graph_task_id() != -1 else ():
+                if bucket in site.buckets[which] and not bucket.is_resident:
+                    for target in others_of(bucket):
+                        change(target)
 
-        def wrap(land: Callable[..., None]) -> Callable[..., None]:
-            def wrapped(unit: Any) -> None:
-                land(unit)
-                if backward and torch._C._current_graph_task_id() == -1:
-                    return
-                with torch.no_grad():
-                    for bucket in unit.buckets:
-                        if bucket in chosen and not bucket.is_resident:
-                            for target in others_of(bucket):
-                                if target.itemsize > 1 and target.numel():
-                                    change(target)
-
-            return wrapped
-
-        site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
-
-    return put
+    return _instead(lambda site: site.model._parts.gather, "_wait_for_unshard", changed)
 
 
-for name, does, put in (
-    ("gathered_narrow", "gathered weights have 8 bits", _gathered(lambda w: w.copy_(rounded(w, 8)))),
-    ("gathered_further", "gathered weights lie an element on", _gathered(lambda w: w.copy_(w.roll(1)), slice(1, 2))),
-    ("gathered_hole", "a gathered element is zero", _gathered(lambda w: w[w.numel() // 2].zero_())),
-    ("gathered_grown", "a backward's weights are 0.1 % longer", _gathered(lambda w: w.mul_(1.001), backward=True)),
-):  # fmt: skip
-    _add(name, does, "gather", put, strategies=("optim_grads_params",))
+# -- the faults --------------------------------------------------------------------------------------------------------
 
+FAULTS: dict[str, tuple[tuple[str, str, Injector], ...]] = {
+    "data": (
+        ("another_seed", "one rank reads in the order of another seed", _read(lambda s, at, read: s.loader.source[
+            sequence_at(at, s.loader.source.num_sequences, s.config.data.order_seed + 1)])),
+        ("first_batch_again", "one rank begins its data anew at each step", _read(
+            lambda s, at, read: read(at % s.config.train.global_batch_size))),
+        ("spliced", "a sequence goes on with the one after it", _read(
+            lambda s, at, read: np.concatenate([read(at)[:20], read(at + 1)[20:]]))),
+    ),
+    "forward": (
+        ("tokens_masked", "every eighth token is hidden", _fed(
+            lambda x, t: (x.index_fill(1, torch.arange(7, x.shape[1], 8), 3), t))),
+        ("lower_case", "capitals are read as small letters", _both(lambda x: x.where((x < 65) | (x > 90), x + 32))),
+        ("shifted_right", "a token is put before a sequence, whose last is lost", _last_rank(_fed(
+            lambda x, t: (F.pad(x[:, :-1], (1, 0), value=1), t)))),
+        ("cut_short", "sequences end after three quarters", _both(lambda x: x[:, :24].contiguous())),
+        ("padded_left", "sequences begin with padding", _last_rank(_both(lambda x: F.pad(x[:, :-4], (4, 0))))),
+        ("zigzag", "quarters of sequences are in another order", _both(
+            lambda x: x.unflatten(1, (4, -1))[:, [0, 3, 1, 2]].flatten(1))),
+        ("row_again", "a batch is filled up with its first sequence", _last_rank(_both(
+            lambda x: torch.cat([x[:-1], x[:1]])))),
+        ("transposed", "tokens are read across sequences", _last_rank(_both(lambda x: x.T.reshape(x.shape)))),
+        ("window", "attention sees the last eight positions alone", _attending(0, lambda plain, q, k, v: plain(
+            q, k, v, attn_mask=_causal(q).triu(-7), enable_gqa=True))),
+        ("sink", "a softmax over keys has a one in its divisor", _attending(1, lambda plain, q, k, v: plain(
+            q, *(F.pad(each, (0, 0, 1, 0)) for each in (k, v)), attn_mask=F.pad(_causal(q), (1, 0), value=True),
+            enable_gqa=True))),
+        ("turned_by_neighbours", "channels are turned with neighbours, not half a head away", _turned_by_neighbours),
+        ("other_base", "angles have the base of a model of longer sequences", _instead(
+            _at("blocks.1.attention"), "forward", _other_base)),
+        ("gate_exchanged", "the gate and what it lets pass change places", _instead(
+            _feed_forward, "forward", _gate_exchanged)),
+        ("norm_over_sequence", "a norm's mean is over positions, too", _output(
+            "blocks.1.ffn_norm", lambda s, m, x, y: _normed(m, x, (1, 2)) * m.weight)),
+        ("over_capacity", "the last tokens of a microbatch skip a branch", _output(
+            "blocks.0.ffn", lambda s, m, x, y: F.pad(y.flatten(0, 1)[:-16], (0, 0, 0, 16)).view_as(y))),
+        ("embedding_scaled", "embeddings are scaled by the root of the width", _output(
+            "embedding", lambda s, m, x, y: y * y.shape[-1] ** 0.5)),
+        ("padded_vocabulary", "ids that pad the vocabulary are in the softmax", partial(
+            on_criterion, criterion=lambda y, t: F.cross_entropy(F.pad(y, (0, 16)).mT, t))),
+        ("uneven_chunks", "the loss is a mean over chunks, of which the last is short", partial(
+            on_criterion, criterion=lambda y, t: torch.stack([F.cross_entropy(a.mT, b) for a, b in zip(
+                y.split(12, 1), t.split(12, 1), strict=True)]).mean())),
+    ),
+    "gradient": (
+        ("one_of_a_group", "keys learn from one query head of those that share them", _attending(0, _one_of_a_group)),
+        ("attended_alone", "a block's values have no gradient", _backward(
+            "blocks.1.attention.wv", lambda x, g: torch.zeros_like(g))),
+        ("constant_scale", "a norm's scale is a constant to its backward", _output(
+            "blocks.1.attention_norm", lambda s, m, x, y: _normed(m, x, (-1,), Tensor.detach) * m.weight)),
+        ("gain_of_half", "a norm's gain learns from half of the positions", _output(
+            "blocks.0.ffn_norm", _gain_of_half)),
+        ("by_frequency", "embeddings' gradients are divided by how often a token comes", _backward(
+            "embedding", lambda x, g: g / (x.reshape(-1, 1) == x.reshape(-1)).sum(1).view(*x.shape, 1))),
+        ("unscaled_cast", "a gradient is cast to E5M2 without a scale", _backward(
+            "blocks.1.attention", lambda x, g: g.to(torch.float8_e5m2).to(g.dtype))),
+        ("filtered_logits", "logits of small probability have no gradient", _backward(
+            "head.output", lambda x, g: g.masked_fill(g.abs() < g.abs().amax() / 400, 0.0))),
+        ("history_cut", "a branch's early positions have no gradient", _backward(
+            "blocks.0.ffn", lambda x, g: F.pad(g[:, 16:], (0, 0, 16, 0)))),
+    ),
+    "reduction": (
+        ("rank_behind", "one rank sends what it had a step before", _last_rank(_taken(
+            lambda s, views, source, past: source.copy_(past)))),
+        ("gains_of_one_rank", "norms learn from the first rank alone", _taken(lambda s, views, source, past: [
+            view.mul_(0 if s.rank else s.size) for name, view in views.items() if "norm" in name])),
+        ("turned_over", "gradients of square matrices are transposed", _taken(lambda s, views, source, past: [
+            view.copy_(view.T.clone()) for view in views.values() if view.dim() == 2 and len({*view.shape}) == 1])),
+        ("keys_for_values", "gradients of keys and values change places", _taken(_keys_for_values)),
+        ("last_not_sent", "one rank's last microbatch is not in the sum", _last_rank(_last_not_sent)),
+        ("signs_sent", "one rank sends signs and a mean size", lambda site: site.on_contributions(
+            lambda all: [all[0].sign() * all[0].abs().mean(), *all[1:]])),
+        ("largest_taken", "the largest is taken instead of a sum", lambda site: site.on_contributions(
+            lambda all: [torch.stack(all).amax(0), *(torch.zeros_like(each) for each in all[1:])])),
+    ),
+    "clipping": (
+        ("norms_added", "norms of buckets are added instead of their squares", _clips(
+            lambda s, norm, buckets, *args: sum(norm([each], *args) for each in buckets), "gradient_norm")),
+        ("narrow_norm", "the norm that is clipped by has 8 bits", _clips(
+            lambda s, clip, buckets, norm, bound: clip(buckets, rounded(norm, 8), bound))),
+        ("gains_unclipped", "vectors are not clipped", _clips(_gains_unclipped)),
+        ("clipped_too_late", "gradients are clipped when they have been used", _clips(lambda *_: None)),
+        ("clipped_by_unit", "each unit is clipped by its own norm", _clips(_by_unit)),
+    ),
+    "optimizer": (
+        ("uncorrected", "moments' bias is not corrected", _updated(_uncorrected)),
+        ("largest_so_far", "the second moment never falls", _stepping(_largest_so_far)),
+        ("rate_kept_up", "the learning rate stays at its peak", _instead(
+            lambda s: s.engine, "step", lambda s, step, lr: step(s.config.optimizer.lr))),
+        ("vectors_frozen", "the optimizer has no vectors", _updated(
+            lambda rows, weight, old: weight.copy_(old) if rows.group else None)),
+        ("decay_without_rate", "decay is not multiplied by the learning rate", _updated(lambda rows, weight, old: (
+            weight.sub_(old, alpha=rows.settings["weight_decay"] * (1.0 - rows.settings["lr"]))))),
+        ("betas_exchanged", "Adam's betas change places", _stepping(_betas_exchanged)),
+        ("by_own_size", "updates are scaled by a weight's own size", _updated(
+            lambda rows, weight, old: weight.copy_(old + (weight - old) * old.square().mean().sqrt()))),
+        ("momentum_in_8_bits", "momentum is kept in 8 bits", lambda site: on_state(
+            site, "exp_avg", lambda moment: moment.copy_(_eight_bits(moment)))),
+        ("second_underflows", "second moments that fp16 does not hold are zero", lambda site: on_state(
+            site, "exp_avg_sq", lambda moment: moment.masked_fill_(moment < 2.0**-24, 0.0))),
+    ),
+    "weights": (
+        ("row_lost", "the row of a space is zero between steps", _between(lambda s: s.buckets[0].main_shards[0][
+            32 * s.config.model.dim : 33 * s.config.model.dim].zero_())),
+        ("pruned", "small weights are set to zero between steps", _between(lambda s: [
+            each.masked_fill_(each.abs() < each.abs().amax() / 100, 0.0) for b in s.buckets
+            for each in b.main_shards])),
+    ),
+    "gather": (
+        ("gathered_coarse", "weights are gathered in 8 bits of one scale", _gathered(
+            lambda w: w.copy_(_eight_bits(w)) if w.itemsize > 1 else None)),
+        ("gathered_twice", "the beginning of what arrives is there twice", _gathered(
+            lambda w: w[(w.numel() + 1) // 2 :].copy_(w[: w.numel() // 2].clone()), slice(1, -1))),
+        ("freed_for_backward", "a backward finds the end of weights freed", _gathered(
+            lambda w: share(w, 1 / 16).zero_(), backward=True)),
+    ),
+    "checkpoint": (
+        ("keys_interleaved", "rows of keys come back interleaved", partial(
+            on_load, chosen=lambda key: key.endswith("attention.wk.weight"),
+            change=lambda new, old: new.copy_(new.reshape(2, -1).T.reshape(new.shape)))),
+        ("narrow_squares", "second moments come back in 8 bits", partial(
+            on_load, chosen=lambda key: key.endswith("exp_avg_sq"),
+            change=lambda new, old: new.copy_(rounded(new, 8)))),
+    ),
+}  # fmt: skip
+IN_ZERO1 = ["another_seed", "cut_short", "row_again", "sink", "gate_exchanged", "padded_vocabulary", "gain_of_half"]
+IN_ZERO1 += ["history_cut", "keys_for_values", "uncorrected", "vectors_frozen", "row_lost"]
+LIMITS: dict[str, Any] = {"gather": {"strategies": ("optim_grads_params",)}, "checkpoint": {"resumes": True}}
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-for name, does, chosen, restored in (
-    ("moments_rolled", "momentum comes back an element on", lambda key: key.endswith("exp_avg"),
-     lambda new, old: new.copy_(new.reshape(-1).roll(1).view_as(new))),
-    ("gains_not_loaded", "gains of norms stay as they are made", lambda key: "optimizer" not in key and "norm" in key,
-     lambda new, old: new.copy_(old)),
-):  # fmt: skip
-    _add(name, does, "checkpoint", partial(on_load, chosen=chosen, change=restored), resumes=True)
+for stage, rows in FAULTS.items():
+    usual = (ZERO3, "optimizer.clip_norm=0.1") if stage == "clipping" else (ZERO3,)
+    for name, does, put in rows:
+        cell = (ZERO2, *K2) if name == "last_not_sent" else (ZERO1,) if name in IN_ZERO1 else usual
+        declared = Fault(name, f"{__name__}:{name}", does, stage, cell, edition=5, **LIMITS.get(stage, {}))
+        DECLARED.append(declared)
+        globals()[name], globals()[f"{name}_once"] = (spoiling(declared, put, only=only) for only in (False, True))

@@ -62,9 +62,8 @@ FIRST = {
     "checkpoint": ("read", "loss", "state"),
 }
 """What of a step a fault may show in first, by its stage."""
-ELSEWHERE = {"same_batch": "loss", "F33_rotary_in_16_bits": "gradients", "bit_flipped": "loss"}
-"""Shown in by a fault whose data the loop did feed, by one that is too little for a loss in fp32, and by one of a
-block's weight."""
+ELSEWHERE = {"same_batch": "loss", "F33_rotary_in_16_bits": "gradients"}
+"""Shown in by a fault whose data the loop did feed, and by one that is too little for a loss in fp32."""
 BETWEEN = ("F43_average_left_in",)
 """What these do to weights after a step, the next one reads."""
 

@@ -92,8 +92,8 @@ def test_a_fault_of_one_step_is_as_before_in_the_next(begins: int, only: bool, a
     assert calls == acting
 
 
-def test_the_fourth_edition_has_a_twin_of_one_step_for_each() -> None:
-    found = [fault for fault in corpus.corpus().values() if fault.edition == 4]
+def test_the_fifth_edition_has_a_twin_of_one_step_for_each() -> None:
+    found = [fault for fault in corpus.corpus().values() if fault.edition == 5]
     assert len(found) >= 40
     assert all(callable(getattr(fresh, f"{fault.name}_once")) for fault in found)
 
