@@ -38,7 +38,6 @@ def _compare_arguments(parser: ArgumentParser) -> None:
         "--bitwise", action="store_true", help="with --code: demand equal bits (deterministic numerics)"
     )
     parser.add_argument("--json", action="store_true", help="the whole verdict as JSON")
-    parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
     parser.add_argument("--tensor", metavar="NAME", help="look at one parameter's gradient instead")
     parser.add_argument("--step", type=int, default=1, help="the captured step to look at (default: 1)")
 
@@ -85,7 +84,7 @@ def _compare_code(arguments: Namespace) -> int:
 
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
-    answer = text(found, explained=arguments.explain)
+    answer = text(found)
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
 
@@ -120,7 +119,6 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--window", type=int, default=0, help="with --history: last steps that count (default: half)")
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
-    parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
 
 
 def _verdict(arguments: Namespace) -> int:
@@ -130,7 +128,7 @@ def _verdict(arguments: Namespace) -> int:
         raise refuse("--margin and --window", "go with --history; a study has margins of its own", fix="leave them out")
     found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
-    answer = study_text(found, explained=arguments.explain)
+    answer = study_text(found)
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else show(answer)
     return found.exit_code
 

@@ -23,7 +23,7 @@ from tests.support.needs import needs
 ASKED = {
     "python -m harness verd": ["verdict"],
     "python -m harness verdict ": ["lab"],
-    "python -m harness verdict --ex": ["--explain"],
+    "python -m harness verdict --his": ["--history"],
     "python run.py sharding=optim_": ["optim_grads", "optim_grads_params"],
     "python run.py -m sharding=optim,hf": ["optim,hfsdp"],
     "python run.py -m study=parity": ["parity_pair"],

@@ -274,7 +274,7 @@ def _shown(root: Path) -> list[list[str]]:
 
 
 def _readers(root: Path) -> list[list[str]]:
-    said = [["report", "lab", "--markdown"], ["verdict", "lab", "--explain"], ["retry", "none"]]
+    said = [["report", "lab", "--markdown"], ["retry", "none"]]
     return [*_verbs(root), *_shown(root), *([*words, "--root", str(root)] for words in said)]
 
 

@@ -18,7 +18,7 @@ from harness.config.errors import refuse
 from harness.config.words import ask_again
 from harness.parity.outcome import REFUTED, Finding, Grade, Outcome, StudyVerdict, Verdict, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.telling.wording import ALWAYS, OUTCOMES, meanings
+from harness.parity.telling.wording import ALWAYS, OUTCOMES
 from harness.parity.tiers.arithmetic import of_piece
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import blocks, compare_tensor
@@ -33,7 +33,7 @@ BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
 LISTED = 6
 
 
-def text(verdict: Verdict, *, explained: bool = False) -> str:
+def text(verdict: Verdict) -> str:
     room = screen.width()
     lines = [*fold(verdict.sentence, room), *fold(OUTCOMES[verdict.outcome], room)]
     lines += ["", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
@@ -45,13 +45,11 @@ def text(verdict: Verdict, *, explained: bool = False) -> str:
         first = f"first of {len(verdict.findings)} checks that" if len(verdict.findings) > 1 else "the one check that"
         lines += ["", f"{first} did not pass:"]
         lines += _findings(verdict, verdict.findings[:LISTED], room)
-    if explained:
-        lines += ["", *(line for each in meanings(verdict.evidence) for line in fold(each, room, "    "))]
     alone = [verdict.script] if verdict.script else []
     return "\n".join([*lines, "", *_next([*verdict.commands, *alone])])
 
 
-def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
+def study_text(study: StudyVerdict) -> str:
     if not study.arms:
         return f"{study.outcome.value}: study {study.study} has no arm to hold against its control."
     room = screen.width()
@@ -66,9 +64,6 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
     lines += [
         line for arm in failed for line in ("", *fold(arm.sentence, room), *_next([arm.script] if arm.script else []))
     ]
-    if explained:
-        rows = [finding for arm in study.arms for finding in arm.evidence]
-        lines += ["", *(line for each in meanings(rows) for line in fold(each, room, "    "))]
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
 
 
