@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
 import shlex
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +23,6 @@ from harness.store.study import asked_for, comparable, read_study
 
 REPETITION = "train.replicate"
 MOST_NAMED = 6
-MANY = 64
 CONTROLS = 64
 """Controls whose records are kept in memory at once."""
 
@@ -99,18 +93,6 @@ def _judge(
     pairs: Sequence[tuple[Path, Path]], digest: str | None, margins: Mapping[str, float], window: int
 ) -> list[tuple[Verdict, Pair | None]]:
     """Verdict on each pair, and what `over_seeds` needs of a comparable one where there are margins."""
-    judge_chunk = partial(_judge_chunk, digest, margins, window)
-    if len(pairs) < MANY:
-        return judge_chunk(pairs)
-    size = max(MANY // 4, -(-len(pairs) // (4 * (os.cpu_count() or 1))))  # few: each reads its controls again
-    chunks = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
-    with judging_processes() as pool:
-        return [each for chunk in pool.map(judge_chunk, chunks) for each in chunk]
-
-
-def _judge_chunk(
-    digest: str | None, margins: Mapping[str, float], window: int, pairs: Sequence[tuple[Path, Path]]
-) -> list[tuple[Verdict, Pair | None]]:
     control_of = lru_cache(CONTROLS)(lambda path: load(path, digest))
     found: list[tuple[Verdict, Pair | None]] = []
     for path, control_path in pairs:
@@ -158,23 +140,3 @@ def unknown(subject: str, root: Path, study: str) -> BadRequest:
     control, *arms = [store.short(run) for run in alike[: MOST_NAMED + 1]] or [""]
     words = f"verdict {shlex.join(arms)} --control {shlex.quote(control)}" if arms else f"watch {shlex.quote(study)}"
     return refuse(subject, text, choices=f"studies: {known}", fix=commands.verb(words, root))
-
-
-def judging_processes(max_workers: int | None = None) -> ProcessPoolExecutor:
-    """Pool of `max_workers` processes, one a core by default.
-
-    Each watches its parent, because a killed parent closes no pool.
-    """
-    return ProcessPoolExecutor(max_workers, initializer=_end_with_parent)
-
-
-def _end_with_parent() -> None:
-    gc.disable()  # searches for cycles were a fifth of the time, and there are none: memory is the same without
-    threading.Thread(target=_wait_for_end_of_parent, daemon=True).start()
-
-
-def _wait_for_end_of_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
