@@ -24,11 +24,10 @@
 import os
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 
 import analysis
-from analysis import drawing, judge, plot, stats
+from analysis import judge, stats
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
@@ -44,17 +43,14 @@ for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sent
 # %% [markdown]
 # ## How near the bounds
 #
-# A dot is a kind of check, the worst of its kind: what was observed over what rounding explains. A bound that
-# everything stays a thousandfold below is loose; one that clean runs touch would raise false alarms. A check
-# without a number (is the loss finite?) has no dot; the sentence above says where one failed.
+# The three checks of each arm that came nearest: what was observed over what rounding explains. A bound that everything
+# stays a thousandfold below is loose; one that clean runs touch would raise false alarms. A check without a number (is
+# the loss finite?) has no row; the sentence above says where one failed.
 
 # %%
 evidence = judge.evidence(study)
-arms = {run: own for run, own in study.styles.items() if run in set(evidence["run"])}
 if len(evidence):
-    figure, ax = drawing.bars(len(arms))
-    plot.shares_of_bounds(evidence, ax, arms)
-    nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(1)
+    nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(3)
     nearest = nearest.assign(label=nearest["run"].map(study.label_of))
     shown = ["label", "check", "step", "observed", "allowed", "used"]
     print(nearest[shown].to_string(index=False, float_format="{:.3g}".format))
@@ -68,10 +64,9 @@ else:
 # rank is an error of 0.5.
 
 # %%
-resolution = table.set_index("run")["resolution"].dropna().astype(float).to_dict()
-if resolution:
-    figure, ax = drawing.bars(len(arms))
-    plot.resolutions(resolution, ax, arms)
+seen = table[["label", "resolution"]].dropna().astype({"resolution": float})
+if len(seen):
+    print(seen.to_string(index=False, float_format="{:.3g}".format))
 else:
     print("No gradients were compared, so nothing says how small an error would have been detected.")
 for seeds in study.verdict.seeds if study.verdict else ():
@@ -81,7 +76,7 @@ for seeds in study.verdict.seeds if study.verdict else ():
 # ## Faults put in on purpose
 #
 # The campaign over whole runs (docs/records/power.md): the share of faulty runs that did not pass, by strength, and of
-# clean ones that did not pass either.
+# clean ones that did not pass either, with 95 % intervals.
 
 # %%
 if CAMPAIGN.exists():
@@ -90,11 +85,6 @@ if CAMPAIGN.exists():
     pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
     pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
     found = stats.rates(pairs, "group", "stopped")
-    figure, ax = drawing.bars(len(found))
-    plot.rates(found, ax)
-    print(found[["name", "hits", "of", "share"]].to_string(index=False))
+    print(found.to_string(index=False, float_format="{:.4f}".format))
 else:
     print(f"There is no campaign at {CAMPAIGN}.")
-
-# %%
-plt.show()

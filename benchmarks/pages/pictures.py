@@ -1,4 +1,4 @@
-"""Draw docs/pictures/ from a finished study: every figure of every notebook, and the page of `harness report`.
+"""Draw docs/pictures/ from a finished study: every figure of the notebooks, and the page of `harness report`.
 
     python run.py -m study=strategies
     python benchmarks/pages/pictures.py
@@ -28,7 +28,7 @@ from tests.support.browser import Browser
 
 PICTURES = ROOT / "docs" / "pictures"
 STUDY = "strategies"
-NOTEBOOKS = ("loss_parity", "verdict_power", "step_time", "memory_and_bytes")
+NOTEBOOKS = ("loss_parity", "step_time", "memory_and_bytes")
 MOST_BYTES = 200_000
 HEIGHT = 2300
 """CSS pixels of the page that are shown."""

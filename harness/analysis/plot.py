@@ -175,51 +175,6 @@ def marks(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style], la
     return ax
 
 
-def shares_of_bounds(frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    place = zero_place([*frame["used"].replace(math.inf, math.nan), 1.0])
-    for row, (run, own) in enumerate(styles.items()):
-        mine = frame[frame["run"] == run]
-        some = mine[(mine["used"] > 0) & np.isfinite(mine["used"])]
-        none = int((mine["used"] == 0).sum())
-        ax.plot(some["used"], [row] * len(some), "o", color=own.colour, markersize=5, alpha=0.55, markeredgewidth=0)
-        ax.plot([place] * none, [row] * none, "o", mfc="white", mec=own.colour, markersize=5)
-        _not_numbers(ax, pd.Series([row] * len(mine)), mine["used"], own.colour, upright=False)
-        if len(mine):
-            farthest = mine.loc[mine["used"].astype(float).idxmax(), "check"]
-            ax.text(1.01, row, plain(farthest), transform=ax.get_yaxis_transform(), va="center", fontsize=9)
-    ax.axvline(1.0, color=CONTROL, linestyle="--", linewidth=1.2)
-    log_axis(ax, "x", place, zero=bool((frame["used"] == 0).any()))
-    name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlabel("observed / what rounding explains (1 is the bound)" + _crossed(frame["used"]))
-    return ax
-
-
-def resolutions(values: Mapping[str, float], ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    known = {run: values[run] for run in styles if run in values and values[run] == values[run]}
-    place = zero_place(known.values())
-    for row, (run, own) in enumerate(styles.items()):
-        if run in known:
-            ax.plot([known[run] or place], [row], own.marker or "o", color=own.colour, markersize=7)
-        else:
-            ax.text(0.01, row, "not measured", transform=ax.get_yaxis_transform(), va="center", fontsize=9, color=GREY)
-    log_axis(ax, "x", place, zero=0.0 in known.values())
-    name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlabel("smallest error in the scale of all gradients that would have shown (relative)")
-    return ax
-
-
-def rates(frame: pd.DataFrame, ax: Axes) -> Axes:
-    for row, each in enumerate(frame.itertuples()):
-        colour = COLOURS[row % len(COLOURS)]
-        ax.plot([100 * each.low, 100 * each.high], [row, row], color=colour, linewidth=2)
-        ax.plot([100 * each.share], [row], "o", color=colour, markersize=7)
-        ax.text(101.5, row, f"{each.hits} of {each.of}", va="center", fontsize=9)
-    name_rows(ax, [plain(name) for name in frame["name"]])
-    ax.set_xlim(-1, 101)
-    ax.set_xlabel("per cent; the line is a 95 % interval")
-    return ax
-
-
 def _styles(frame: pd.DataFrame, styles: Mapping[str, Style] | None) -> Mapping[str, Style]:
     return style({str(run): str(run) for run in frame["run"].unique()}) if styles is None else styles
 

@@ -234,15 +234,13 @@ def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
     nan, inf = float("nan"), float("inf")
     frame = pd.DataFrame({"run": "a", "step": [1, 2], "loss": [nan, inf], "distance": [nan, 1e-3]})
     styles = drawing.style({"a": "arm"})
-    figure, (curve, dots, shares) = plt.subplots(3)
+    figure, (curve, dots) = plt.subplots(2)
     plot.losses(frame, curve, styles)
     assert [text.get_text() for text in curve.legend().get_texts()] == ["arm", "not a number"]
     assert len(curve.get_yticks()) == 0, "a scale would be an invention"
     plot.gradient_distances(frame, {}, dots, styles)
-    plot.shares_of_bounds(pd.DataFrame({"run": "a", "check": ["x", "y"], "used": [inf, 0.5]}), shares, styles)
-    for ax in (dots, shares):
-        assert [len(line.get_xdata()) for line in ax.lines if line.get_marker() == "x"] == [1]
-        assert "x: not a finite number" in ax.get_xlabel()
+    assert [len(line.get_xdata()) for line in dots.lines if line.get_marker() == "x"] == [1]
+    assert "x: not a finite number" in dots.get_xlabel()
     plt.close(figure)
 
 
