@@ -442,7 +442,7 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     shutil.rmtree(control)  # the script needs neither run
     text = path.read_text()
     if mended:
-        path.write_text(text.replace('"fault.name=F01_duplicated_gradient"', '"fault.name=none"'))
+        path.write_text(text.replace("'fault.name=F01_duplicated_gradient'", "'fault.name=none'"))
     again = subprocess.run([sys.executable, str(path), str(tmp_path)], capture_output=True, text=True)
     assert again.returncode == int(not mended), again.stdout + again.stderr
     assert ("BEYOND" in again.stdout) is not mended

@@ -8,11 +8,11 @@ step, a mean over many, or a resume need complete runs.
 
 from __future__ import annotations
 
-import json
+import pprint
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ class Look:
     body: str
     measure: str = ""
     sides: tuple[tuple[str, str], ...] = ()
-    again: str = "Makes both runs again and holds what they recorded side by side."
     alone: bool = False
     captured: bool = False
     whole: bool = False
@@ -61,17 +60,9 @@ class Look:
     def updates(self) -> bool:
         return self.sides == UPDATES or self.body in OF_RULE
 
-    def values(self, step: int) -> Mapping[str, Any]:
-        row = {"COLUMN": self.key, "ROW": step - 1 + self.row}
-        return {"KEY": self.key, "FILE": self.file.format(step=step), "KEYS": list(self.keys), **row}
-
 
 def _tensors(measure: str, sides: tuple[tuple[str, str], ...] = PAIR) -> Look:
-    again = "Makes both runs again for two steps and compares one tensor."
-    if sides is WITNESS:
-        again = "Makes one run again for two steps: the engine's gradient against the sum of what autograd handed out."
-    alone, captured = sides is WITNESS, sides != UPDATES
-    return Look("tensors", MEASURES[measure], sides, again, alone=alone, captured=captured)
+    return Look("tensors", MEASURES[measure], sides, alone=sides is WITNESS, captured=sides != UPDATES)
 
 
 def _series(measure: str, key: str) -> Look:
@@ -79,22 +70,15 @@ def _series(measure: str, key: str) -> Look:
 
 
 def _fact(file: str, *keys: str, alone: bool = True, measure: str = "bool(found[0])") -> Look:
-    again = "Makes one run again and reads what it recorded of itself." if alone else Look.again
     captured = file.startswith("capture")
-    return Look("facts", measure, (), again, alone, captured, not captured, file=file, keys=keys)
+    return Look("facts", measure, (), alone, captured, not captured, file=file, keys=keys)
 
 
 def _update(measure: str) -> Look:
-    again = "Makes one run again: its update, and what torch's optimizer makes of the gradients it captured."
-    return Look("rule", measure, again=again, alone=True, captured=True)
+    return Look("rule", measure, alone=True, captured=True)
 
 
-ROUNDED = Look(
-    "rounded",
-    again="Makes one run again: its update, and what torch's fused kernel makes of the state that it captured.",
-    alone=True,
-    captured=True,
-)
+ROUNDED = Look("rounded", alone=True, captured=True)
 
 MEASURES = {
     "distance": "ratio(d.norm().item(), norm)",
@@ -119,19 +103,13 @@ STREAMED = (*((look.check, column, 0) for column, look in every_step.LOOKS.items
 
 
 def _stream(column: str, after: int) -> Look:
-    again = "Makes one run again and reads what it says of its own step."
-    captured = column in ONCE
-    return Look("stream", "", (), again, True, captured, bool(after), key=column, row=after)
+    return Look("stream", alone=True, captured=column in ONCE, whole=bool(after), key=column, row=after)
 
-
-NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
 SHARED = "list(found[0].values()).count(found[0][TENSOR]) > 1"
 
-FED_AGAIN = "Makes one run again: the digest of what it was fed against that of its data source."
-
 LOOKS: Mapping[str, Look] = {
-    "tokens as fed": Look("fed", again=FED_AGAIN, alone=True),
+    "tokens as fed": Look("fed", alone=True),
     "gradient distance": _tensors("distance"),
     "gradient, worst piece": _tensors("piece"),
     "gradient among its fellows": _tensors("piece"),
@@ -156,7 +134,7 @@ LOOKS: Mapping[str, Look] = {
     "ties kept": _fact("summary.json", "structure", "untied"),
     "state as saved": _fact("summary.json", "restored", "wrong"),
     "final weights": _fact("summary.json", "final_weights", alone=False, measure="found[0] != found[1]"),
-    "logged norm": Look("norm", again=NORM_AGAIN, alone=True, captured=True),
+    "logged norm": Look("norm", alone=True, captured=True),
     **{check: _stream(column, after) for check, column, after in STREAMED},
     "local gradient given the weights": _tensors("distance", TESTIMONIES),
     "gradient given the weights": _tensors("distance"),
@@ -179,9 +157,20 @@ FOLDER = "verdict"
 TEMPLATES = Path(__file__).parent / "scripts"
 PARTS = {"head", "captured", "foot"}
 WIDTH = 120
+ALONE, BOTH = (
+    "Makes one run again and looks at what it recorded.",
+    "Makes both runs again and compares what they recorded.",
+)
+USAGE = (
+    "Start it in a checkout, alone or by `git bisect run`. Exit code 1: still beyond the bound; 0: not any more; 125: "
+    "it could not run. A folder as argument keeps the runs."
+)
+CUT = "`launch.preempt_at` ends a run early; `train.steps` stays, because the learning rate depends on it."
+WHOLE = "Runs go to their end: what it shows needs that."
 
-CONSTANTS = ("FILE", "KEYS", "TENSOR", "SIDES", "KEY", "RULE", "OPTIONS", "CLIP", "DTYPE", "COLUMN", "ROW")
-"""Names that a template may use beside STEP, CHECK and BOUND, in the order of a script."""
+ALWAYS = ("RUNS", "RESUMED", "STEP", "CHECK", "BOUND")
+CONSTANTS = ("FILE", "KEYS", "TENSOR", "SIDES", "KEY", "RULE", "OPTIONS", "CLIP", "DTYPE", "ROW")
+"""Names that a template may use beside `ALWAYS`."""
 
 KEPT = ("cluster.device", "cluster.threads_per_rank")
 
@@ -224,10 +213,11 @@ def script(verdict: Verdict) -> str | None:
     watched = any(WATCHED in provenance.read(Path(each)) for each in (verdict.arm, verdict.control))
     if finding is None or watched:  # no request of ours makes another program's run again
         return None
-    plan = _plan(verdict, finding, look_of(finding))
-    if len(plan.runs) == 2 and len({tuple(sorted(overrides)) for overrides in plan.runs.values()}) == 1:
+    look = look_of(finding)
+    values, is_cut = _constants(verdict, finding, look)
+    if len(values["RUNS"]) == 2 and len({tuple(sorted(overrides)) for overrides in values["RUNS"].values()}) == 1:
         return None
-    return _render(verdict, plan)
+    return _render(verdict, look, values, CUT if is_cut else WHOLE)
 
 
 def look_of(finding: Finding) -> Look:
@@ -252,18 +242,8 @@ def first_shown(verdict: Verdict) -> Finding | None:
     return next((f for f in same if LOOKS[f.check].sides == (sides or LOOKS[f.check].sides)), first)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    look: Look
-    runs: Mapping[str, Sequence[str]]
-    """Complete overrides by name, `arm` or `control`."""
-    resumed: tuple[str, ...] = ()
-    stop: int = 0
-    """Step after which runs end; 0: they do not end early."""
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
+def _constants(verdict: Verdict, finding: Finding, look: Look) -> tuple[dict[str, Any], bool]:
+    """Values of `ALWAYS` and `CONSTANTS`; and True if runs end early."""
     paths = {"arm": RunDir(Path(verdict.arm)), "control": RunDir(Path(verdict.control))}
     if look.alone:
         other = paths["control"].name in finding.note and paths["arm"].name not in finding.note
@@ -279,15 +259,20 @@ def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
     first = next(iter(configs))
     rule = _rule(configs[first], paths[first], finding.tensor) if look.body in OF_RULE else {}
     values = {
+        "RUNS": runs,
+        "RESUMED": tuple(resumed),
         "STEP": step,
         "CHECK": finding.check,
         "BOUND": 0.0 if isinstance(finding.allowed, str) else float(finding.allowed),
         "TENSOR": finding.tensor,
         "SIDES": [(first if look.alone else side, kind) for side, kind in look.sides],
-        **look.values(step),
+        "KEY": look.key,
+        "FILE": look.file.format(step=step),
+        "KEYS": list(look.keys),
+        "ROW": step - 1 + look.row,
         **rule,
     }
-    return _Plan(look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
+    return values, not resumed and 0 < stop < steps
 
 
 def _rule(config: Mapping[str, Any], run: RunDir, tensor: str | None) -> dict[str, Any]:
@@ -359,59 +344,22 @@ def _default() -> Mapping[str, Any]:
     return flatten(plain(composed()))
 
 
-def _render(verdict: Verdict, plan: _Plan) -> str:
-    texts = {name: (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in PARTS | {plan.look.body}}
-    reads = texts["captured"] if "captured(" in texts[plan.look.body] else ""
-    body = "".join([texts["head"], reads, texts[plan.look.body], texts["foot"]]).replace("@measure@", plan.look.measure)
-    cut = "`launch.preempt_at` ends a run early; `train.steps` stays, because the learning rate depends on it."
-    end = cut if plan.stop else "Runs go to their end: what it shows needs that."
-    about, usage = body.split('"""')[1].split("\n\n")
-    said = {"sentence": verdict.sentence.replace("\\", "/").replace('"', "'"), "again": plan.look.again, "length": end}
-    intro = "\n\n".join(_filled(_put(paragraph, said)) for paragraph in (about, usage)) + "\n"
-    used = [name for name in CONSTANTS if re.search(rf"\b{name}\b", texts[plan.look.body] + plan.look.measure)]
-    constants = _constants(plan, ("STEP", "CHECK", "BOUND", *used))
-    return _put(body.replace(f"{about}\n\n{usage}", intro), {"imports": _imports(body), "constants": constants})
-
-
-def _put(text: str, values: Mapping[str, str]) -> str:
-    return re.sub("@(" + "|".join(values) + ")@", lambda match: values[match[1]], text)
+def _render(verdict: Verdict, look: Look, values: Mapping[str, Any], length: str) -> str:
+    texts = {name: (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in PARTS | {look.body}}
+    body = texts[look.body].replace("@measure@", look.measure)
+    used = [*ALWAYS, *(name for name in CONSTANTS if re.search(rf"\b{name}\b", body))]
+    filled = {
+        "sentence": _filled(verdict.sentence.replace("\\", "/").replace('"', "'")),
+        "usage": _filled(f"{ALONE if look.alone else BOTH} {USAGE} {length}"),
+        "constants": "\n".join(_constant(name, values[name]) for name in used),
+    }
+    text = "".join([texts["head"], texts["captured"] * ("captured(" in body), body, texts["foot"]])
+    return re.sub("@(" + "|".join(filled) + ")@", lambda match: filled[match[1]], text)
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, WIDTH - 3, break_long_words=False, break_on_hyphens=False)
 
 
-def _imports(body: str) -> str:
-    own = [name for name in ("json", "math", "shlex", "shutil", "subprocess", "sys", "tempfile") if f"{name}." in body]
-    theirs = [*(["import torch"] if "torch." in body else [])]
-    theirs += ["from safetensors import safe_open"] if "safe_open(" in body else []
-    lines = [*(f"import {name}" for name in own), *(["from array import array"] if "array(" in body else [])]
-    lines.append("from pathlib import Path")
-    return "\n".join([*lines, *(["", *theirs] if theirs else [])])
-
-
-def _constants(plan: _Plan, used: Sequence[str]) -> str:
-    lists = list(plan.runs.values())
-    both = [word for word in lists[0] if all(word in each for each in lists)] if len(lists) == 2 else []
-    lines = _list("BOTH = [", both, "]") if both else []
-    lines.append("RUNS = {")
-    for name, words in plan.runs.items():
-        own = [word for word in words if word not in both]
-        lines += _list(f'    "{name}": [{"*BOTH, " if both else ""}', own, "],")
-    lines += ["}", f"RESUMED = {json.dumps(plan.resumed)}"]
-    return "\n".join([*lines, *(f"{name} = {_literal(plan.values[name])}" for name in used)])
-
-
-def _list(head: str, words: Sequence[str], tail: str) -> list[str]:
-    lines, margin = [head], " " * (len(head) - len(head.lstrip()) + 4)
-    for word in map(json.dumps, words):
-        if len(lines[-1]) + len(word) + 4 > WIDTH:
-            lines.append(margin)
-        lines[-1] += f"{word}, "
-    return [*(line.rstrip() for line in lines[:-1]), lines[-1].removesuffix(", ") + tail]
-
-
-def _literal(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)}: {_literal(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value) if isinstance(value, str | list) else repr(value)
+def _constant(name: str, value: object) -> str:
+    return f"{name} = {pprint.pformat(value, width=WIDTH - len(name) - 3, compact=True, sort_dicts=False)}"
