@@ -1,8 +1,7 @@
 """Versions of the code as an axis: a revision of this repository becomes a folder of its own to run from.
 
-[Note: Nothing of the user's is touched] Files are written through a separate index, and `git bisect` runs in a clone
-without objects of its own. The user's index, branches, stashes, files and bisections do not change; contents only in
-the working tree become loose objects, as by `git stash create`.
+[Note: Nothing of the user's is touched] Files are written through a separate index. The user's index, branches, stashes
+and files do not change; contents only in the working tree become loose objects, as by `git stash create`.
 
 `<root>/.code/<tree>/files` is the version, read-only, named by its git tree, so that equal versions are one.
 `<root>/.code/<tree>/runs/<words>` is a store for each request: runs of two versions may have one name.
@@ -16,7 +15,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,26 +32,19 @@ WORKTREE = "WORKTREE"
 FOLDER = ".code"
 SHORT = 7
 LISTED = 8
-FIELDS = "%H%x09%T%x09%s"
-AUTHOR = ("-c", "user.name=harness", "-c", "user.email=harness@localhost")
-GOES_ON = "Bisecting:"
-"""Begins a line of `git bisect` while a version is still to be tried."""
-ONLY_SKIPPED = 2
-"""Exit code of `git bisect` where only skipped commits are left."""
+FIELDS = "%H%x09%T"
 
 
 @dataclass(frozen=True)
 class Version:
     """One version of the code.
 
-    asked: revision as typed. commit: 40 digits; the base of WORKTREE. tree: git tree. subject: first line of the
-    message.
+    asked: revision as typed. commit: 40 digits; the base of WORKTREE. tree: git tree.
     """
 
     asked: str
     commit: str
     tree: str
-    subject: str
 
     @property
     def label(self) -> str:
@@ -64,10 +56,6 @@ class Version:
     @property
     def word(self) -> str:
         return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
-
-    @property
-    def title(self) -> str:
-        return WORKTREE if self.asked == WORKTREE else f"{self.word} {self.subject!r}"
 
 
 class Repository:
@@ -117,8 +105,7 @@ class Repository:
 
     def _described(self, asked: str, commit: str) -> Version:
         line = self._git("rev-list", "--max-count=1", f"--format={FIELDS}", commit).splitlines()[-1]
-        found, tree, subject = line.split("\t", 2)
-        return Version(asked or found[:SHORT], found, tree, subject)
+        return Version(asked, *line.split("\t"))
 
     def _worktree(self) -> Version:
         head = self._described(WORKTREE, self._git("rev-parse", "HEAD").strip())
@@ -130,42 +117,13 @@ class Repository:
             new = self._git("ls-files", "-z", "--others", "--exclude-standard", *hidden, variables=index)
             self._git("update-index", "-z", "--add", "--stdin", variables=index, given=new)
             tree = self._git("write-tree", variables=index).strip()
-        return Version(WORKTREE, head.commit, tree, "the files as they are")
+        return Version(WORKTREE, head.commit, tree)
 
     def is_dirty(self) -> bool:
         return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
 
-    def is_ancestor(self, old: Version, new: Version) -> bool:
-        try:
-            self._git("merge-base", "--is-ancestor", old.commit, new.commit)
-        except GitError:
-            return False
-        return True
-
     def parents(self, version: Version) -> list[str]:
         return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
-
-    def bisect(self, good: Version, bad: Version, answer: Callable[[Version], str]) -> list[Version]:
-        """`git bisect` over first parents: the last good version, those skipped after it, and the first bad one.
-
-        A merged branch is one step, its merge: commits inside it never were states of this branch. Args: answer: takes
-        a version between the two; returns good, bad or skip.
-        """
-        tip = bad.commit
-        if bad.asked == WORKTREE:
-            tip = self._git(*AUTHOR, "commit-tree", bad.tree, "-p", bad.commit, "-m", WORKTREE).strip()
-        self.cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.cache, prefix=".bisect.") as folder:
-            self._git("clone", "--quiet", "--bare", "--shared", str(self.top), folder)
-            clone = Repository(Path(folder), self.cache)
-            said = clone._git("bisect", "start", "--first-parent", tip, good.commit)
-            while any(line.startswith(GOES_ON) for line in said.splitlines()):
-                tried = clone._described("", clone._git("rev-parse", "BISECT_HEAD").strip())
-                said = clone._git("bisect", answer(tried), codes=(0, ONLY_SKIPPED))
-            span = ("refs/bisect/bad", "--not", "--glob=refs/bisect/good-*")
-            chain = clone._git("rev-list", "--first-parent", "--reverse", *span).split()
-            found = [clone._described("", commit) for commit in (f"{chain[0]}^", *chain)]
-        return [*found[:-1], bad] if chain[-1] == tip else found
 
     def files(self, version: Version) -> Path:
         """Folder of a version's files, created atomically and reused.
@@ -199,9 +157,7 @@ class Repository:
         with tempfile.TemporaryDirectory(dir=self.cache, prefix=".index.") as folder:
             yield {"GIT_INDEX_FILE": str(Path(folder) / "index")}
 
-    def _git(
-        self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "", codes: Sequence[int] = (0,)
-    ) -> str:
+    def _git(self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "") -> str:
         outer = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER}
         command = ["git", "--no-optional-locks", "-C", str(self.top), *arguments]
         try:
@@ -214,7 +170,7 @@ class Repository:
             )
         except OSError as error:
             raise GitError(f"git cannot be started: {error.strerror}") from error
-        if done.returncode not in codes:
+        if done.returncode:
             lines = done.stderr.decode(errors="replace").strip().splitlines()
             raise GitError(lines[-1] if lines else f"git {arguments[0]} ended with {done.returncode}")
         return done.stdout.decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Verdicts: `compare RUN RUN`, `compare --code OLD NEW`, `verdict STUDY` and `bisect GOOD BAD`."""
+"""Verdicts: `compare RUN RUN`, `compare --code OLD NEW` and `verdict STUDY`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harness.bisect.history import Request, bisect, compare_code
+from harness.bisect.history import Request, compare_code
 from harness.cli.runs import located
 from harness.cli.verbs import Implementation, path
 from harness.config.errors import refuse
@@ -17,7 +17,7 @@ from harness.parity import StudyVerdict, Verdict, against, compare, scripted, st
 from harness.parity.series import MEASURES, against_history
 from harness.store import commands
 from harness.store.rundir import CONFIG, Store
-from harness.store.screen import INDENT, fold, show, width
+from harness.store.screen import fold, show, width
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:
@@ -182,37 +182,3 @@ def _judged(arguments: Namespace) -> StudyVerdict:
 
 COMPARE = Implementation(_compare_arguments, _compare)
 VERDICT = Implementation(_verdict_arguments, _verdict)
-
-
-EXIT_UNDECIDED = 3
-
-
-def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("good", metavar="GOOD", help="a revision")
-    parser.add_argument("bad", metavar="BAD", help="a revision built on it, or WORKTREE")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="what every trial is asked, as after run.py")
-    parser.add_argument(
-        "--bitwise", action="store_true", help="any unequal bit is a difference (deterministic numerics)"
-    )
-
-
-def _bisect(arguments: Namespace) -> int:
-    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise)
-    try:
-        found = bisect(request, arguments.good, arguments.bad, _tell)
-    except KeyboardInterrupt:
-        _tell("\ninterrupted; asked again, runs that are done are used again")
-        raise
-    _tell(f"\n{found.sentence}")
-    for version, why in found.skipped:
-        _tell(f"not tried: {version.title}: {why}")
-    command = request.command("compare", "--code", found.same.word, found.first.word)
-    print(f"next: {command}")
-    return EXIT_UNDECIDED if found.skipped else 0
-
-
-def _tell(line: str) -> None:
-    print("\n".join(each for part in line.split("\n") for each in fold(part, width(), INDENT)), flush=True)
-
-
-BISECT = Implementation(_arguments, _bisect)

@@ -16,6 +16,7 @@ from harness.store import commands
 
 _TENSORS = "docs/checkpoints.md has the lines that read and write a checkpoint's tensors"
 MOVED = {
+    "bisect": "git bisect run, with compare --code; see docs/bisect.md",
     "export": _TENSORS,
     "import": _TENSORS,
     "power": "in a checkout: python benchmarks/power/class_runs.py",

@@ -75,7 +75,6 @@ KINDS: dict[str, tuple[Verb, ...]] = {
         Verb("gate", "a run against a baseline, for a pull request", "gate.GATE"),
         Verb("baseline", "a golden file of a run, for gate and compare", "gate.BASELINE"),
         Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report.REPORT"),
-        Verb("bisect", "the first commit that makes a run differ", "judge.BISECT"),
         Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
         Verb("plan", "memory and traffic of a request before anything runs", "plan.PLAN"),
     ),

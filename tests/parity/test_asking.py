@@ -51,9 +51,9 @@ def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_options_stand_anywhere() -> None:
-    _, arguments = read(["bisect", "GOOD", "--bitwise", "BAD", "train.steps=3", "data.seq_len=8"])
-    assert (arguments.good, arguments.bad, arguments.bitwise) == ("GOOD", "BAD", True)
-    assert arguments.overrides == ["train.steps=3", "data.seq_len=8"]
+    _, arguments = read(["compare", "train.steps=3", "--code", "OLD", "NEW", "--bitwise", "data.seq_len=8"])
+    assert (arguments.code, arguments.bitwise) == (["OLD", "NEW"], True)
+    assert arguments.words == ["train.steps=3", "data.seq_len=8"]
     _, arguments = read(["compare", "RUN", "--json", "OTHER", "--root", "x"])
     assert (arguments.words, arguments.json, arguments.root) == (["RUN", "OTHER"], True, "x")
 

@@ -1,8 +1,9 @@
-"""Bisection over versions: with runs of the simulated engine, and once with real ones."""
+"""Versions of the code compared: with runs of the simulated engine, and once with real ones, by `git bisect run`."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.bisect import history, revisions
-from harness.bisect.history import BAD, GOOD, SKIP, Culprit, Request, answer_of, bisect, compare_code
+from harness.bisect.history import Request, compare_code
 from harness.bisect.revisions import WORKTREE, Version
 from harness.config.errors import BadRequest, refuse
-from harness.parity import Finding, Grade, Outcome, Stage, Verdict
+from harness.parity import Outcome
 from tests.parity.arms import Arm, broken
 from tests.parity.edits import edit_json
 from tests.parity.lab import write
@@ -57,7 +58,7 @@ class ToySnapshot:
         self.check(words)
         if (done := self.done(words)) is not None:
             return done
-        self.ran.append(self.version.subject)
+        self.ran.append(self.version.word)
         run = write(self.folder / "runs", ARMS[self.kind])
         edit_json(run / "provenance.json", sources_digest=self.version.tree.ljust(64, "0"))
         if self.kind == "fails":
@@ -85,28 +86,6 @@ def grow(top: Path, *kinds: str) -> None:
         commit(top, f"{kind}: {number}\n", f"{number} {kind}")
 
 
-def found(good: str, bad: str, told: list[str] | None = None) -> Culprit:
-    return bisect(Request(("train.steps=3",)), good, bad, (told if told is not None else []).append)
-
-
-def test_the_commit_that_doubles_gradients_is_named_with_what_shows_it(toy: Path) -> None:
-    grow(toy, "clean", "harmless", "harmless", "doubled", "doubled", "doubled", "doubled", "doubled")
-    told: list[str] = []
-    culprit = found("main~7", "main", told)
-    assert culprit.first.subject == "3 doubled"
-    assert culprit.verdict.outcome is Outcome.DIFFERENT
-    assert culprit.sentence.startswith(f"{culprit.first.commit[:7]} '3 doubled' is the first that differs: DIFFERENT: ")
-    assert (culprit.same.subject, culprit.skipped) == ("2 harmless", ())
-    assert 2 + 2 <= len(ToySnapshot.ran) <= 2 + 3, "both ends, and log2(7) trials"
-    assert sum(line.startswith("  ") and "the end" not in line for line in told) == len(ToySnapshot.ran) - 2, (
-        "a line a trial"
-    )
-    assert all("\n" not in line for line in told)
-    ToySnapshot.ran.clear()
-    assert found("main~7", "main") == culprit
-    assert ToySnapshot.ran == [], "asked again, done runs are used again"
-
-
 def test_two_names_of_one_version_are_equal_and_nothing_is_run(toy: Path) -> None:
     """What a fresh clone makes of `compare --code main WORKTREE`."""
     grow(toy, "clean", "doubled")
@@ -118,66 +97,13 @@ def test_two_names_of_one_version_are_equal_and_nothing_is_run(toy: Path) -> Non
     assert ToySnapshot.ran == []
 
 
-def test_commits_that_cannot_be_tried_are_skipped_and_reported(toy: Path) -> None:
-    grow(toy, "clean", "broken", "fails", "doubled", "doubled")
-    culprit = found("main~4", "main")
-    assert culprit.first.subject == "3 doubled"
-    assert [version.subject for version, _ in culprit.skipped] == ["1 broken", "2 fails"]
-    broken, fails = (why for _, why in culprit.skipped)
-    assert "It is broken" in broken
-    assert "failed, not done (no luck)" in fails
-    assert "is the first that is known to differ, after 2 that could not be tried" in culprit.sentence
-
-
-def test_other_data_hides_a_difference_of_numbers_and_is_one_where_it_is_the_end(toy: Path) -> None:
-    grow(toy, "clean", "other data", "doubled", "clean", "other data", "other data")
-    assert [version.subject for version, _ in found("main~5", "main~3").skipped] == ["1 other data"]
-    culprit = found("main~2", "main")
-    assert culprit.first.subject == "4 other data"
-    assert culprit.verdict.outcome is Outcome.NOT_COMPARABLE
-
-
-def test_files_that_are_goods_own_are_not_tried(toy: Path) -> None:
-    grow(toy, "clean", "harmless")
-    commit(toy, "clean: 0\n", "Back again")
-    grow(toy, "doubled")
-    assert found("main~3", "main").first.subject == "0 doubled"
-    assert "Back again" not in ToySnapshot.ran
-
-
-def test_the_working_tree_can_be_the_bad_end(toy: Path) -> None:
-    grow(toy, "clean", "harmless")
-    (toy / "file.py").write_text("doubled: here\n")
-    culprit = found("main~1", WORKTREE)
-    assert (culprit.same.commit, culprit.first.asked) == (git(toy, "rev-parse", "HEAD"), WORKTREE)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "good", "bad", "says"),
-    [
-        (["clean", "harmless"], "main~1", "main", "does not differ from main~1"),
-        (["clean", "broken"], "main~1", "main", "It is broken"),
-        (["broken", "clean"], "main~1", "main", "It is broken"),
-        (["clean", "fails"], "main~1", "main", r"cannot be held against main~1(?s:.*)no luck"),
-        (["fails", "clean"], "main~1", "main", r"cannot be held against main~1(?s:.*)no luck"),
-        (["clean", "doubled"], "main", "main~1", r"not built on the first(?s:.*)bisect \w{7} \w{7}"),
-        (["clean", "doubled"], "main", "main", "names the same files twice"),
-        (["clean", "doubled"], WORKTREE, "main", "can be the bad end alone"),
-    ],
-)
-def test_ends_that_make_no_search_are_refused(toy: Path, kinds: list[str], good: str, bad: str, says: str) -> None:
-    grow(toy, *kinds)
-    with pytest.raises(BadRequest, match=says):
-        found(good, bad)
-
-
 def test_versions_are_compared_and_the_next_command_asks_the_same(toy: Path) -> None:
     grow(toy, "clean", "doubled")
     told: list[str] = []
     compared = compare_code(Request(("train.steps=3",), "runs"), "main~1", "main", told.append)
     assert compared.verdict.outcome is Outcome.DIFFERENT
     assert compared.verdict.commands[0].endswith(f"--tensor {compared.verdict.findings[0].tensor}")
-    assert ToySnapshot.ran == ["0 clean", "1 doubled"], "the old one first: it is the control"
+    assert ToySnapshot.ran == [git(toy, "rev-parse", each)[:7] for each in ("main~1", "main")], "the control first"
 
 
 def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
@@ -200,31 +126,6 @@ def test_what_no_version_can_answer_is_refused(toy: Path, request_: Request, say
     grow(toy, "clean", "doubled")
     with pytest.raises(BadRequest, match=says):
         compare_code(request_, "main~1", "main", [].append)
-
-
-def verdict(outcome: Outcome, check: str = "", stage: Stage = Stage.record) -> Verdict:
-    """A verdict with one finding."""
-    failed = (Finding("T0", check, stage, Grade.bad, "a", "b"),) if check else ()
-    return Verdict(outcome, f"{outcome.value}: because.", "arm", "control", "T0", "", failed, failed)
-
-
-@pytest.mark.parametrize(
-    ("judged", "sought", "answer"),
-    [
-        (verdict(Outcome.EQUAL), Outcome.DIFFERENT, GOOD),
-        (verdict(Outcome.EQUIVALENT), Outcome.DIFFERENT, GOOD),
-        (verdict(Outcome.DIFFERENT), Outcome.DIFFERENT, BAD),
-        (verdict(Outcome.DIFFERENT), Outcome.NOT_COMPARABLE, BAD),
-        (verdict(Outcome.UNDECIDED), Outcome.DIFFERENT, SKIP),
-        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.DIFFERENT, SKIP),
-        (verdict(Outcome.NOT_COMPARABLE, "data_digest", Stage.data), Outcome.NOT_COMPARABLE, BAD),
-        (verdict(Outcome.NOT_COMPARABLE, "train.seed"), Outcome.NOT_COMPARABLE, BAD),
-        (verdict(Outcome.NOT_COMPARABLE, "whole record"), Outcome.NOT_COMPARABLE, SKIP),
-        (verdict(Outcome.NOT_COMPARABLE, "torch version"), Outcome.NOT_COMPARABLE, SKIP),
-    ],
-)
-def test_what_a_verdict_says_to_a_search(judged: Verdict, sought: Outcome, answer: str) -> None:
-    assert answer_of(judged, sought) == answer
 
 
 SMALL = (
@@ -264,7 +165,7 @@ def project(tmp_path: Path) -> Path:
     commit(top, "", "Begin")
     engine = top / "harness" / "fsdp" / "build.py"
     right = engine.read_text()
-    wrong = right.replace("factor=1.0 / ground.divisor", "factor=1.02 / ground.divisor")
+    wrong = right.replace("factor=1.0 / self.divisor", "factor=1.02 / self.divisor")
     assert wrong != right, "the engine divides elsewhere now: this test must follow"
     for subject, text in (("Comment", f"{right}# a\n"), ("Tidy up", f"{wrong}# a\n"), ("Another", f"{wrong}# b\n")):
         engine.write_text(text)
@@ -275,16 +176,16 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
-    done = harness(project, "-m", "harness", "bisect", "main~3", "main", *ALONE)
+    """By the lines that docs/bisect.md prints."""
+    block = (ROOT / "docs/bisect.md").read_text().partition("## The commit\n")[2].split("```")[1]
+    lines = block.replace("HEAD v1.2", "main main~3").replace("--code v1.2", "--code main~3")
+    script = lines.replace("train.steps=20", shlex.join(ALONE)).replace("python", sys.executable)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(["bash", "-ec", script], cwd=project, env=kept, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    *answer, reproduce = done.stdout.splitlines()
-    answer = " ".join(" ".join(answer).split())  # it is broken into lines
-    assert "'Tidy up' is the first that differs: DIFFERENT: " in answer
-    assert "2 %" in answer
-    words = reproduce.removeprefix("next: python ").split()
-    again = harness(project, *words, "--json")
-    assert again.returncode == 1, again.stdout + again.stderr
-    assert again.stderr.count("was run") == 2, "the runs of the search are used again"
+    culprit = git(project, "rev-parse", "main~1")
+    assert f"{culprit} is the first bad commit" in done.stdout
+    assert "2 %" in done.stdout
     assert git(project, "status", "--porcelain") == ""
     unknown = harness(project, "-m", "harness", "compare", "--code", "main~1", "main", "train.stepz=2")
     assert unknown.returncode == 2

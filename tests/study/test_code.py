@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.bisect import revisions
-from harness.bisect.revisions import WORKTREE, Repository, Version
+from harness.bisect.revisions import WORKTREE, Repository
 from harness.config.errors import BadRequest
 from tests.support.needs import skip_without
 
@@ -45,7 +45,7 @@ def repository(top: Path) -> Repository:
 
 def test_a_revision_becomes_its_own_read_only_files(repository: Repository) -> None:
     old, new = repository.version("HEAD~1"), repository.version("main")
-    assert (old.subject, new.label) == ("Commit 1", f"main ({new.commit[:7]})")
+    assert new.label == f"main ({new.commit[:7]})"
     files = repository.files(old)
     assert (files / "file.py").read_text() == "1\n"
     assert not (files / "file.py").stat().st_mode & 0o222
@@ -89,55 +89,6 @@ def test_a_branch_that_a_clone_has_of_its_origin_alone(top: Path, tmp_path: Path
 def test_what_is_no_commit_is_refused_with_the_branches_there_are(repository: Repository, revision: str) -> None:
     with pytest.raises(BadRequest, match=r"is no commit of this repository(?s:.)*a branch \(main\)"):
         repository.version(revision)
-
-
-@pytest.mark.parametrize(
-    ("answers", "found"),
-    [
-        ("", [0, 1]),
-        ("b", [0, 1]),
-        ("g", [1, 2]),
-        ("s", [0, 1, 2]),
-        ("ggggb", [4, 5]),
-        ("gsssb", [1, 2, 3, 4, 5]),
-        ("sbbb", [0, 1, 2]),
-    ],
-)
-def test_git_finds_the_first_bad_version(top: Path, repository: Repository, answers: str, found: list[int]) -> None:
-    """One letter each version between the ends: good, bad or skipped."""
-    line = [commit(top, f"here {number}\n", f"Line {number}") for number in range(len(answers) + 2)]
-    git(top, "bisect", "start")
-    names = {"g": "good", "b": "bad", "s": "skip"}
-    asked: list[str] = []
-
-    def answer(version: Version) -> str:
-        asked.append(version.commit)
-        return names[answers[line.index(version.commit) - 1]]
-
-    ends = repository.version(line[0]), repository.version(line[-1])
-    span = repository.bisect(*ends, answer)
-    assert [line.index(each.commit) for each in span] == found
-    assert len(asked) == len(set(asked))
-    assert not {line[0], line[-1]} & set(asked)
-    assert "start" in git(top, "bisect", "log"), "a bisection of the user's goes on"
-
-
-def test_a_merge_is_one_step(repository: Repository, top: Path) -> None:
-    git(top, "checkout", "--quiet", "-b", "side", "HEAD~1")
-    side = commit(top, "side\n", "On the side")
-    git(top, "checkout", "--quiet", "main")
-    git(top, "merge", "--quiet", "--strategy=ours", "side", "--message", "Merge")
-    last = commit(top, "last\n", "Last")
-    seen: list[str] = []
-
-    def answer(version: Version) -> str:
-        seen.append(version.subject)
-        return "bad" if version.subject == "Merge" else "good"
-
-    span = repository.bisect(repository.version("main~3"), repository.version(last), answer)
-    assert [each.subject for each in span] == ["Commit 2", "Merge"]
-    assert "On the side" not in seen
-    assert repository.parents(span[1])[1] == side[:7]
 
 
 def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
