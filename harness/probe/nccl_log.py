@@ -16,7 +16,7 @@ CollNet is there. That it is, "Connected CollNet" and "via COLLNET/SHARP" say.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,115 +97,81 @@ def _expanded(part: str, pid: int) -> str:
     return {"%h": "[^/]*", "%p": str(pid), "%%": "%"}.get(part, re.escape(part))
 
 
-Reader = Callable[[NcclFacts, re.Match[str]], None]
-
-
 def _read(facts: NcclFacts, line: str) -> None:
     _, level, text = line.partition("NCCL WARN ")
     if level:
         if len(facts.warnings) < MAX_WARNINGS:
             facts.warnings.append(text.strip())
         line = text
-    for marker, pattern, reader in _READERS:
+    for marker, what, pattern in _PATTERNS:
         if marker in line and (match := pattern.search(line)):
-            reader(facts, match)
+            _note(facts, what, match)
             return
 
 
-def _fields(facts: NcclFacts, match: re.Match[str]) -> None:
-    """Set the fields that groups of the pattern are named by."""
-    for name, value in match.groupdict().items():
-        setattr(facts, name, value)
-
-
-def _flag(name: str) -> Reader:
-    """Set a field to False where the pattern's group `not` has found something, else to True."""
-
-    def note(facts: NcclFacts, match: re.Match[str]) -> None:
-        setattr(facts, name, match.groupdict().get("not") is None)
-
-    return note
-
-
-def _channels(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.nvls_channels = max(facts.nvls_channels, int(match["nvls"] or 0))
-
-
-def _refused(facts: NcclFacts, match: re.Match[str]) -> None:
-    facts.collnet_refused = facts.collnet_refused or match[0].strip()
-
-
-def _registered(kind: str, *, failed: bool = False) -> Reader:
-    def note(facts: NcclFacts, match: re.Match[str]) -> None:
-        entry = facts.registered.setdefault(kind, Registered())
-        if failed:
-            entry.failed += 1
-        else:
-            entry.count += 1
-            entry.bytes += sum(int(size) for size in match.groups() if size)
-
-    return note
-
-
-def _chose(by: Callable[[re.Match[str]], str]) -> Reader:
-    """Note what ran a kind of collective. Args: by: its name, from the match; empty for none that is known."""
-
-    def note(facts: NcclFacts, match: re.Match[str]) -> None:
-        name, kind = by(match), match.groupdict().get("kind", "(any)")
+def _note(facts: NcclFacts, what: str, match: re.Match[str]) -> None:
+    told = match.groupdict()
+    if what == "ran":
+        name, kind = _ran(told), told.get("kind", "(any)")
         if name and name not in facts.choices.get(kind, ()):
             facts.choices.setdefault(kind, []).append(name)
+    elif what == "nvls_channels":
+        facts.nvls_channels = max(facts.nvls_channels, int(match[1] or 0))
+    elif what == "collnet_refused":
+        facts.collnet_refused = facts.collnet_refused or match[0].strip()
+    elif what in ("version", "collnet_plugin"):
+        setattr(facts, what, match[1])
+    elif what in ("nvls_available", "collnet_connected"):  # a group of the pattern is a "not"
+        setattr(facts, what, match.lastindex is None)
+    else:  # a kind of registration, with sizes unless it failed
+        entry = facts.registered.setdefault(what, Registered())
+        entry.failed += not match.groups()
+        entry.count += bool(match.groups())
+        entry.bytes += sum(int(size) for size in match.groups() if size)
 
-    return note
 
+def _ran(told: Mapping[str, str | None]) -> str:
+    """Name of what ran a collective; empty for an unknown number."""
+    if "kernel" in told:
+        return f"symmetric {told['kernel']}"
+    if "hierarchical" in told:
+        return "copy engine" + " over the network" * bool(told["hierarchical"])
+    algo, proto = str(told["algo"]), str(told["proto"])
+    if not algo.isdigit():
+        return f"{algo.upper()}/{proto.upper()}"
+    known = int(algo) < len(ALGORITHMS) and int(proto) < len(PROTOCOLS)
+    return f"{ALGORITHMS[int(algo)]}/{PROTOCOLS[int(proto)]}" if known else ""
 
-def _numbered(match: re.Match[str]) -> str:
-    algo, proto = int(match["algo"]), int(match["proto"])
-    return f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}" if algo < len(ALGORITHMS) and proto < len(PROTOCOLS) else ""
-
-
-_algorithm = _chose(lambda match: f"{match['algo'].upper()}/{match['proto'].upper()}")
-_numbered_algorithm = _chose(_numbered)
-_symmetric_kernel = _chose(lambda match: f"symmetric {match['kernel']}")
-_copy_engine = _chose(lambda match: "copy engine" + " over the network" * bool(match["hierarchical"]))
 
 _POINTER = r"(?:0x)?[0-9a-fA-F]+"
-_READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
-    (marker, re.compile(pattern), reader)
-    for marker, pattern, reader in (
-        # the longest logs are of these: first
-        (
-            "-> Algo",
-            r"(?P<kind>\w+): \d+ Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+) channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}",
-            _algorithm,
-        ),
-        ("-> Algo", r"\d+ Bytes -> Algo (?P<algo>\d+) proto (?P<proto>\d+)", _numbered_algorithm),
-        ("[Symmetric]", r"(?P<kind>\w+) \[Symmetric\]: \d+ Bytes -> Kernel (?P<kernel>\w+)", _symmetric_kernel),
-        (
-            "Bytes -> ",
-            r"(?P<kind>\w+) \[(?:Copy Engine|(?P<hierarchical>Hierarchical CE))\]: \d+ Bytes",
-            _copy_engine,
-        ),
-        ("register", rf"register comm {_POINTER} buffer {_POINTER} size (\d+)", _registered("user")),
-        (
-            "NVLS",
-            r"successfully registered NVLS sendbuff.*?sendbuff size (\d+), recvbuff size (\d+)",
-            _registered("nvls"),
-        ),
-        ("NVLS", r"failed to NVLS register", _registered("nvls", failed=True)),
-        ("multicast-bind", r"Failed to multicast-bind user buffer", _registered("nvls", failed=True)),
-        ("COLLNET", r"COLLNET register userbuff .*?buffSize (\d+)", _registered("collnet")),
-        ("COLLNET", r"COLLNET failed to register", _registered("collnet", failed=True)),
-        ("NET register", r"- NET register userbuff .*?buffSize (\d+)", _registered("net")),
-        ("NET register", r"failed to NET register", _registered("net", failed=True)),
-        ("IPC register", r"- IPC register(?:ing)? buffer .*?size (\d+)", _registered("ipc")),
-        ("IPC register", r"failed to IPC register", _registered("ipc", failed=True)),
-        ("Segment size", r"Segment \d+, Type : \d+, numSegments : \d+, Segment size : (\d+)", _registered("symmetric")),
-        ("coll channels", r"coll channels, (?:\d+ collnet channels, )?(?:(?P<nvls>\d+) nvls channels)?", _channels),
-        ("NVLS multicast", r"NVLS multicast support is (?P<not>not )?available", _flag("nvls_available")),
-        ("collnet plugin", r"Loaded coll(?:net|Net) plugin (?P<collnet_plugin>.+?)(?: \(v\d+\))?$", _fields),
-        ("CollNet", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/", _flag("collnet_connected")),
-        ("CollNet node threshold", r"Communicator has \d+ nodes which is less than CollNet node threshold.*", _refused),
-        ("SHARP", r"(?:SHARP coll init error: .*|Cannot create SHARP job.*|sharp_create_job failed.*)", _refused),
-        ("NCCL version", r"NCCL version (?P<version>\S+)", _fields),
+_CHOSEN = r"(?P<kind>\w+): \d+ Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+) channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}"
+_BY_NUMBER = r"\d+ Bytes -> Algo (?P<algo>\d+) proto (?P<proto>\d+)"
+_COPIED = r"(?P<kind>\w+) \[(?:Copy Engine|(?P<hierarchical>Hierarchical CE))\]: \d+ Bytes"
+_REFUSED = r"(?:SHARP coll init error: .*|Cannot create SHARP job.*|sharp_create_job failed.*)"
+_PATTERNS = [
+    (marker, what, re.compile(pattern))
+    for marker, what, pattern in (
+        ("-> Algo", "ran", _CHOSEN),  # the longest logs are of these: first
+        ("-> Algo", "ran", _BY_NUMBER),
+        ("[Symmetric]", "ran", r"(?P<kind>\w+) \[Symmetric\]: \d+ Bytes -> Kernel (?P<kernel>\w+)"),
+        ("Bytes -> ", "ran", _COPIED),
+        ("register", "user", rf"register comm {_POINTER} buffer {_POINTER} size (\d+)"),
+        ("NVLS", "nvls", r"successfully registered NVLS sendbuff.*?sendbuff size (\d+), recvbuff size (\d+)"),
+        ("NVLS", "nvls", r"failed to NVLS register"),
+        ("multicast-bind", "nvls", r"Failed to multicast-bind user buffer"),
+        ("COLLNET", "collnet", r"COLLNET register userbuff .*?buffSize (\d+)"),
+        ("COLLNET", "collnet", r"COLLNET failed to register"),
+        ("NET register", "net", r"- NET register userbuff .*?buffSize (\d+)"),
+        ("NET register", "net", r"failed to NET register"),
+        ("IPC register", "ipc", r"- IPC register(?:ing)? buffer .*?size (\d+)"),
+        ("IPC register", "ipc", r"failed to IPC register"),
+        ("Segment size", "symmetric", r"Segment \d+, Type : \d+, numSegments : \d+, Segment size : (\d+)"),
+        ("coll channels", "nvls_channels", r"coll channels, (?:\d+ collnet channels, )?(?:(\d+) nvls channels)?"),
+        ("NVLS multicast", "nvls_available", r"NVLS multicast support is (not )?available"),
+        ("collnet plugin", "collnet_plugin", r"Loaded coll(?:net|Net) plugin (.+?)(?: \(v\d+\))?$"),
+        ("CollNet", "collnet_connected", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/"),
+        ("CollNet node threshold", "collnet_refused", r"Communicator has \d+ nodes which is less than CollNet node.*"),
+        ("SHARP", "collnet_refused", _REFUSED),
+        ("NCCL version", "version", r"NCCL version (\S+)"),
     )
-)
+]
