@@ -286,9 +286,9 @@ MUTANTS: dict[str, Slip] = slips(
     what is not shown is worst: NaN stands for every tensor
         parity.tiers.apart._farthest: np.isnan(distances), -1.0 => np.isnan(distances), np.inf
     sketches are added: Squares of sketches are added where their mean is the distance
-        parity.tiers.apart._Squares.add: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
+        parity.tiers.apart._squares: ((left - right) ** 2).mean(-1) => ((left - right) ** 2).sum(-1)
     reduced against local: The arm's reduced gradient is held against the control's local ones
-        parity.tiers.apart._Squares.add: self._of["reduced"]], sums) => self._of["reduced"]], local)
+        parity.tiers.apart._squares: columns(arm, "reduced"), sums) => columns(arm, "reduced"), local)
     """
 ) | {
     "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),

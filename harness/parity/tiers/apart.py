@@ -92,11 +92,13 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
     there = [places[arm.tensors[place].name][0] for place in here]
     if arm.sketches != control.sketches or not len(steps) or not here:
         return None
-    squares = _Squares(arm.sketches)
-    for begin in range(0, len(steps), CHUNK):
-        chunk = slice(begin, begin + CHUNK)
-        squares.add(left[at_left[chunk]][:, here], right[at_right[chunk]][:, there])
-    found = squares.all()
+    chunks = [slice(begin, begin + CHUNK) for begin in range(0, len(steps), CHUNK)]  # a stream may exceed memory
+    parts, before = [], None
+    for chunk in chunks:
+        ours, theirs = left[at_left[chunk]][:, here], right[at_right[chunk]][:, there]
+        parts.append(_squares(arm.sketches, ours, theirs, before))
+        before = theirs[-1:]
+    found = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
     gradient = _largest(found["gradient"], WINDOW)
     with np.errstate(divide="ignore", invalid="ignore"):
         return Apart(
@@ -112,53 +114,38 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
         )
 
 
-class _Squares:
-    """Squared distances and norms, [steps, tensors] each, added in pieces: a stream may exceed memory."""
+def _squares(sketches: int, arm: Float64, control: Float64, before: Float64 | None) -> dict[str, Float64]:
+    """Squared distances and norms, [steps, tensors] each. Args: arm, control: [steps, tensors, columns]. before: the
+    control's step before these; None at the first."""
 
-    def __init__(self, sketches: int) -> None:
-        columns = tensor_columns(sketches)
-        self._of = {
-            key: [columns.index(f"{key}_{number}") for number in range(sketches)]
-            for key in ("local", "reduced", "after")
-        }
-        self._norms = {key: columns.index(f"{key}_squares") for key in ("reduced", "after")}
-        self._parts: list[dict[str, Float64]] = []
-        self._last: Float64 | None = None
+    def columns(rows: Float64, kind: str) -> Float64:
+        found: Float64 = rows[..., [names.index(f"{kind}_{number}") for number in range(sketches)]]
+        return found
 
-    def add(self, arm: Float64, control: Float64) -> None:
-        """Add steps of both runs, [steps, tensors, columns]."""
+    def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:
+        with np.errstate(invalid="ignore", over="ignore"):
+            found: Float64 = ((left - right) ** 2).mean(-1)
+        return np.where(np.isfinite(found), found, np.nan)  # of gradients that overflowed nothing is known
 
-        def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:
-            with np.errstate(invalid="ignore", over="ignore"):
-                found: Float64 = ((left - right) ** 2).mean(-1)
-            return np.where(np.isfinite(found), found, np.nan)  # of gradients that overflowed nothing is known
-
-        after, local, sums = (control[..., self._of[key]] for key in ("after", "local", "reduced"))
-        before = np.full_like(after[:1], np.nan) if self._last is None else self._last
-        reduced = control[..., self._norms["reduced"]]
-        reduced = np.where(np.isposinf(reduced), np.nan, reduced)
-        self._last = after[-1:]
-        self._parts.append(
-            {
-                "scale": _scale(squared(local), squared(sums)),
-                "weights apart": squared(arm[..., self._of["after"]], after),
-                "weights": control[..., self._norms["after"]],
-                "local apart": squared(arm[..., self._of["local"]], local),
-                "reduced apart": squared(arm[..., self._of["reduced"]], sums),
-                "gradient": np.where(np.isnan(reduced), squared(local), reduced),
-                "moved": squared(np.diff(after, axis=0, prepend=before)),
-            }
-        )
-
-    def all(self) -> dict[str, Float64]:
-        return {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
+    names = tensor_columns(sketches)
+    after, local, sums = (columns(control, kind) for kind in ("after", "local", "reduced"))
+    last = np.full_like(after[:1], np.nan) if before is None else columns(before, "after")
+    reduced = control[..., names.index("reduced_squares")]
+    reduced = np.where(np.isposinf(reduced), np.nan, reduced)
+    return {
+        "scale": _scale(squared(local), squared(sums)),
+        "weights apart": squared(columns(arm, "after"), after),
+        "weights": control[..., names.index("after_squares")],
+        "local apart": squared(columns(arm, "local"), local),
+        "reduced apart": squared(columns(arm, "reduced"), sums),
+        "gradient": np.where(np.isnan(reduced), squared(local), reduced),
+        "moved": squared(np.diff(after, axis=0, prepend=last)),
+    }
 
 
 def _scale(local: Float64, reduced: Float64) -> Float64:
     """[steps, 1]: square of a loss scale, and of what clipping divides by, which a watched program's local gradients
     have and its reduced ones have not; 1 where not both are known."""
-    import numpy as np
-
     known = np.isfinite(local + reduced)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.sum(local, 1, where=known, keepdims=True) / np.sum(reduced, 1, where=known, keepdims=True)
