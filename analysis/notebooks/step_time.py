@@ -12,13 +12,13 @@
 # %% [markdown]
 # # What does a step cost?
 #
-# The time of every step of a study's runs, what it is made of, and how long the host stood still for collectives.
+# The times of the steps of a study's runs, what they are made of, and how long the host stood still for collectives.
 #
 #     python run.py -m study=strategies
 #     STORE=runs STUDY=strategies python analysis/notebooks/step_time.py
 #     STORE=$PWD/runs STUDY=strategies jupytext --to ipynb --execute analysis/notebooks/step_time.py
 #
-# Steps within one run are not independent: these pictures show where time goes and do not rank arms. To rank them, time
+# Steps within one run are not independent: these numbers show where time goes and do not rank arms. To rank them, time
 # a study in blocks (`measure: bench`) and read `python -m harness bench STUDY`, which gives intervals.
 
 # %%
@@ -44,18 +44,20 @@ print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There i
 # %% [markdown]
 # ## Every step
 #
-# The first two steps warm up and are left out.
+# The first step warms up and is left out. Milliseconds: half of a run's steps lie between the 25 % and the 75 %.
 
 # %%
 steps = load.steps(study.runs["path"])
 warm = steps[steps["step"] > stats.WARM_UP]
 styles = {run: own for run, own in study.styles.items() if run in set(warm["run"])}
 if len(warm):
-    figure, ax = drawing.bars(len(styles))
-    plot.step_times(warm, ax, styles)
-    times = stats.costs(steps).set_index("run").loc[list(styles), "step_time_s"]
-    for run, seconds in times.items():
-        print(f"{study.label_of(run)}: {1e3 * seconds:.1f} ms")
+    times = (
+        (1e3 * warm.set_index("run")["step_time_s"].astype(float))
+        .groupby("run", sort=False)
+        .describe()
+        .rename(study.label_of)
+    )
+    print(times.to_string(float_format="{:.1f}".format))
 else:
     print("No run has made a step after its warm-up yet.")
 

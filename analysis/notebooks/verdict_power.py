@@ -84,7 +84,8 @@ if CAMPAIGN.exists():
     pairs["stopped"] = ~pairs["outcome"].isin(["EQUAL", "EQUIVALENT"])
     pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
     pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
-    found = stats.rates(pairs, "group", "stopped")
-    print(found.to_string(index=False, float_format="{:.4f}".format))
+    for group, stopped in pairs.groupby("group", sort=False)["stopped"]:
+        low, high = stats.interval(int(stopped.sum()), len(stopped))
+        print(f"{group}: {stopped.sum()} of {len(stopped)}, {stopped.mean():.1%} ({low:.1%} to {high:.1%})")
 else:
     print(f"There is no campaign at {CAMPAIGN}.")

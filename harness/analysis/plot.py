@@ -131,18 +131,6 @@ def gradient_distances(
     return ax
 
 
-def step_times(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style]) -> Axes:
-    for row, (run, own) in enumerate(styles.items()):
-        found = 1e3 * steps.loc[steps["run"] == run, "step_time_s"].dropna()
-        ax.plot(found, [row] * len(found), "o", color=own.colour, markersize=5, alpha=0.35, markeredgewidth=0)
-        if len(found):
-            ax.plot([found.median()] * 2, [row - 0.36, row + 0.36], color=own.colour, linewidth=2.4)
-    name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlim(left=0)
-    ax.set_xlabel("time of a step (ms); the bar is the median")
-    return ax
-
-
 def stacks(
     frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style], *, part: str, value: str, scale: float, unit: str
 ) -> Axes:

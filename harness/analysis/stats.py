@@ -31,20 +31,6 @@ def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataF
     return joined[["run", "step"]].assign(difference=found)
 
 
-def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
-    """One row a run: `run`, `step_time_s` (median), `sent_bytes` (rank 0's median per step), `rss_bytes` (maximum).
-
-    The unit of repetition is the run: its steps are not independent, so there is no interval.
-    """
-    warm = steps[steps["step"] > warm_up].groupby("run", sort=False)
-    columns = {
-        "step_time_s": ("step_time_s", "median"),
-        "sent_bytes": ("sent_bytes", "median"),
-        "rss_bytes": ("rss_bytes", "max"),
-    }
-    return warm.agg(**columns).reset_index()
-
-
 def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
     """One row a run and part of a step's time: `run`, `part`, `seconds` (median over steps).
 
@@ -64,18 +50,8 @@ def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["run", "part", "seconds"])
 
 
-def rates(pairs: pd.DataFrame, by: str, hit: str) -> pd.DataFrame:
-    """Shares of pairs, with two-sided 95 % intervals (Clopper and Pearson, Biometrika 26, 1934).
-
-    Columns `name`, `hits`, `of`, `share`, `low`, `high`, in the order in which names first appear. Args: by: column of
-    the group. hit: boolean column.
-    """
-    rows = [(name, int(own[hit].sum()), len(own)) for name, own in pairs.groupby(by, sort=False)]
-    found = [(name, hits, of, hits / of, *interval(hits, of)) for name, hits, of in rows]
-    return pd.DataFrame(found, columns=["name", "hits", "of", "share", "low", "high"])
-
-
 def interval(hits: int, of: int, outside: float = 0.05) -> Sequence[float]:
+    """Two-sided interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
     from scipy.special import betaincinv
 
     low = float(betaincinv(hits, of - hits + 1, outside / 2)) if hits else 0.0

@@ -76,12 +76,6 @@ def test_differences_are_relative_signed_and_by_step(store: Path) -> None:
         stats.against(steps, "x")
 
 
-def test_costs_leave_the_warm_up_out() -> None:
-    steps = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "step_time_s": [9.0, 2.0, 1.0, 3.0]})
-    found = stats.costs(steps.assign(sent_bytes=10, rss_bytes=[5, 2, 1, 2]))
-    assert found.to_dict("records") == [{"run": "a", "step_time_s": 2.0, "sent_bytes": 10.0, "rss_bytes": 2}]
-
-
 @pytest.mark.parametrize(
     ("other", "wanted"),
     [
@@ -381,8 +375,6 @@ def test_a_run_that_is_not_the_only_one_is_named(tmp_path: Path, monkeypatch: py
         test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path)
 
 
-def test_rates_have_the_intervals_of_clopper_and_pearson() -> None:
-    frame = stats.rates(pd.DataFrame({"kind": ["a"] * 10, "hit": [True] * 2 + [False] * 8}), "kind", "hit")
-    low, high = frame.loc[0, ["low", "high"]]
+def test_shares_have_the_intervals_of_clopper_and_pearson() -> None:
     exact = binomtest(2, 10).proportion_ci(method="exact")
-    assert (low, high) == pytest.approx((exact.low, exact.high))
+    assert stats.interval(2, 10) == pytest.approx((exact.low, exact.high))
