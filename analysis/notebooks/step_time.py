@@ -51,12 +51,8 @@ steps = load.steps(study.runs["path"])
 warm = steps[steps["step"] > stats.WARM_UP]
 styles = {run: own for run, own in study.styles.items() if run in set(warm["run"])}
 if len(warm):
-    times = (
-        (1e3 * warm.set_index("run")["step_time_s"].astype(float))
-        .groupby("run", sort=False)
-        .describe()
-        .rename(study.label_of)
-    )
+    times = 1e3 * warm.set_index("run")["step_time_s"].astype(float)
+    times = times.groupby("run", sort=False).describe().rename(study.label_of)
     print(times.to_string(float_format="{:.1f}".format))
 else:
     print("No run has made a step after its warm-up yet.")

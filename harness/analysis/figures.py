@@ -60,35 +60,28 @@ def _gradients(study: Study) -> Iterator[Drawn]:
 
 
 def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
-    parts = stats.parts(steps)
-    if len(parts):
-        warm = steps[steps["step"] > stats.WARM_UP]
-        every, shown = _every_and_some(study, parts, ROWS)
+    paths, parts = study.runs["path"], stats.parts(steps)
+    warm = steps[steps["step"] > stats.WARM_UP].groupby("run")["exposed_comm_s"]
+    exposed = (1e3 * warm.median()).to_dict() if len(parts) else {}
+    peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / MIB).to_dict()
+    times = "Medians over steps after the warm-up. Runs that were not interleaved rank no arms."
+    kept = "What rank 0's engine keeps between steps, by its own account."
+    sent = "What rank 0 sends in a step, by kind of collective."
+    unit = "by rank 0 (MiB)"
+    for title, caption, frame, part, scale, axis, marked, mark in (
+        ("Step time", times, parts, "part", 1e-3, "time of a step (ms)", exposed, "of which waiting for collectives"),
+        ("Memory", kept, load.memory(paths), "role", MIB, f"kept {unit}", peaks, "most within a step"),
+        ("Traffic", sent, load.traffic(paths), "kind", MIB, f"sent in a step {unit}", {}, ""),
+    ):
+        if not len(frame):
+            continue
+        every, shown = _every_and_some(study, steps if part == "kind" else frame, ROWS)
         figure, ax = drawing.bars(len(shown))
-        plot.stacks(parts, ax, shown, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")
-        exposed = (1e3 * warm.groupby("run")["exposed_comm_s"].median()).to_dict()
-        plot.marks(exposed, ax, shown, "of which waiting for collectives")
+        value = "seconds" if part == "part" else "bytes"
+        plot.stacks(frame, ax, shown, part=part, value=value, scale=scale, unit=axis)
+        plot.marks(marked, ax, shown, mark)
         drawing.legend(ax)
-        caption = "Medians over steps after the warm-up. Runs that were not interleaved rank no arms."
-        yield Drawn("Step time", f"{caption}{_cut(every, shown)}", figure)
-    kept = load.memory(study.runs["path"])
-    if len(kept):
-        every, shown = _every_and_some(study, kept, ROWS)
-        figure, ax = drawing.bars(len(shown))
-        plot.stacks(kept, ax, shown, part="role", value="bytes", scale=MIB, unit="kept by rank 0 (MiB)")
-        peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / MIB).to_dict()
-        plot.marks(peaks, ax, shown, "most within a step")
-        drawing.legend(ax)
-        yield Drawn(
-            "Memory", f"What rank 0's engine keeps between steps, by its own account.{_cut(every, shown)}", figure
-        )
-    sent = load.traffic(study.runs["path"])
-    if len(sent):
-        every, shown = _every_and_some(study, steps, ROWS)
-        figure, ax = drawing.bars(len(shown))
-        plot.stacks(sent, ax, shown, part="kind", value="bytes", scale=MIB, unit="sent by rank 0 in a step (MiB)")
-        drawing.legend(ax)
-        yield Drawn("Traffic", f"What rank 0 sends in a step, by kind of collective.{_cut(every, shown)}", figure)
+        yield Drawn(title, f"{caption}{_cut(every, shown)}", figure)
 
 
 def _every_and_some(study: Study, frame: pd.DataFrame, most: int) -> tuple[dict[str, Style], dict[str, Style]]:
