@@ -28,22 +28,7 @@ from harness.store.study import read_study
 MOST_LINES = 60
 
 
-@dataclass(frozen=True)
-class Cell:
-    text: str
-    key: float | str | None
-    """Sort key; None is last."""
-
-    @property
-    def numeric(self) -> bool:
-        return isinstance(self.key, float)
-
-    @property
-    def sorted_by(self) -> str:
-        return str(self.key).replace("inf", "Infinity") if self.numeric else str(self.key)
-
-
-Column = Callable[[Any], Cell]
+Column = Callable[[Any], str]
 """Cell of a row."""
 
 
@@ -52,11 +37,7 @@ class Table:
     title: str
     caption: str
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-
-    @property
-    def numeric(self) -> list[bool]:
-        return [any(row[place].numeric for row in self.rows) for place in range(len(self.head))]
+    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -156,7 +137,7 @@ def _runs(study: Study) -> Table:
 
 
 def _filled(table: Table) -> Table:
-    kept = [place for place in range(len(table.head)) if any(row[place].text for row in table.rows)]
+    kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
     rows = [[row[place] for place in kept] for row in table.rows]
     return replace(table, head=[table.head[place] for place in kept], rows=rows)
 
@@ -165,27 +146,27 @@ def _table(title: str, caption: str, columns: Mapping[str, Column], rows: Iterab
     return Table(title, caption, tuple(columns), [[column(row) for column in columns.values()] for row in rows])
 
 
-def text(value: Any) -> Cell:
-    shown = "" if value is None or value != value else str(value)
-    return Cell(shown, shown or None)
+def text(value: Any) -> str:
+    return "" if value is None or value != value else str(value)
 
 
-def number(value: Any, shown: Callable[[float], str]) -> Cell:
-    if value is None or isinstance(value, str | bool):
-        return Cell("" if value is None else str(value), None)
-    found = float(value)
-    if math.isnan(found):
-        return Cell("", None)
-    return Cell(shown(found) if math.isfinite(found) else str(found), found)
+def number(value: Any, shown: Callable[[float], str]) -> str:
+    if value is None or isinstance(value, str | bool) or not math.isfinite(value):
+        return text(value)
+    return shown(float(value))
 
 
 def _of(name: str, shown: Callable[[float], str] | None = None) -> Column:
     return lambda row: text(getattr(row, name)) if shown is None else number(getattr(row, name), shown)
 
 
-def _steps(row: Any) -> Cell:
+def _steps(row: Any) -> str:
     done, of = (number(each, "{:.0f}".format) for each in (row.steps_done, row.steps))
-    return replace(done, text=f"{done.text}/{of.text}" if done.text and of.text else done.text)
+    return f"{done}/{of}" if done and of else done
+
+
+def _size(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.2e}"
 
 
 VERDICTS: Mapping[str, Column] = {
@@ -222,8 +203,8 @@ EVIDENCE: Mapping[str, Column] = {
     "check": _of("check"),
     "step": _of("step", "{:.0f}".format),
     "tensor": _of("tensor"),
-    "observed": lambda finding: _value(finding.observed),
-    "allowed": lambda finding: _value(finding.allowed),
+    "observed": lambda finding: _size(finding.observed),
+    "allowed": lambda finding: _size(finding.allowed),
     "of": _of("count", "{:.0f}".format),
     "grade": lambda finding: text(finding.grade.value),
 }
@@ -237,10 +218,6 @@ def _arms(study: Study) -> list[Arm]:
         commands = [*arm.commands[:1], *([arm.script] if arm.script else [])]
         found.append(Arm(table.title, named(study, arm.sentence), arm.exit_code == 0, table, commands))
     return found
-
-
-def _value(value: float | str) -> Cell:
-    return text(value) if isinstance(value, str) else Cell(f"{value:.2e}", None if math.isnan(value) else float(value))
 
 
 def _failures(study: Study) -> list[Failure]:

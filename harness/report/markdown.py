@@ -49,4 +49,4 @@ def _parts(contents: Contents) -> Iterator[str]:
 
 
 def _table(table: Table) -> str:
-    return rows(table.head, [[cell.text for cell in row] for row in table.rows])
+    return rows(table.head, table.rows)
