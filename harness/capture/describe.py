@@ -84,7 +84,7 @@ def part(watching: Watching, rank: int, world_size: int) -> dict[str, Any]:
         "sharded": any(s.numel < math.prod(s.shape) for s in watching.shards.values()),
         "compute": _coarsest(watching.compute or {local_part(first).dtype}),
         "grads": _coarsest(watching.grads),
-        "depth": of_model(watching.models, watching.counted, 1)._asdict(),
+        "depth": of_model(watching.models, watching.counted),
         "optimizer": _optimizer(watching),
         **_machine(local_part(first).device),
     }

@@ -300,24 +300,18 @@ MOVING = (
 PRODUCTS = ("Mm", "Bmm", "Addmm", "Baddbmm", "Convolution", "Linear", "ScaledDotProduct", "Mv", "Dot")
 
 
-class Depth(NamedTuple):
-    roundings: int
-    products: int
-    inner: int
-    """Terms of an inner sum, at most."""
-
-
 class Counted(NamedTuple):
     roundings: int = 0
     products: int = 0
 
 
-def of_model(model: Iterable[nn.Module], counted: Counted, tokens: int) -> Depth:
-    """Depth by a graph, or by the matrices of a model where the graph shows less. Args: tokens: of a microbatch."""
+def of_model(model: Iterable[nn.Module], counted: Counted) -> dict[str, int]:
+    """Depth by a graph, or by the matrices of a model where the graph shows less; `inner`: most terms of a product."""
     matrices = [param.shape for each in model for param in each.parameters() if param.ndim > 1]
-    inner = max([tokens, *(max(shape[0], shape[1:].numel()) for shape in matrices)])
+    inner = max([1, *(max(shape[0], shape[1:].numel()) for shape in matrices)])
     least = Counted(BY_MATRIX * len(matrices), len(matrices)) if counted.products < 1 else Counted(1, 1)
-    return Depth(max(counted.roundings, least.roundings), max(counted.products, least.products), inner)
+    most = Counted(*map(max, counted, least))
+    return {**most._asdict(), "inner": inner}
 
 
 def count(output: Any) -> Counted:
@@ -335,11 +329,8 @@ def count(output: Any) -> Counted:
         waiting.pop()
         if node not in longest:
             own, below = _own(node.name()), [longest[found] for found in behind]
-            roundings = max((each.roundings for each in below), default=0)
-            products = max((each.products for each in below), default=0)
-            longest[node] = Counted(roundings + own.roundings, products + own.products)
-    found = [longest[root] for root in roots]
-    return Counted(max((f.roundings for f in found), default=0), max((f.products for f in found), default=0))
+            longest[node] = Counted(*map(sum, zip(own, map(max, Counted(), Counted(), *below), strict=True)))
+    return Counted(*map(max, Counted(), Counted(), *(longest[root] for root in roots)))
 
 
 def _own(name: str) -> Counted:

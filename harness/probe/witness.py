@@ -222,33 +222,26 @@ def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]
     return found
 
 
-Range = tuple[int, int, str]
-"""First byte, one past the last, name."""
-
-
 def overlaps(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """Pairs of an engine's own tensors, of more than one element each, that share bytes; neighbours in memory only.
 
     Step counts are left out: one counter may serve many tensors.
     """
-    ranges: dict[str, list[Range]] = {}
+    ranges: dict[str, list[tuple[int, int, str]]] = {}  # first byte, one past the last, name
     for name, tensor in state.items():
         if tensor.numel() > 1 and tensor.is_contiguous():
             start = tensor.data_ptr()
             ranges.setdefault(str(tensor.device), []).append(
                 (start, start + tensor.numel() * tensor.element_size(), name)
             )
-    return [pair for held in ranges.values() for pair in _neighbours(sorted(held))]
-
-
-def _neighbours(held: list[Range]) -> list[tuple[str, str]]:
     found = []
-    end, owner = 0, ""
-    for start, stop, name in held:
-        if start < end:
-            found.append((owner, name))
-        if stop > end:
-            end, owner = stop, name
+    for held in ranges.values():
+        end, owner = 0, ""
+        for start, stop, name in sorted(held):
+            if start < end:
+                found.append((owner, name))
+            if stop > end:
+                end, owner = stop, name
     return found
 
 
