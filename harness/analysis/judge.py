@@ -13,7 +13,7 @@ from harness.analysis.drawing import Style
 from harness.config.errors import BadRequest, Violation
 from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
 from harness.parity.study import absence
-from harness.parity.telling.render import farthest
+from harness.parity.telling.render import used
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
@@ -116,7 +116,7 @@ def verdicts(of: Study) -> pd.DataFrame:
             of.label(arm.control),
             arm.outcome.value,
             arm.tier,
-            *_used(arm),
+            *used(arm),
             arm.resolution,
             arm.sentence,
         )
@@ -124,13 +124,6 @@ def verdicts(of: Study) -> pd.DataFrame:
     ]
     names = ["run", "label", "control", "verdict", "tier", "used", "check", "resolution", "sentence"]
     return pd.DataFrame(rows, columns=names)
-
-
-def _used(arm: Verdict) -> tuple[float | None, str]:
-    found = farthest(arm.evidence)
-    if found is None:
-        return None, arm.findings[0].check if arm.findings else "equal bits"
-    return found.ratio, found.text
 
 
 def evidence(of: Study) -> pd.DataFrame:

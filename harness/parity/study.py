@@ -35,12 +35,11 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
 
     Raises `BadRequest`: no such study, no control, or cells never started.
     """
-    record = _record(Path(root), study)
-    absent = _absent(Store(root).root / study, record)
+    folder, record, absent = _record(Path(root), study)
     if absent:
         fix = f"{ask_again(root, study)} starts what is missing"
         raise refuse(f"verdict {study}", absence(absent, len(record["cells"])), fix=fix)
-    return _judged(Store(root).root / study, record, sources)
+    return _judged(folder, record, sources)
 
 
 def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> tuple[StudyVerdict, list[str]]:
@@ -48,9 +47,7 @@ def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> t
 
     Raises `BadRequest`: there is no such study, or it names no control.
     """
-    record = _record(Path(root), study)
-    folder = Store(root).root / study
-    absent = _absent(folder, record)
+    folder, record, absent = _record(Path(root), study)
     gone = {cell["signature"] for cell in record["cells"] if cell["directory"] in absent}
     cells = [cell for cell in record["cells"] if cell["signature"] not in gone and cell["control"] not in gone]
     return _judged(folder, {**record, "cells": cells}, sources), absent
@@ -61,7 +58,8 @@ def absence(absent: Sequence[str], count: int) -> str:
     return f"{len(absent)} of {counted(count, 'cell')} {was} never started, or {was} removed: {', '.join(absent[:4])}"
 
 
-def _record(root: Path, study: str) -> dict[str, Any]:
+def _record(root: Path, study: str) -> tuple[Path, dict[str, Any], list[str]]:
+    """Folder and record of a study, and its cells that were never started."""
     record = read_study(root, study)
     if record is None:
         raise unknown(f"verdict {study}", root, study)
@@ -70,11 +68,8 @@ def _record(root: Path, study: str) -> dict[str, Any]:
     if not any(cell["control"] for cell in record["cells"]):
         fix = f"control: {{sharding: no_shard}} in the study's file, then {ask_again(root, study)}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
-    return record
-
-
-def _absent(folder: Path, record: dict[str, Any]) -> list[str]:
-    return [cell["directory"] for cell in record["cells"] if not (folder / cell["directory"] / "config.yaml").exists()]
+    folder, cells = Store(root).root / study, [cell["directory"] for cell in record["cells"]]
+    return folder, record, [each for each in cells if not (folder / each / "config.yaml").exists()]
 
 
 def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyVerdict:

@@ -134,10 +134,16 @@ def _value(value: float | str) -> str:
 
 
 def _farthest(verdict: Verdict) -> tuple[str, str]:
+    ratio, said = used(verdict)
+    return ("", "nothing") if ratio == 0.0 else ("" if ratio is None else percent(ratio), said)
+
+
+def used(verdict: Verdict) -> tuple[float | None, str]:
+    """Share of its bound that the farthest check used up, and the check; no share without measurements."""
     found = farthest(verdict.evidence)
     if found is None:
-        return "", verdict.findings[0].check if verdict.findings else "equal bits"
-    return ("", "nothing") if found.ratio == 0.0 else (percent(found.ratio), found.text)
+        return None, verdict.findings[0].check if verdict.findings else "equal bits"
+    return found.ratio, found.text
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
