@@ -10,7 +10,7 @@ import itertools
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.cli.verbs import Implementation, Verb, parser_of
+from harness.cli.verbs import Verb, parser_of
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from harness.store import commands
@@ -112,16 +112,13 @@ def _runs(store: Store) -> list[str]:
     return ["@last", *(run.digits or run.name for run in store.runs(None))]
 
 
-def _arguments(parser: ArgumentParser) -> None:
+def completion_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash",), help=f"install it: {install()}")
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
-def _completion(arguments: Namespace) -> int:
+def run_completion(arguments: Namespace) -> int:
     from harness.cli.verbs import VERBS
 
     print(BASH if arguments.line is None else "\n".join(candidates(arguments.line, VERBS)))
     return 0
-
-
-COMPLETION = Implementation(_arguments, _completion)

@@ -8,16 +8,15 @@ from argparse import ArgumentParser, Namespace
 
 from harness.bench import report, text
 from harness.cli.runs import located, say_next
-from harness.cli.verbs import Implementation
 from harness.config.words import ask_again
 
 
-def _bench_arguments(parser: ArgumentParser) -> None:
+def bench_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run with measure=bench, or its folder")
     parser.add_argument("--json", action="store_true", help="every row, ratio and run as JSON")
 
 
-def _bench(arguments: Namespace) -> int:
+def run_bench(arguments: Namespace) -> int:
     arguments.root, name = located(arguments.root, arguments.study)
     found = report(arguments.root, name)
     if arguments.json:
@@ -30,6 +29,3 @@ def _bench(arguments: Namespace) -> int:
     else:
         say_next(arguments, f"bench {shlex.quote(found.study)} --json")
     return found.exit_code
-
-
-BENCH = Implementation(_bench_arguments, _bench)

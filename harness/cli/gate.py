@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.cli.runs import RUN_HELP
-from harness.cli.verbs import Implementation, path
+from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.parity import text
 from harness.parity.gate import changes, gate, made
@@ -17,14 +17,14 @@ from harness.store.files import write_atomic
 from harness.store.rundir import Store
 
 
-def _baseline_arguments(parser: ArgumentParser) -> None:
+def baseline_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", type=path, metavar="FILE", help="a new file (default: baseline.json)")
     where.add_argument("--refresh", type=path, metavar="FILE", help="replace this one, and say what changes")
 
 
-def _baseline(arguments: Namespace) -> int:
+def run_baseline(arguments: Namespace) -> int:
     run, old = Store(arguments.root).find(arguments.run).path, arguments.refresh
     target: Path = old or arguments.out or Path("baseline.json")
     if old is None:
@@ -53,7 +53,7 @@ def write(target: Path, text: str, words: str) -> None:
         raise refuse(str(target), str(error.strerror), fix=commands.verb(f"{words} A_FILE_OF_YOUR_OWN")) from None
 
 
-def _gate_arguments(parser: ArgumentParser) -> None:
+def gate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("baseline", metavar="BASELINE", type=path, help="a file that `baseline RUN` made")
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--bitwise", action="store_true", help="demand the bits that one version of the code would owe")
@@ -62,7 +62,7 @@ def _gate_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole verdict as JSON")
 
 
-def _gate(arguments: Namespace) -> int:
+def run_gate(arguments: Namespace) -> int:
     run, golden = Store(arguments.root).find(arguments.run), arguments.baseline
     found = gate(run.path, golden, bitwise=arguments.bitwise)
     title = f"{run.name} against {golden.name}"
@@ -72,7 +72,3 @@ def _gate(arguments: Namespace) -> int:
         write(arguments.markdown, markdown(found, title), "gate BASELINE RUN --markdown")
     print(json.dumps(found.as_json(), indent=2)) if arguments.json else screen.show(text(found))
     return found.exit_code
-
-
-BASELINE = Implementation(_baseline_arguments, _baseline)
-GATE = Implementation(_gate_arguments, _gate)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.bisect.history import Request, compare_code
 from harness.cli.runs import located
-from harness.cli.verbs import Implementation, path
+from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
 from harness.parity.series import MEASURES, against_history
@@ -20,7 +20,7 @@ from harness.store.rundir import CONFIG, Store
 from harness.store.screen import fold, show, width
 
 
-def _compare_arguments(parser: ArgumentParser) -> None:
+def compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words",
         metavar="RUN RUN",
@@ -42,7 +42,7 @@ def _compare_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--step", type=int, default=1, help="the captured step to look at (default: 1)")
 
 
-def _compare(arguments: Namespace) -> int:
+def run_compare(arguments: Namespace) -> int:
     if arguments.code is not None:
         return _compare_code(arguments)
     store = Store(arguments.root)
@@ -98,7 +98,7 @@ def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
     return found
 
 
-def _verdict_arguments(parser: ArgumentParser) -> None:
+def verdict_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words", metavar="STUDY", nargs="+", help="name of a study that was run, or its folder; with --control, runs"
     )
@@ -121,7 +121,7 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
 
 
-def _verdict(arguments: Namespace) -> int:
+def run_verdict(arguments: Namespace) -> int:
     if arguments.history is not None:
         return _beside_history(arguments)
     if arguments.margin or arguments.window:
@@ -178,7 +178,3 @@ def _judged(arguments: Namespace) -> StudyVerdict:
         fix = commands.verb("verdict RUN ... --control RUN")
         raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
     return verdict(*located(arguments.root, words[0]))
-
-
-COMPARE = Implementation(_compare_arguments, _compare)
-VERDICT = Implementation(_verdict_arguments, _verdict)

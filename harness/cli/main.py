@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with standard_streams():
             listen_to_interrupts()
             verb, arguments = read(words)
-            return verb.implementation.run(arguments)
+            return int(verb.function("run_{}")(arguments))
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:

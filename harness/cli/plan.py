@@ -17,7 +17,6 @@ from contextvars import copy_context
 from typing import Any
 
 from harness.cli.calibrate import Calibration
-from harness.cli.verbs import Implementation
 from harness.config.compose import Cell
 from harness.config.errors import BadRequest, refuse
 from harness.config.own import environment
@@ -30,7 +29,7 @@ from harness.study.request import cells_asked
 MIB, GIB = 2**20, 2**30
 
 
-def _arguments(parser: ArgumentParser) -> None:
+def plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "words",
         metavar="KEY=VALUE",
@@ -39,6 +38,10 @@ def _arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--calibrate", metavar="RUN", help="tell step times too, by constants of this timed run")
     parser.add_argument("--json", action="store_true", help="every number as JSON")
+
+
+def run_plan(arguments: Namespace) -> int:
+    return copy_context().run(_plan, arguments)
 
 
 def _plan(arguments: Namespace) -> int:
@@ -138,9 +141,6 @@ def tabled(cells: Sequence[Cell], plans: Sequence[Mapping[str, Any]], by: Calibr
         rows[-1] += [*([screen.ms(by.step(cell, plan)["step_s"], 2)] if by else []), fits[plan.get("fits")], moment]
     head = ["cell", "kept MiB", "peak MiB", "sent MiB a step", *(["ms a step"] if by else []), "fits", "peak at"]
     return [*screen.table(head, rows, screen.width()), *([f"times: constants of {by.run.run}"] if by else [])]
-
-
-PLAN = Implementation(_arguments, lambda arguments: copy_context().run(_plan, arguments))
 
 
 Plans = Callable[[Sequence[Cell]], list[dict[str, Any]]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.cli.gate import write
 from harness.cli.runs import located, say_next
-from harness.cli.verbs import Implementation, path
+from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, against
 from harness.store import commands
@@ -20,7 +20,7 @@ from harness.store.study import read_study
 PAGE = "report.html"
 
 
-def _arguments(parser: ArgumentParser) -> None:
+def report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request, on standard output")
     parser.add_argument("--out", type=path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
@@ -30,7 +30,7 @@ def _arguments(parser: ArgumentParser) -> None:
     )
 
 
-def _report(arguments: Namespace) -> int:
+def run_report(arguments: Namespace) -> int:
     root, name = _where(arguments)
     try:
         from harness.analysis.judge import study
@@ -88,6 +88,3 @@ def _command(arguments: Namespace, root: str, name: str) -> str:
     flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
     flags += f" --control {shlex.quote(arguments.control)}" if arguments.control else ""
     return commands.verb(f"report {shlex.quote(name)}{flags}", root)
-
-
-REPORT = Implementation(_arguments, _report)

@@ -7,7 +7,6 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from harness.cli.verbs import Implementation
 from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
@@ -35,12 +34,12 @@ def located(root: str, word: str) -> tuple[str, str]:
     return str(folder.parent), folder.name
 
 
-def _watch_arguments(parser: ArgumentParser) -> None:
+def watch_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", nargs="?", help="only runs of this study, or of this folder")
     parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
 
 
-def _watch(arguments: Namespace) -> int:
+def run_watch(arguments: Namespace) -> int:
     named = None
     if arguments.study is not None:
         arguments.root, named = located(arguments.root, arguments.study)
@@ -62,11 +61,11 @@ def _watch(arguments: Namespace) -> int:
     return 0
 
 
-def _run_argument(parser: ArgumentParser) -> None:
+def show_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
 
 
-def _show(arguments: Namespace) -> int:
+def run_show(arguments: Namespace) -> int:
     store = Store(arguments.root)
     run, jobs = store.find(arguments.run), probe()
     if run.path.parent.parent != store.root:
@@ -91,12 +90,12 @@ def _is_watched(run: RunDir) -> bool:
     return provenance.WATCHED in provenance.read(run.path)
 
 
-def _diff_arguments(parser: ArgumentParser) -> None:
+def diff_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("a", metavar="RUN", help=RUN_HELP)
     parser.add_argument("b", metavar="RUN", help="the other one")
 
 
-def _diff(arguments: Namespace) -> int:
+def run_diff(arguments: Namespace) -> int:
     store = Store(arguments.root)
     runs = [store.find(each) for each in (arguments.a, arguments.b)]
     found = diff(*runs)
@@ -107,36 +106,31 @@ def _diff(arguments: Namespace) -> int:
     return 0
 
 
-def _ref_argument(parser: ArgumentParser) -> None:
+def retry_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
 
 
-def _retry(arguments: Namespace) -> int:
+cancel_arguments = retry_arguments
+
+
+def run_retry(arguments: Namespace) -> int:
     return retry(Store(arguments.root), arguments.ref)
 
 
-def _cancel(arguments: Namespace) -> int:
+def run_cancel(arguments: Namespace) -> int:
     store, ref = Store(arguments.root), arguments.ref
     code = cancel(store, ref)  # who wants nothing to run is not told how to start it
     say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")
     return code
 
 
-def _gc_arguments(parser: ArgumentParser) -> None:
+def gc_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--checkpoints", action="store_true", help="also checkpoints of runs that are done")
     parser.add_argument("--yes", action="store_true", help="remove what is listed; without it nothing is touched")
 
 
-def _gc(arguments: Namespace) -> int:
+def run_gc(arguments: Namespace) -> int:
     store = Store(arguments.root)
     gc(store, probe(), checkpoints=arguments.checkpoints, apply=arguments.yes)
     say_next(arguments, *["watch"] * bool(store.runs()))
     return 0
-
-
-WATCH = Implementation(_watch_arguments, _watch)
-SHOW = Implementation(_run_argument, _show)
-DIFF = Implementation(_diff_arguments, _diff)
-RETRY = Implementation(_ref_argument, _retry)
-CANCEL = Implementation(_ref_argument, _cancel)
-GC = Implementation(_gc_arguments, _gc)

@@ -6,12 +6,12 @@ A verb's module is imported once it is typed.
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.config.errors import refuse
 from harness.store import commands
@@ -21,24 +21,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Implementation:
-    add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], int]
-
-
-@dataclass(frozen=True)
 class Verb:
-    """place: module of `harness.cli`, and the name of the `Implementation` in it."""
+    """module: of `harness.cli`, with the verb's two functions: `compare_arguments` and `run_compare`."""
 
     name: str
     summary: str
-    place: str
+    module: str
 
-    @property
-    def implementation(self) -> Implementation:
-        module, _, name = self.place.partition(".")
-        loaded: Implementation = getattr(import_module(f"harness.cli.{module}"), name)
-        return loaded
+    def function(self, name: str) -> Callable[[Any], Any]:
+        found: Callable[[Any], Any] = getattr(
+            import_module(f"harness.cli.{self.module}"), name.format(self.name.replace("-", "_"))
+        )
+        return found
 
 
 def path(text: str) -> Path:
@@ -54,7 +48,7 @@ def parser_of(verb: Verb) -> ArgumentParser:
         metavar="DIR",
         help="where runs are stored (default: runs)",
     )
-    verb.implementation.add_arguments(parser)
+    verb.function("{}_arguments")(parser)
     return parser
 
 
@@ -70,27 +64,27 @@ class _Parser(ArgumentParser):
 
 KINDS: dict[str, tuple[Verb, ...]] = {
     "Is it still the same run, and what did it cost": (
-        Verb("compare", "two runs, or two versions of the code", "judge.COMPARE"),
-        Verb("verdict", "every arm of a study against its control", "judge.VERDICT"),
-        Verb("gate", "a run against a baseline, for a pull request", "gate.GATE"),
-        Verb("baseline", "a golden file of a run, for gate and compare", "gate.BASELINE"),
-        Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report.REPORT"),
-        Verb("bench", "step time, memory and traffic of a timed study's arms", "cost.BENCH"),
-        Verb("plan", "memory and traffic of a request before anything runs", "plan.PLAN"),
+        Verb("compare", "two runs, or two versions of the code", "judge"),
+        Verb("verdict", "every arm of a study against its control", "judge"),
+        Verb("gate", "a run against a baseline, for a pull request", "gate"),
+        Verb("baseline", "a golden file of a run, for gate and compare", "gate"),
+        Verb("report", "a study on one page: verdicts, tables, pictures, provenance", "report"),
+        Verb("bench", "step time, memory and traffic of a timed study's arms", "cost"),
+        Verb("plan", "memory and traffic of a request before anything runs", "plan"),
     ),
     "How runs fare": (
-        Verb("watch", "how every run is doing: state, step, loss; failures by cause", "runs.WATCH"),
-        Verb("show", "one run: where it came from, how far it got, why it failed", "runs.SHOW"),
-        Verb("diff", "how two runs differ: settings, sources, versions, machine", "runs.DIFF"),
-        Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", "runs.RETRY"),
-        Verb("cancel", "end every run that is queued or running", "runs.CANCEL"),
-        Verb("gc", "what a store could do without, such as leftovers of crashes", "runs.GC"),
+        Verb("watch", "how every run is doing: state, step, loss; failures by cause", "runs"),
+        Verb("show", "one run: where it came from, how far it got, why it failed", "runs"),
+        Verb("diff", "how two runs differ: settings, sources, versions, machine", "runs"),
+        Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", "runs"),
+        Verb("cancel", "end every run that is queued or running", "runs"),
+        Verb("gc", "what a store could do without, such as leftovers of crashes", "runs"),
     ),
     "From and to elsewhere": (
-        Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "wandb_sync.SERIES"),
-        Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync.SYNC"),
-        Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync.WANDB"),
-        Verb("completion", "for bash, so that TAB offers what can be typed", "completion.COMPLETION"),
+        Verb("import-series", "curves of wandb, TensorBoard, CSV, JSONL, Megatron, as runs", "wandb_sync"),
+        Verb("sync", "runs into wandb (wandb=online: live), TensorBoard or CSV", "wandb_sync"),
+        Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", "wandb_sync"),
+        Verb("completion", "for bash, so that TAB offers what can be typed", "completion"),
     ),
 }
 VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

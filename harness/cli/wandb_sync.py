@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.cli.runs import located, say_next
-from harness.cli.verbs import Implementation, path
+from harness.cli.verbs import path
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.config.wandb_mode import has_key, server, wandb_mode
@@ -46,7 +46,7 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
     return mode
 
 
-def _sync_arguments(parser: ArgumentParser) -> None:
+def sync_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
     offline_argument(parser)
     targets = "wandb (default), or files in the run's directory: tensorboard, csv"
@@ -64,7 +64,7 @@ def asking(verb: str, mode: WandbMode) -> Iterator[None]:
         raise refuse(verb, f"wandb failed: {error}", fix=fix) from error
 
 
-def _sync(arguments: Namespace) -> int:
+def run_sync(arguments: Namespace) -> int:
     from harness.wandb_sync.sync import sync
 
     if arguments.to != "wandb":
@@ -99,16 +99,13 @@ def _write(arguments: Namespace) -> int:
     return 0
 
 
-SYNC = Implementation(_sync_arguments, _sync)
-
-
-def _wandb_arguments(parser: ArgumentParser) -> None:
+def wandb_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", choices=("push",), help="push: verdicts, evidence, pictures and the dashboard")
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     offline_argument(parser)
 
 
-def _push(arguments: Namespace) -> int:
+def run_wandb(arguments: Namespace) -> int:
     verb = f"wandb push {arguments.study}"
     mode = mode_of(arguments, verb, "wandb", "wandb_workspaces")
     from harness.wandb_sync.push import FILES, push
@@ -127,10 +124,7 @@ def _push(arguments: Namespace) -> int:
     return 0
 
 
-WANDB = Implementation(_wandb_arguments, _push)
-
-
-def _arguments(parser: ArgumentParser) -> None:
+def import_series_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "sources",
         metavar="FILE",
@@ -149,7 +143,7 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="seed of the first; each further one has the next")
 
 
-def _import(arguments: Namespace) -> int:
+def run_import_series(arguments: Namespace) -> int:
     from harness.wandb_sync.series import MEASURES, import_series
 
     columns = dict(word.split("=", 1) if "=" in word else (word, "") for word in arguments.columns)
@@ -163,6 +157,3 @@ def _import(arguments: Namespace) -> int:
         print(f"{commands.shown(target)}: {counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}")
     print(f"next: {commands.verb(f'verdict NEW --history {commands.shown(arguments.into)}')}")
     return 0
-
-
-SERIES = Implementation(_arguments, _import)

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,8 +154,7 @@ def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixt
 def test_a_cancel_that_proposes_to_start_is_found(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slip = Slip(runs, "_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'")
-    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=slip.made()))
+    Slip(runs, "run_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_cancel_and_gc_with_nothing_to_do(root, capsys)
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 
@@ -127,8 +126,7 @@ def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(
 
 @kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
 def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
-    slip = Slip(cli_runs, "_watch", "(State.queued.value, State.running.value)", "()")
-    monkeypatch.setattr(cli_runs, "WATCH", replace(cli_runs.WATCH, run=slip.made()))
+    Slip(cli_runs, "run_watch", "(State.queued.value, State.running.value)", "()").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
 
