@@ -86,7 +86,7 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
 def _no_flag(word: str) -> BadRequest:
     if "=" in word:
         return BadRequest([no_flag(word)])
-    if word.lstrip("-") in (*catalog.load_catalog().groups, *settings()):
+    if word.lstrip("-") in (*catalog.load_catalog(), *settings()):
         return BadRequest([no_flag(f"{word}=VALUE")])
     meant = explain_key(word.lstrip("-")).fix if word.startswith("--") else ""
     fix = meant if meant.startswith("did you mean") else commands.request("--help")

@@ -71,12 +71,12 @@ def _request(words: list[str], typed: str) -> Iterator[str]:
         return
     if not equals:
         yield from REQUEST_FLAGS
-        yield from (f"{name}=" for name in (*load_catalog().groups, *settings()))
+        yield from (f"{name}=" for name in (*load_catalog(), *settings()))
         return
     before = values[: values.rfind(",") + 1]  # `-m sharding=optim,...`: one more value
     taken = set(before.split(","))
     declared = settings().get(key)
-    options = load_catalog().options.get(key) or (declared.choices if declared else ())
+    options = load_catalog().get(key) or (declared.choices if declared else ())
     yield from (f"{key}={before}{each}" for each in options if each not in taken)
 
 

@@ -32,7 +32,7 @@ def version() -> str:
 
 
 def request_help() -> str:
-    options = load_catalog().options
+    options = load_catalog()
     names = sorted(options)
     sentences = groups()
     typed = {commands.request(words): about for words, about in REQUESTS.items()}

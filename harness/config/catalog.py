@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.capabilities import EngineName
@@ -24,18 +23,6 @@ STUDY_FILE = "from_file"
 """Hydra's name of the study that a request names (`study.expand.register`)."""
 
 NULLABLE = ("study", "experiment", "debug")
-
-
-@dataclass(frozen=True)
-class Catalog:
-    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return tuple(sorted(self.options))
-
-    def groups_with(self, option: str) -> list[str]:
-        return [group for group in self.groups if option in self.options[group]]
 
 
 _CHOSEN: list[Path] = []
@@ -80,8 +67,8 @@ def _beside(here: Path) -> Path | None:
     return folder if holds and any(_stems(folder / group) for group in _own_groups()) else None
 
 
-def load_catalog() -> Catalog:
-    """Raises `BadRequest`: a user's option has the name of an existing one."""
+def load_catalog() -> dict[str, tuple[str, ...]]:
+    """Options by group, both sorted. Raises `BadRequest`: a user's option has the name of an existing one."""
     return _catalog(own_folder())
 
 
@@ -92,12 +79,12 @@ def file_of(group: str, name: str) -> Path:
 
 
 @functools.cache
-def _catalog(own: Path | None) -> Catalog:
+def _catalog(own: Path | None) -> dict[str, tuple[str, ...]]:
     shipped = {folder.name: _stems(folder) for folder in _folders()}
     shipped |= {STUDIES: _stems(ROOT / "sweeps")}
     shipped |= {"engine": tuple(sorted({*shipped["engine"], *EngineName.__members__}))}
     found = _with(shipped, ROOT / "conf", (STUDIES,))
-    return Catalog(found if own is None else _with(found, own, _own_groups()))
+    return dict(sorted((found if own is None else _with(found, own, _own_groups())).items()))
 
 
 def _with(known: dict[str, tuple[str, ...]], folder: Path, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -70,7 +70,7 @@ def register() -> None:
     for path in tables():
         OmegaConf.set_struct(OmegaConf.select(schema, path), False)
     ConfigStore.instance().store(name="schema", node=schema, provider="harness")
-    for name in load_catalog().options["engine"]:
+    for name in load_catalog()["engine"]:
         if (values := declared_option("engine", name)) is not None:
             ConfigStore.instance().store(group="engine", name=name, node=values, provider="harness")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from harness.config.catalog import Catalog, load_catalog
+from harness.config.catalog import load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
 from harness.store.commands import page
@@ -115,26 +115,25 @@ def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
     return (same_leaf or list(dict.fromkeys(close + close_leaf + holding)))[:count]
 
 
-def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
-    catalog = catalog or load_catalog()
+def explain_key(key: str) -> Violation:
     group, _, rest = key.partition(".")
-    if rest and group in catalog.groups:
+    if rest and group in load_catalog():
         inside = [path for path in settings() if path.startswith(f"{group}.")]
         elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
         meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
         problem = f"{group} has no such setting"
         return Violation(key, problem, ", ".join(inside) or "none of its own", _did_you_mean(meant), _replaced(key))
-    everything = [*catalog.groups, *settings()]
+    everything = [*load_catalog(), *settings()]
     meant = _synonym(key) or nearest(key, everything)
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant), about=_replaced(key))
     problem, guide = "no such group or setting", page("configuration.md")
-    return Violation(key, problem, "groups " + ", ".join(catalog.groups), f"{guide} lists every setting")
+    return Violation(key, problem, "groups " + ", ".join(load_catalog()), f"{guide} lists every setting")
 
 
-def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
-    options = (catalog or load_catalog()).options[group]
+def explain_option(group: str, option: object) -> Violation:
+    options = load_catalog()[group]
     word = as_typed(option)
     meant = SYNONYMS.get(f"{group}={word.lower()}", "")
     known = meant.partition("=")[2] in options
@@ -212,19 +211,11 @@ def explain(error: Exception) -> BadRequest:
     return BadRequest([Violation("request", " ".join(useful[:3]))])
 
 
-_PLUGINS = {
-    "optuna": "optuna-sweeper",
-    "ax": "ax-sweeper",
-    "nevergrad": "nevergrad-sweeper",
-    "joblib": "joblib-launcher",
-}
-_PLUGINS |= {"ray": "ray-launcher", "rq": "rq-launcher"} | dict.fromkeys(
-    ("submitit_local", "submitit_slurm"), "submitit-launcher"
-)
+_PLUGINS = ("optuna", "ax", "nevergrad", "joblib", "ray", "rq", "submitit_local", "submitit_slurm")
 
 
 def _no_plugin(group: str, name: str, installed: Sequence[str]) -> Violation:
-    package = _PLUGINS.get(name)
+    package = f"{name.partition('_')[0]}-{group.rpartition('/')[2]}"
     meant = [f"{group}={each}" for each in nearest(name, installed)]
-    fix = f"pip install hydra-{package}" if package else _did_you_mean(meant)
+    fix = f"pip install hydra-{package}" if name in _PLUGINS else _did_you_mean(meant)
     return Violation(f"{group}={name}", "no such plugin is installed", ", ".join(installed), fix)

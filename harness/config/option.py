@@ -120,7 +120,7 @@ def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
 def read_option(group: str, name: str) -> Option:
     if (group, name) == (STUDIES, STUDY_FILE):
         return Option(group, {}, frozenset((group,)))
-    if name not in load_catalog().options.get(group, ()):
+    if name not in load_catalog().get(group, ()):
         return Option(group, {}, EVERYTHING)
     declared = declared_option(group, name)
     return _read(group, file_of(group, name)) if declared is None else Option(group, declared)

@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.errors import HydraException
 
 from harness.config import hydra_settings
-from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, load_catalog, study_path
+from harness.config.catalog import NULLABLE, STUDY_FILE, load_catalog, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, nearest
@@ -51,35 +51,32 @@ class Word:
         return tuple(f"{self.key}={value}" for value in self.values)
 
 
-def check_overrides(overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None) -> list[Word]:
+def check_overrides(overrides: Sequence[str], *, multirun: bool = False) -> list[Word]:
     """Parse and check every override; Hydra's own settings are checked, and are none of the words.
 
-    Args: multirun: comma lists and ranges make axes. catalog: the checkout's own by default.
+    Args: multirun: comma lists and ranges make axes.
 
     Raises `BadRequest` with every violation.
     """
-    return read_overrides(overrides, multirun=multirun, catalog=catalog)[0]
+    return read_overrides(overrides, multirun=multirun)[0]
 
 
-def read_overrides(
-    overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None
-) -> tuple[list[Word], Asked]:
+def read_overrides(overrides: Sequence[str], *, multirun: bool = False) -> tuple[list[Word], Asked]:
     """The words of `check_overrides`, and what the request and its option files ask of Hydra."""
-    catalog = catalog or load_catalog()
     violations: list[Violation] = []
     parsed: dict[str, Override] = {}
     for text in overrides:
-        result = _parsed(text, catalog)
+        result = _parsed(text)
         if isinstance(result, Override):
             parsed[text] = result
         else:
             violations.append(result)
-    asked = _asked_of_hydra(parsed, catalog, multirun)
+    asked = _asked_of_hydra(parsed, multirun)
     words: list[Word] = []
     for text in overrides:
         if text not in parsed or is_hydra(str(parsed[text].key_or_group)):
             continue
-        found = _refused(text, parsed[text], asked) or _understand(text, parsed[text], catalog)
+        found = _refused(text, parsed[text], asked) or _understand(text, parsed[text])
         if isinstance(found, Word):
             words.append(found)
         else:
@@ -91,26 +88,26 @@ def read_overrides(
     return words, asked
 
 
-def _parsed(text: str, catalog: Catalog) -> Override | Violation:
+def _parsed(text: str) -> Override | Violation:
     if any("\ud800" <= character <= "\udfff" for character in text):
         return Violation(repr(text), "holds bytes that are not UTF-8", fix="a name in UTF-8")
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
-        return _malformed(text, catalog)
+        return _malformed(text)
     except ValueError:  # Python reads no whole number of more than 4,300 digits
         return Violation(shorten(text, SHOWN), "holds a number of more digits than are read", fix="fewer digits")
 
 
-def _asked_of_hydra(parsed: Mapping[str, Override], catalog: Catalog, multirun: bool) -> Asked:
+def _asked_of_hydra(parsed: Mapping[str, Override], multirun: bool) -> Asked:
     typed: list[HydraSetting] = []
     options: list[tuple[str, str, bool]] = []
     for text, override in parsed.items():
         key = str(override.key_or_group)
         if is_hydra(key):
             typed.append(hydra_settings.setting(text, key, override.value()))
-        elif key in catalog.groups:
-            names = [str(value.parsed) for value in _values(override, catalog.options[key])]
+        elif key in load_catalog():
+            names = [str(parsed) for parsed, _ in _values(override, load_catalog()[key])]
             options += [(key, name, len(names) > 1) for name in names]
     return hydra_settings.asked(typed, options, multirun)
 
@@ -139,48 +136,36 @@ def _endless(text: str, swept: Any) -> Violation | None:
     if not swept.step or any(isinstance(end, float) and not math.isfinite(end) for end in ends):
         return Violation(text, "never comes to its end", fix=fix)
     count = sum(1 for _ in islice(iter(swept.range()), MAX_SWEEP + 1))
-    return (
-        Violation(text, f"gives more than {MAX_SWEEP:,} values", f"1 to {MAX_SWEEP:,}") if count > MAX_SWEEP else None
-    )
+    too_many = Violation(text, f"gives more than {MAX_SWEEP:,} values", f"1 to {MAX_SWEEP:,}")
+    return too_many if count > MAX_SWEEP else None
 
 
-def _understand(text: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
+def _understand(text: str, override: Override) -> Word | list[Violation]:
     key = str(override.key_or_group)
     if not key:
         return [Violation(text, "names no group or setting", fix="write group=option or group.key=value")]
-    if key in catalog.groups:
-        return _group(text, key, override, catalog)
-    if not _is_setting(key):
-        return [explain_key(key, catalog)]
-    values = list(_values(override, ()))
-    wrong = [v for value in values for v in _type_violations(key, value.parsed)]
-    if not values or len(values) > MAX_SWEEP:
+    options = load_catalog().get(key)
+    if options is None and not (key in settings() or any(key.startswith(f"{path}.") for path in tables())):
+        return [explain_key(key)]
+    values = list(_values(override, options or ()))
+    wrong = [v for each in values for v in (_type_violations if options is None else _option_violations)(key, each[0])]
+    if options is not None and not values:
+        return [Violation(text, "matches no option", ", ".join(options))]
+    if not 0 < len(values) <= MAX_SWEEP:
         return [Violation(text, f"gives {len(values):,} values", f"1 to {MAX_SWEEP:,}")]
-    return wrong or Word(text, key, tuple(v.text for v in values), is_group=False)
+    return wrong or Word(text, key, tuple(each for _, each in values), is_group=options is not None)
 
 
-def _is_setting(key: str) -> bool:
-    return key in settings() or any(key.startswith(f"{path}.") for path in tables())
-
-
-def _group(text: str, group: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
-    values = list(_values(override, catalog.options[group]))
-    wrong = [v for value in values for v in _option_violations(group, value.parsed, catalog)]
-    if not values:
-        return [Violation(text, "matches no option", ", ".join(catalog.options[group]))]
-    return wrong or Word(text, group, tuple(v.text for v in values), is_group=True)
-
-
-def _option_violations(group: str, option: Any, catalog: Catalog) -> list[Violation]:
+def _option_violations(group: str, option: Any) -> list[Violation]:
     if option is None and group in NULLABLE:
         return []
     if group == "study" and (file := study_path(str(option))) is not None:
-        return [] if file.is_file() else [_no_study_file(str(option), file, catalog)]
+        return [] if file.is_file() else [_no_study_file(str(option), file)]
     if isinstance(option, dict):
         inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
         return [Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)]
-    if str(option) not in catalog.options[group]:
-        return [explain_option(group, option, catalog)]
+    if str(option) not in load_catalog()[group]:
+        return [explain_option(group, option)]
     return [*_file_faults(group, str(option))]
 
 
@@ -193,8 +178,8 @@ def _file_faults(group: str, option: str) -> Iterator[Violation]:
             yield replace(each, subject=f"{file.path}: {each.subject}")
 
 
-def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
-    valid = f"a path, or {', '.join(catalog.options['study'])}"
+def _no_study_file(option: str, file: Path) -> Violation:
+    valid = f"a path, or {', '.join(load_catalog()['study'])}"
     try:
         beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in (".yaml", ".yml"))
     except OSError:
@@ -204,31 +189,25 @@ def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
     return Violation(f"study={option}", f"there is no file {file}", valid, fix)
 
 
-@dataclass(frozen=True)
-class _Value:
-    parsed: Any
-    text: str
-
-
-def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
+def _values(override: Override, names: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Values of a word as Hydra reads them, each with its text."""
     if not override.is_sweep_override():
-        yield _Value(override.value(), str(override.input_line).partition("=")[2])
+        yield override.value(), str(override.input_line).partition("=")[2]
         return
     swept: Any = override.value()
     if isinstance(swept, IntervalSweep):
-        yield from (_Value(end, str(end)) for end in (swept.start, swept.end))
+        yield from ((end, str(end)) for end in (swept.start, swept.end))
     elif isinstance(swept, Glob):
-        yield from (_Value(name, name) for name in swept.filter(list(names)))
+        yield from ((name, name) for name in swept.filter(list(names)))
     else:
         for parsed, text in zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True):
-            yield _Value(parsed.text if isinstance(parsed, QuotedString) else parsed, str(text))
+            yield parsed.text if isinstance(parsed, QuotedString) else parsed, str(text)
 
 
 def _type_violations(key: str, value: Any) -> Iterator[Violation]:
     if value == MISSING:
-        yield Violation(
-            f"{key}={MISSING}", "is not a value: it is OmegaConf's mark for a missing one", fix="give a value"
-        )
+        problem = "is not a value: it is OmegaConf's mark for a missing one"
+        yield Violation(f"{key}={MISSING}", problem, fix="give a value")
         return
     table: dict[str, Any] = {}
     put(table, key, value)
@@ -237,17 +216,12 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
     """Overrides for Hydra, which refuses `GROUP=null`, and knows a study by another name (`study.expand.register`)."""
-    kept = [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
-    return [f"study={STUDY_FILE}" if _names_study_file(text) else text for text in kept]
-
-
-def _names_study_file(text: str) -> bool:
-    key, _, value = text.partition("=")
-    return key == "study" and study_path(value) is not None
-
-
-def _is_null_option(key: str, value: str) -> bool:
-    return key in NULLABLE and value.strip().lower() == "null"
+    found = []
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if not (key in NULLABLE and value.strip().lower() == "null"):
+            found.append(f"study={STUDY_FILE}" if key == "study" and study_path(value) is not None else text)
+    return found
 
 
 def typed_value(overrides: Sequence[str], key: str, default: Any) -> Any:
@@ -261,46 +235,36 @@ def _duplicates(words: list[Word]) -> Iterator[Violation]:
         by_key[word.key].append(word.text)
     for key, texts in by_key.items():
         if len(texts) > 1:
-            yield Violation(
-                key, f"is given {len(texts)} times: {', '.join(texts)}", fix=f"keep one, such as {texts[-1]}"
-            )
+            problem = f"is given {len(texts)} times: {', '.join(texts)}"
+            yield Violation(key, problem, fix=f"keep one, such as {texts[-1]}")
 
 
-def _malformed(text: str, catalog: Catalog) -> Violation:
+def _malformed(text: str) -> Violation:
     key, sign, value = text.partition("=")
     if not sign:
-        holders = catalog.groups_with(text)
-        names = nearest(text, [*catalog.groups, *settings()])
+        holders = [group for group, options in load_catalog().items() if text in options]
+        names = nearest(text, [*load_catalog(), *settings()])
         meant = [f"{group}={text}" for group in holders[:3]] or [f"{name}=VALUE" for name in names]
         fix = f"did you mean {' or '.join(meant)}?" if meant else "write group=option or group.key=value"
         return Violation(repr(text), "is not key=value", fix=fix)
     if text.startswith("-"):  # argparse takes a flag with a space in it for a word
         return no_flag(text)
-    if not _can_be_key(key.lstrip("+~")):
-        return replace(explain_key(key, catalog), subject=repr(key))
+    try:
+        OverridesParser.create().parse_override(f"{key.lstrip('+~')}=1")
+    except HydraException:
+        return replace(explain_key(key), subject=repr(key))
     if len(apart := re.split(r"[,;]?\s+(?=[\w.]+=)", text)) > 1:
         fix = " ".join(shlex.quote(each) for each in apart)
         return Violation(text, "is several settings in one word; write each as a word of its own", fix=fix)
     if value.startswith("~"):
         problem = "cannot be read: a shell puts your home in place of ~ at the start of a word alone"
         return Violation(text, problem, fix=f'{key}="$HOME{value[1:]}"')
-    return Violation(
-        text,
-        "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",
-        fix=shlex.quote(f"{key}={quote(value)}"),
-    )
+    problem = "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting"
+    return Violation(text, problem, fix=shlex.quote(f"{key}={quote(value)}"))
 
 
 def no_flag(text: str) -> Violation:
     return Violation(text, "is no flag; settings have no dashes", fix=shlex.quote(text.lstrip("-")))
-
-
-def _can_be_key(key: str) -> bool:
-    try:
-        OverridesParser.create().parse_override(f"{key}=1")
-    except HydraException:
-        return False
-    return True
 
 
 def forbid_appending(overrides: Sequence[str]) -> None:
@@ -312,12 +276,10 @@ def forbid_appending(overrides: Sequence[str]) -> None:
 
 def appending(override: str) -> Violation:
     bare = override.lstrip("+~")
-    if override.startswith("~"):
-        key = bare.split("=", 1)[0]
-        return Violation(
-            override, "groups and settings cannot be removed, only chosen", fix=f"{key}=OPTION, or leave it out"
-        )
     key = bare.partition("=")[0]
-    known = key in settings() or key in load_catalog().groups
+    if override.startswith("~"):
+        problem = "groups and settings cannot be removed, only chosen"
+        return Violation(override, problem, fix=f"{key}=OPTION, or leave it out")
+    known = key in settings() or key in load_catalog()
     fix = f"{bare} (without the sign)" if known else explain_key(key).fix
     return Violation(override, "settings cannot be added: the schema names them all", fix=fix)

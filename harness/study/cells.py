@@ -42,7 +42,7 @@ class Composer:
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self._loader, self._master = loader, master
         self._composed: dict[tuple[str, ...], dict[str, Any]] = {}
-        self._groups = set(load_catalog().groups)
+        self._groups = set(load_catalog())
         self._parse = functools.cache(OverridesParser.create().parse_override)
 
     def cell(self, overrides: Sequence[str]) -> Cell:

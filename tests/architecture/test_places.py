@@ -147,7 +147,7 @@ print(json.dumps({
     "setting": [doc.settings()[PATH].expects, doc.settings()[PATH].sentence],
     "face": [mistake(example_option=10), mistake(example_optoin=1)],
     "reader": cups(Options(example_option=4)),
-    "engines": load_catalog().options["engine"],
+    "engines": load_catalog()["engine"],
     "engine": settled("engine=example", "sharding=no_shard", "mesh=one").engine.name.value,
     "engine's ranks": refusal("engine=example", "sharding=no_shard"),
     "engine's typo": refusal("engine=exampel"),

@@ -85,7 +85,7 @@ def test_groups_settings_options_and_runs_are_offered(folder: Path, monkeypatch:
     monkeypatch.chdir(folder)
     assert candidates("harness verd", VERBS) == ["verdict"]
     everything = candidates("python run.py ", VERBS)
-    assert {f"{group}=" for group in load_catalog().groups} | {"train.steps=", "--cfg"} <= set(everything)
+    assert {f"{group}=" for group in load_catalog()} | {"train.steps=", "--cfg"} <= set(everything)
     assert candidates("python run.py -m study=parity_p", VERBS) == ["study=parity_pair"]
     assert candidates("python run.py cluster.device=", VERBS) == ["cluster.device=cpu", "cluster.device=cuda"]
     assert len([each for each in candidates("harness show ", VERBS) if len(each) == 8]) == 2
@@ -138,7 +138,7 @@ MUTANTS: dict[str, Slip] = slips(
     no run after ckpt.load=: TAB after `ckpt.load=` offers nothing
         cli.completion._request: key == "ckpt.load" => key == "ckpt"
     no options of a group: TAB after `study=`, or another group, offers none of its options
-        cli.completion._request: load_catalog().options.get(key) or =>
+        cli.completion._request: load_catalog().get(key) or =>
     runs of another store: TAB offers the runs of the default store, whatever --root or launch.root= say
         cli.completion._root: return next(itertools.chain(joined, apart), "runs") => return "runs"
     """

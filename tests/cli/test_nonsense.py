@@ -89,8 +89,8 @@ FLAGS = (
 
 def _word(dice: random.Random) -> str:
     catalog = load_catalog()
-    key = dice.choice([*settings(), *catalog.groups, *settings(), "nope", "train", "hydra.run.dir", "", "a.b.c"])
-    options = catalog.options.get(key, ())
+    key = dice.choice([*settings(), *catalog, *settings(), "nope", "train", "hydra.run.dir", "", "a.b.c"])
+    options = catalog.get(key, ())
     value = dice.choice([*options, *VALUES]) if options and dice.random() < 0.5 else dice.choice(VALUES)
     sign = dice.choice(["", "", "", "", "", "", "+", "++", "~"])
     return f"{sign}{key}={value}" if dice.random() < 0.97 else f"{sign}{key}{value}"

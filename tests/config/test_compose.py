@@ -46,7 +46,7 @@ def _needs(choice: str) -> list[str]:
     return [text for text in needed if text != "data.header_bytes=0"]
 
 
-OPTIONS = {group: options for group, options in load_catalog().options.items() if group != "study"}
+OPTIONS = {group: options for group, options in load_catalog().items() if group != "study"}
 LEAVES = [f"{group}={option}" for group, options in OPTIONS.items() for option in options]
 OF_HYDRA = [
     pytest.param(f"{group}={option}", marks=pytest.mark.full if number else ())
@@ -211,7 +211,7 @@ def test_every_setting_has_a_sentence() -> None:
 
 
 def test_groups_packages_and_fields_share_names() -> None:
-    assert set(load_catalog().groups) - set(NULLABLE) | {"study"} == set(Config.__dataclass_fields__) - {"notes", "run"}
+    assert set(load_catalog()) - set(NULLABLE) | {"study"} == set(Config.__dataclass_fields__) - {"notes", "run"}
 
 
 def test_composing_never_loads_torch() -> None:
@@ -226,7 +226,7 @@ def test_a_model_that_does_not_say_its_family_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"(?s)model=tiny does not say it.*valid: llama, moe, odd, ext.*conf/model/"):
         compose_cell(cfg, [])
     assert defaults()["model"]["family"] == MISSING
-    for name in load_catalog().options["model"]:
+    for name in load_catalog()["model"]:
         assert not OmegaConf.is_missing(composed([f"model={name}"]).model, "family")
 
 

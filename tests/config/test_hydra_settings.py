@@ -128,7 +128,7 @@ def test_in_a_study_file(text: str, tmp_path: Path) -> None:
 
 
 def test_no_shipped_option_asks_anything_of_hydra() -> None:
-    for group, names in load_catalog().options.items():
+    for group, names in load_catalog().items():
         assert not [found for name in names for found in hydra_settings.in_option(group, name)], group
 
 

@@ -63,7 +63,7 @@ def test_names_used_elsewhere_are_understood() -> None:
 
 
 def test_every_option_is_clean() -> None:
-    for name in load_catalog().options["model"]:
+    for name in load_catalog()["model"]:
         assert asked(f"model={name}")[1] == {}, name
 
 

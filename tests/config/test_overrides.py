@@ -106,7 +106,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_typed() -> None:
 def test_synonyms_lead_to_names_that_exist() -> None:
     from harness.config.catalog import load_catalog
 
-    options = load_catalog().options
+    options = load_catalog()
     assert set(REPLACED_KEYS) <= set(SYNONYMS)
     for word, meant in SYNONYMS.items():
         (group, _, option), (_, sign, name) = meant.partition("="), word.partition("=")

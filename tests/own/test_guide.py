@@ -176,7 +176,7 @@ def test_unchecked_buffers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(written(tmp_path))
-    assert "mixer" in catalog.load_catalog().options["model"]
+    assert "mixer" in catalog.load_catalog()["model"]
     assert composed(["model=mixer"]).model.target == "my_model:Workload"
     assert composed(["experiment=words"]).optimizer.target == "my_optimizer:Lion"
     assert catalog.study_path("shards") == tmp_path / "conf" / "study" / "shards.yaml"

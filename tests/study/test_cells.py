@@ -99,19 +99,19 @@ def test_what_a_request_starts_from_reaches_nothing_else() -> None:
     """Else what replaces one of these options would leave behind what it did to another group."""
     defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["defaults"]
     begun = [next(iter(each.items())) for each in defaults if isinstance(each, dict)]
-    chosen = [(group, name) for group, name in begun if group in load_catalog().groups and name]
+    chosen = [(group, name) for group, name in begun if group in load_catalog() and name]
     assert len(chosen) >= 16
     assert not [f"{group}={name}" for group, name in chosen if read_option(group, name).reaches]
 
 
 def test_every_large_study_is_shipped() -> None:
-    assert set(NARROWED) <= set(load_catalog().options["study"])
+    assert set(NARROWED) <= set(load_catalog()["study"])
 
 
 @pytest.mark.parametrize(
     ("study", "whole"),
     [
-        *((study, False) for study in load_catalog().options["study"]),
+        *((study, False) for study in load_catalog()["study"]),
         *(pytest.param(study, True, marks=pytest.mark.full) for study in NARROWED),
     ],
 )

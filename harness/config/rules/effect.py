@@ -57,7 +57,7 @@ def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
 
 def _shown(request: Request, path: str) -> str:
     group, value = path.partition(".")[0], as_typed(request.value(path))
-    named = group != "model" and value in load_catalog().options[group]  # a family may have the name of an option
+    named = group != "model" and value in load_catalog()[group]  # a family may have the name of an option
     return f"{group}={value}" if named else request.show(path)
 
 
