@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,13 +55,6 @@ def cpus_per_rank(cluster: Mapping[str, Any]) -> int:
 
 def devices_per_node(cfg: Config) -> int:
     return -(-ranks_per_node(cfg) // cfg.cluster.ranks_per_device)
-
-
-def gpus_of_gres(gres: str) -> int:
-    """GPUs of a --gres text, such as gpu:h100:8; 0 where it names none."""
-    found = re.findall(r"(?:^|,)gpu((?::[^:,()]+)*)", gres)
-    counts = [parts.rpartition(":")[2] for parts in found]
-    return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
 def accumulate_dtype(cfg: Config) -> Dtype:

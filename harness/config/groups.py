@@ -243,9 +243,6 @@ class ClusterConfig(Group):
     """Memory per node. null: the scheduler decides. 0: all memory, which an exclusive node does not imply."""
     gpus_per_node: Annotated[int, Range(0, 1_024, "devices"), SLURM] = 0
     """Devices per node that the scheduler is asked for."""
-    gres: Annotated[str | None, SLURM] = None
-    """Devices per node that the scheduler is asked for with --gres, such as gpu:h100:8, in place of gpus_per_node, if a
-    site has no --gpus-per-node."""
     setup: Annotated[list[str], SLURM] = field(default_factory=list)
     """Shell lines of the batch script before the ranks (module loads)."""
     teardown: Annotated[list[str], SLURM] = field(default_factory=list)
@@ -257,7 +254,7 @@ class ClusterConfig(Group):
     flags: Annotated[list[str], SLURM] = field(default_factory=list)
     """Further sbatch options without a value, such as exclusive."""
     additional: Annotated[dict[str, str], SLURM] = field(default_factory=dict)
-    """Further sbatch options, as `name: value`."""
+    """Further sbatch options, as `name: value`, such as `gres: gpu:h100:8` if a site has no --gpus-per-node."""
     srun_args: Annotated[list[str], SLURM] = field(default_factory=list)
     """Further arguments of the srun that starts the ranks, such as --mpi=none."""
     python: Annotated[str | None, SLURM] = None

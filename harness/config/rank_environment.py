@@ -41,7 +41,7 @@ def library_environment(config: Config, attempt: Path | None = None) -> dict[str
 
 NCCL_LOG = "nccl.%h.%p.log"
 
-CTA_POLICIES = {CtaPolicy.default: "0", CtaPolicy.efficiency: "1", CtaPolicy.zero: "2"}
+CTA_POLICIES = {CtaPolicy.default: None, CtaPolicy.efficiency: 1, CtaPolicy.zero: 2}
 """Values as numbers, because names are understood from NCCL 2.29 on."""
 
 
@@ -50,85 +50,45 @@ SHARED_DEVICE_CTAS = 2
 
 
 def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
-    """Variables of NCCL, torch and SHARP; empty on CPU."""
+    """Variables of NCCL, torch and SHARP; empty on CPU.
+
+    [Note: Left alone] `sharp=default` sets nothing, so that a run is as without this harness: NCCL uses NVLS at will,
+    and the user's exports stand. But a promised order of arithmetic excludes sums in switches. Several ranks on one
+    device (NCCL 2.30) have no multicast, and few thread blocks each: one whose collective fills the device leaves no
+    room for its peer.
+    """
     if config.cluster.device is not Device.cuda:
         return {}
-    parts = (_algorithms, _thread_blocks, _shared_devices, _sharp_library)
-    return {name: value for part in parts for name, value in part(config).items()} | _log(config, attempt)
-
-
-def _algorithms(config: Config) -> dict[str, str]:
-    """[Note: Left alone] `sharp=default` sets nothing, so that a run is as without this harness.
-
-    NCCL uses NVLS at will, and the user's exports stand. But a promised order of arithmetic excludes sums in switches,
-    and ranks that share a device cannot have them.
-    """
-    sharp = config.sharp
-    nvlink = sharp.group.is_asked and sharp.nvlink
-    variables = {}
-    if sharp.group is not SharpAxis.default or config.numerics.mode is not Numerics.fast:
-        variables = {
-            # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
-            "NCCL_NVLS_ENABLE": "2" if nvlink else "0",
-            # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
-            "NCCL_COLLNET_ENABLE": "0",
-        }
-    if sharp.algo is not None:
-        variables["NCCL_ALGO"] = sharp.algo
-    if nvlink and sharp.nvls_ctas is not None:
-        variables["NCCL_NVLS_NCHANNELS"] = str(sharp.nvls_ctas)
-    return variables
-
-
-def _thread_blocks(config: Config) -> dict[str, str]:
-    ub = config.nccl_ub
-    variables = {}
-    if ub.cta_policy is not CtaPolicy.default:
-        variables["NCCL_CTA_POLICY"] = CTA_POLICIES[ub.cta_policy]
-    if ub.min_ctas is not None:
-        variables["NCCL_MIN_CTAS"] = str(ub.min_ctas)
-    if ub.max_ctas is not None:
-        variables["NCCL_MAX_CTAS"] = str(ub.max_ctas)
-    if ub.mode is not Registration.none:
+    sharp, ub, log = config.sharp, config.nccl_ub, config.launch.nccl_log
+    is_decided = sharp.group is not SharpAxis.default or config.numerics.mode is not Numerics.fast
+    nvlink, shares = sharp.group.is_asked and sharp.nvlink, config.cluster.ranks_per_device > 1
+    chosen: dict[str, object] = {
+        # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
+        "NCCL_NVLS_ENABLE": 0 if shares else (2 if nvlink else 0) if is_decided else None,
+        # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
+        "NCCL_COLLNET_ENABLE": 0 if is_decided else None,
+        "NCCL_ALGO": sharp.algo,
+        "NCCL_NVLS_NCHANNELS": sharp.nvls_ctas if nvlink else None,
+        "NCCL_CTA_POLICY": CTA_POLICIES[ub.cta_policy],
+        "NCCL_MIN_CTAS": ub.min_ctas,
+        "NCCL_MAX_CTAS": SHARED_DEVICE_CTAS if shares and ub.max_ctas is None else ub.max_ctas,
+        "NCCL_MULTI_RANK_GPU_ENABLE": 1 if shares else None,
         # torch would register every tensor of every collective by itself, beside the engine's pool
-        variables["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
-    return variables
-
-
-def _shared_devices(config: Config) -> dict[str, str]:
-    """Several ranks on a device, as NCCL 2.30 allows: no multicast, and few thread blocks each.
-
-    A rank whose collective fills the device leaves no room for its peer.
-    """
-    if config.cluster.ranks_per_device == 1:
-        return {}
-    most = SHARED_DEVICE_CTAS if config.nccl_ub.max_ctas is None else config.nccl_ub.max_ctas
-    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(most)}
-
-
-def _sharp_library(config: Config) -> dict[str, str]:
-    if not wants_infiniband_sharp(config):
-        return {}
-    variables = {"SHARP_COLL_ENABLE_SAT": str(int(config.sharp.streaming))}
-    if config.sharp.overlap_gather:
-        variables["SHARP_COLLNET_OVERLAP_AG"] = "1"
-    if config.launch.nccl_log is not NcclLog.none:
-        variables["SHARP_COLL_LOG_LEVEL"] = "3"  # information: whether the switches gave the job a tree
-    return variables
-
-
-def _log(config: Config, attempt: Path | None) -> dict[str, str]:
-    if config.launch.nccl_log is NcclLog.none or attempt is None:
-        return {}
-    kinds = ["INIT", "ENV", "NET", "GRAPH", "NVLS", "REG"]
-    if config.launch.nccl_log is NcclLog.choices:
-        kinds.append("TUNING")
-    folder = str(attempt.absolute()).replace("%", "%%")
-    return {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": ",".join(kinds),
-        "NCCL_DEBUG_FILE": f"{folder}/{NCCL_LOG}",
+        "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": None if ub.mode is Registration.none else 0,
     }
+    if wants_infiniband_sharp(config):
+        chosen |= {
+            "SHARP_COLL_ENABLE_SAT": int(sharp.streaming),
+            "SHARP_COLLNET_OVERLAP_AG": 1 if sharp.overlap_gather else None,
+            "SHARP_COLL_LOG_LEVEL": None
+            if log is NcclLog.none
+            else 3,  # tells whether the switches gave the job a tree
+        }
+    if log is not NcclLog.none and attempt is not None:
+        kinds = "INIT,ENV,NET,GRAPH,NVLS,REG" + ",TUNING" * (log is NcclLog.choices)
+        file = f"{str(attempt.absolute()).replace('%', '%%')}/{NCCL_LOG}"
+        chosen |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": kinds, "NCCL_DEBUG_FILE": file}
+    return {name: str(value) for name, value in chosen.items() if value is not None}
 
 
 DRIVER_FILES = Path("/dev")

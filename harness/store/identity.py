@@ -71,6 +71,7 @@ REMOVED: dict[tuple[str, str], Any] = {
     ("cluster", "bind_to_device"): True,
     ("cluster", "container_image"): None,
     ("cluster", "container_mounts"): [],
+    ("cluster", "gres"): None,
     ("engine", "accumulate_unsharded"): False,
     ("engine", "unit_min_elements"): 0,
     ("engine", "prefetch_limit_bytes"): None,

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
-from harness.config.derived import gpus_of_gres
 from harness.launch import preview as preview_module
 from harness.launch.plan import Action, Decision
 from harness.launch.preview import preview
@@ -186,7 +185,11 @@ def test_a_preview_shows_everything_and_writes_scripts_alone(tmp_path, monkeypat
 
 def test_processors_and_devices_are_asked_for_as_a_site_knows_them(tmp_path):
     text = text_of(
-        tmp_path, "cluster.device=cuda", "cluster.gres=gpu:h100:2", "cluster.cpus_per_rank=12", "cluster.mem_gb=0"
+        tmp_path,
+        "cluster.device=cuda",
+        "cluster.additional.gres=gpu:h100:2",
+        "cluster.cpus_per_rank=12",
+        "cluster.mem_gb=0",
     )
     assert "#SBATCH --gres=gpu:h100:2\n" in text
     assert "gpus-per-node" not in text
@@ -199,11 +202,3 @@ def test_a_rank_on_cuda_is_given_more_than_the_core_that_computes(tmp_path):
     assert "--cpus-per-task=1\n" in text_of(tmp_path)
     assert "--cpus-per-task=4\n" in text_of(tmp_path, "cluster.device=cuda")
     assert "--cpus-per-task=6\n" in text_of(tmp_path, "cluster.device=cuda", "cluster.threads_per_rank=6")
-
-
-@pytest.mark.parametrize(
-    ("gres", "count"),
-    [("gpu:4", 4), ("gpu:h100:8", 8), ("gpu", 1), ("gpu:a100", 1), ("nvme:2,gpu:3", 3), ("nvme:2", 0)],
-)
-def test_gpus_that_a_gres_asks_for(gres, count):
-    assert gpus_of_gres(gres) == count

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.config.captured import captured
-from harness.config.derived import against_forks, devices_per_node, gpus_of_gres
+from harness.config.derived import against_forks, devices_per_node
 from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.numbers import STEP_LISTS
@@ -52,24 +52,14 @@ def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
 @rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
 def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
     c, ranks = request.config.cluster, request.config.mesh.world_size
-    if c.backend is not Backend.slurm or c.device is not Device.cuda or ranks % c.nodes:
+    if c.backend is not Backend.slurm or c.device is not Device.cuda or ranks % c.nodes or "gres" in c.additional:
         return
-    need, setting = devices_per_node(request.config), "gpus_per_node" if c.gres is None else "gres"
-    if (c.gpus_per_node if c.gres is None else gpus_of_gres(c.gres)) < need:
+    need = devices_per_node(request.config)
+    if c.gpus_per_node < need:
         sharing = f", {c.ranks_per_device} to a device" if c.ranks_per_device > 1 else ""
         problem = f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes} need{sharing}"
-        fix = f"cluster.gpus_per_node={need}" if c.gres is None else f"cluster.gres=gpu:{need}"
-        yield Violation(request.show(f"cluster.{setting}"), problem, f"{need} or more", fix)
-
-
-@rule("cluster.gpus_per_node")
-def devices_are_asked_for_once(request: Request) -> Iterator[Violation]:
-    """sbatch would add --gres to --gpus-per-node, or refuse both."""
-    c = request.config.cluster
-    if c.gres is not None and c.gpus_per_node:
-        subject = request.show("cluster.gres", "cluster.gpus_per_node")
-        fix = f"cluster.gpus_per_node=0, or cluster.gres=null and cluster.gpus_per_node={gpus_of_gres(c.gres)}"
-        yield Violation(subject, "ask for devices twice", "one of the two", fix)
+        subject, fix = request.show("cluster.gpus_per_node"), f"cluster.gpus_per_node={need}"
+        yield Violation(subject, problem, f"{need} or more", fix)
 
 
 @rule()
@@ -91,7 +81,6 @@ OF_SETTINGS = {
     "ntasks-per-node": "mesh.world_size",
     "cpus-per-task": "cluster.cpus_per_rank",
     "gpus-per-node": "cluster.gpus_per_node",
-    "gres": "cluster.gres",
     "mem": "cluster.mem_gb",
     "time": "cluster.time_min",
     "signal": "cluster.grace_s",
@@ -129,10 +118,10 @@ def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]
 _WORD = re.compile(r"[^\s'\"\\#-][^\s'\"\\#]*")
 
 
-@rule("cluster.partition", "cluster.account", "cluster.qos", "cluster.gres", "cluster.python")
+@rule("cluster.partition", "cluster.account", "cluster.qos", "cluster.python")
 def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
     """sbatch takes an empty name for none, and text after a space for another argument."""
-    for name in ("partition", "account", "qos", "gres"):
+    for name in ("partition", "account", "qos"):
         value = getattr(request.config.cluster, name)
         if value is not None and not _WORD.fullmatch(value):
             problem = "is no name that sbatch takes: one word, without spaces or quotes"

@@ -122,7 +122,7 @@ class Shape:
             "cpus_per_task": self.cpus_per_rank,
             "gpus_per_node": asked["gpus_per_node"] or None,
             "mem": None if memory is None else f"{math.ceil(memory * 1024)}M" if memory else "0",
-            **{name: asked[name] for name in ("gres", "partition", "account", "qos")},
+            **{name: asked[name] for name in ("partition", "account", "qos")},
             "time": asked["time_min"],
             "signal_delay_s": asked["grace_s"],
             "setup": [*asked["setup"], f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"],
