@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ import psutil
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
+from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.provenance import python_path
@@ -144,35 +145,35 @@ def start_ranks(
     *,
     start: str,
     lock: int,
-    patience: Patience,
+    is_over: Callable[[], bool],
     devices: Sequence[str] = (),
 ) -> list[Rank]:
     """Start every rank of a run; a rank ends when its pipe closes, also by our death.
 
-    Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone. devices:
-    one a rank; empty on CPU.
+    Args: start: token of this start. lock: descriptor of the run's lock; ranks keep it until the last is gone. is_over:
+    whether nobody wants them any more. devices: one a rank; empty on CPU.
 
-    Raises `ServerHangs`, with its stack. `NotForked`: interrupted; ranks already there were ended. `OSError`: a rank
-    cannot be started.
+    Raises `NotForked`: interrupted; ranks already there were ended. `OSError`: a rank cannot be started.
     """
     ranks: list[Rank] = []
-    imports = child_environment(run_environment(config), os.environ) if forks(config) else None
+    fork: Fork | None = None
+    if forks(config):
+        imports = child_environment(run_environment(config), os.environ)
+        fork = partial(fork_rank, imports=imports, limit_s=config.launch.hang_timeout_s, is_over=is_over)
     try:
         for number in range(config.mesh.world_size):
             folder = run / "attempts" / str(attempt)
             variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
             try:
-                ranks.append(_start_rank(run, attempt, number, variables, lock, patience, imports))
-            except ServerHangs as error:
-                raise ServerHangs(f"{error}\n{log_tail(folder / f'rank{number}.log')}") from error
+                ranks.append(_start_rank(run, attempt, number, variables, lock, fork))
             except NotForked as error:
-                if patience.is_over():  # nobody wants them any more
+                if is_over():
                     raise
                 if config.launch.fork:
                     log = folder / f"rank{number}.log"
                     raise OSError(f"launch.fork=true: {error}; leave it out ({log} has what it said)") from error
-                imports = None  # processes of their own need no server, and tell why where imports are what failed
-                ranks.append(_start_rank(run, attempt, number, variables, lock, patience))
+                fork = None  # processes of their own need no server, and tell why where imports are what failed
+                ranks.append(_start_rank(run, attempt, number, variables, lock, fork))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -180,15 +181,10 @@ def start_ranks(
     return ranks
 
 
-def _start_rank(
-    run: Path,
-    attempt: int,
-    number: int,
-    variables: dict[str, str],
-    lock: int,
-    patience: Patience,
-    imports: dict[str, str] | None = None,
-) -> Rank:
+Fork = Callable[[Mapping[str, Any], Sequence[int], int], Adopted]
+
+
+def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int, fork: Fork | None) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
     listening, telling = os.pipe()
     held, parent_pipe = os.pipe()
@@ -197,8 +193,9 @@ def _start_rank(
     process: subprocess.Popen[bytes] | Adopted
     try:
         with log.open("ab") as output, stop_signals_blocked():  # until the rank listens: it saves, and does not die
-            if imports is not None:
-                process = fork_rank(imports, run, attempt, environment, descriptors, output.fileno(), patience)
+            if fork is not None:
+                request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment}
+                process = fork({**request, "folder": os.getcwd()}, descriptors, output.fileno())
             else:
                 process = subprocess.Popen(
                     worker_command(run, attempt),

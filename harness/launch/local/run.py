@@ -20,7 +20,7 @@ from typing import Any
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.local.forking import NotForked, Patience, ServerHangs
+from harness.launch.local.forking import NotForked
 from harness.launch.local.ranks import Rank, failures_of, start_ranks
 from harness.launch.opening import Opened
 from harness.store import failure, status
@@ -88,17 +88,8 @@ class LocalRun:
                 self.config,
                 start=self._start,
                 lock=lock.fileno(),
-                patience=Patience(
-                    self.config.launch.hang_timeout_s,
-                    self._warn,
-                    lambda: asked() is not None or self._is_cancelled(),
-                ),
+                is_over=lambda: asked() is not None or self._is_cancelled(),
                 devices=devices,
-            )
-        except ServerHangs as error:
-            self.ranks, self._stacks = [], str(error)
-            self._decide(
-                State.failed, f"no rank within launch.hang_timeout_s={self.config.launch.hang_timeout_s:g}", 0.0
             )
         except NotForked:
             self.ranks = []
