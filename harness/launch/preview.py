@@ -31,7 +31,7 @@ def preview(cells: Sequence[Cell]) -> str:
     def keep(cell: Cell, decision: Decision) -> None:
         decisions[cell.signature] = decision
 
-    batches = planned(store, remote, sources, jobs, on_decision=keep) if remote else []
+    batches = planned(store, remote, sources, jobs, keep) if remote else []
     decisions |= {cell.signature: decision for batch in batches for cell, decision in batch.wanted}
     written = "nothing is written but batch scripts" if batches else "nothing is written"
     parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: {written}, nothing is started"]

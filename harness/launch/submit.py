@@ -48,7 +48,9 @@ class _Request:
         self._terminal = terminal
         self._several = len(cells) > 1
         self._store = Store(cells[0].config["launch"]["root"])
-        self._labels = _labels(self._store, cells)
+        names = {cell.signature: self._store.path_of(cell).name for cell in cells}
+        short = named(set(names.values()))
+        self._labels = {signature: short[name] for signature, name in names.items()}
         self._sources = Sources.gather()
         self._jobs = scheduler.probe()
         self._submitted: Sequence[Cell] = ()
@@ -61,18 +63,19 @@ class _Request:
         codes = self._submit(self._submitted) if self._submitted else []
         codes += self._run_steps(here) if here else []
         if len(local) == 1 and local[0].typed.launch.inline:
-            codes += self._run_inline(local[0])
+            with stop_signals_blocked():  # until the rank listens
+                codes += self._run_one(local[0], run_inline)
         elif local:
-            codes += self._run_local(local)
+            told = self._on_decision, self._on_start, self._on_end
+            codes += Pool(self._store, self._sources, self._jobs, *told).run(local)
         code = exit_code(codes)
-        self._say_next(code)
+        for command in self._next(code):
+            self._terminal.line(f"next: {command}")
         return code
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
-        submitted = submission.submit_cells(
-            self._store, cells, self._sources, self._jobs, on_decision=self._on_decision
-        )
-        for array in submitted:
+        of = self._store, cells, self._sources, self._jobs, self._on_decision
+        for array in submission.submit_cells(*of):
             self._terminal.line(f"submitted {array.describe()}")
         if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
@@ -87,10 +90,6 @@ class _Request:
                 break
         return codes
 
-    def _run_inline(self, cell: Cell) -> list[int]:
-        with stop_signals_blocked():  # until the rank listens
-            return self._run_one(cell, run_inline)
-
     def _run_one(self, cell: Cell, run: Callable[[Opened, Lock, Listener], Ended]) -> list[int]:
         """Exit code of a cell that is run here and now; none if it is done."""
         opened = open_here(self._store, cell, self._sources, self._jobs)
@@ -100,17 +99,6 @@ class _Request:
         ended = run(*opened, self._on_start(opened[0]))
         self._on_end(opened[0], ended)
         return [ended.exit_code]
-
-    def _run_local(self, cells: Sequence[Cell]) -> list[int]:
-        pool = Pool(
-            self._store,
-            self._sources,
-            self._jobs,
-            on_decision=self._on_decision,
-            on_start=self._on_start,
-            on_end=self._on_end,
-        )
-        return pool.run(cells)
 
     def _on_decision(self, cell: Cell, decision: Decision) -> None:
         self._terminal.settle(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
@@ -132,19 +120,12 @@ class _Request:
             self._terminal.line(f"\n{ended.report}")
         logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
         line = f"{self._place(opened.cell)}{opened.run.path}: {ended.state.value}, {ended.reason}{logs}"
-        if self._several:
-            self._terminal.settle(line)
-        else:
-            self._terminal.line(line)
+        (self._terminal.settle if self._several else self._terminal.line)(line)
 
     def _place(self, cell: Cell) -> str:
         if not self._several:
             return ""
         return f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "
-
-    def _say_next(self, code: int) -> None:
-        for command in self._next(code):
-            self._terminal.line(f"next: {command}")
 
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
@@ -161,9 +142,3 @@ class _Request:
         else:
             verbs = [show, f"watch {study}"]
         return [commands.verb(verb, self._store.root) for verb in verbs]
-
-
-def _labels(store: Store, cells: Sequence[Cell]) -> dict[str, str]:
-    names = {cell.signature: store.path_of(cell).name for cell in cells}
-    short = named(set(names.values()))
-    return {signature: short[name] for signature, name in names.items()}

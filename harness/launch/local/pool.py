@@ -68,32 +68,20 @@ def listening() -> Iterator[Asked]:
             signal.signal(number, earlier)
 
 
-Told = Callable[[Opened, Ended], None]
-
-
+@dataclass
 class Pool:
-    def __init__(
-        self,
-        store: Store,
-        sources: Sources,
-        jobs: JobProbe | None,
-        *,
-        on_decision: Callable[[Cell, Decision], None],
-        on_start: Callable[[Opened], Callable[[dict[str, Any]], None]],
-        on_end: Told,
-    ) -> None:
-        self._store = store
-        self._sources = sources
-        self._jobs = jobs
-        self._on_decision = on_decision
-        self._on_start = on_start
-        self._on_end = on_end
-        self._running: list[LocalRun] = []
-        self._codes: list[int] = []
-        self._timing: Lock | None = None
-        self._told_to_wait = False
-        self._several = False
-        self._asked = Asked()
+    store: Store
+    sources: Sources
+    jobs: JobProbe | None
+    on_decision: Callable[[Cell, Decision], None]
+    on_start: Callable[[Opened], Callable[[dict[str, Any]], None]]
+    on_end: Callable[[Opened, Ended], None]
+    _running: list[LocalRun] = field(default_factory=list)
+    _codes: list[int] = field(default_factory=list)
+    _timing: Lock | None = None
+    _told_to_wait: bool = False
+    _several: bool = False
+    _asked: Asked = field(default_factory=Asked)
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
         """Exit code of each cell that was started or is not done.
@@ -101,10 +89,9 @@ class Pool:
         Among several cells, a damaged or failing one spoils no other. Raises `StoreError`, `OSError`: the only cell
         cannot be started.
         """
-        waiting = list(cells)
-        self._several = len(waiting) > 1
+        self._several = len(cells) > 1
         try:
-            return self._run(waiting)
+            return self._run(list(cells))
         finally:
             self._may_time(False)
 
@@ -122,7 +109,8 @@ class Pool:
                 if len(asked.stops) > heard:
                     heard = len(asked.stops)
                     waiting.clear()
-                    self._stop_all(asked.stops[-1])
+                    for run in self._running:
+                        run.stop(asked.stops[-1])
             return [*self._codes, 130 if asked.interrupts else 75] if asked.stops else self._codes
 
     def _fits(self, cell: Cell) -> bool:
@@ -132,7 +120,7 @@ class Pool:
             may = self._may_time(is_timed(cell))
             if not may and not self._told_to_wait:
                 self._told_to_wait = True
-                self._on_decision(cell, Decision(Action.leave, "waits: another request times runs on this machine"))
+                self.on_decision(cell, Decision(Action.leave, "waits: another request times runs on this machine"))
             return may
         on_device = cell.typed.cluster.device is Device.cuda
         if self._running and on_device and len(self._devices(cell)) < devices_per_node(cell.typed):
@@ -154,21 +142,19 @@ class Pool:
         except (StoreError, OSError) as error:
             if not self._several:
                 raise
-            self._on_decision(cell, Decision(Action.leave, f"not started: {error}"))
+            self.on_decision(cell, Decision(Action.leave, f"not started: {error}"))
             self._codes.append(EXIT_BUSY if isinstance(error, Busy) else 1)
 
     def _start(self, cell: Cell) -> None:
-        opened = open_here(self._store, cell, self._sources, self._jobs)
+        opened = open_here(self.store, cell, self.sources, self.jobs)
         if isinstance(opened, Decision):
-            self._on_decision(cell, opened)
+            self.on_decision(cell, opened)
             if opened.action is Action.leave:
                 self._codes.append(EXIT_BUSY)
             return
         devices = self._devices(cell)
-        self._running.append(LocalRun(*opened, self._on_start(opened[0]), devices, self._asked_to_end))
-
-    def _asked_to_end(self) -> signal.Signals | None:
-        return self._asked.stops[0] if self._asked.stops else None
+        listener, stops = self.on_start(opened[0]), self._asked.stops
+        self._running.append(LocalRun(*opened, listener, devices, lambda: stops[0] if stops else None))
 
     def _devices(self, cell: Cell) -> list[str]:
         if cell.typed.cluster.device is not Device.cuda:
@@ -190,11 +176,7 @@ class Pool:
             if ended is not None:
                 self._running.remove(run)
                 self._codes.append(ended.exit_code)
-                self._on_end(run.opened, ended)
-
-    def _stop_all(self, asked: signal.Signals) -> None:
-        for run in self._running:
-            run.stop(asked)
+                self.on_end(run.opened, ended)
 
     def _cancel_all(self) -> None:
         for run in self._running:

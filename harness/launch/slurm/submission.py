@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CODE_OF, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
+OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_")
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 UNASKED = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"})
@@ -53,7 +54,7 @@ def is_remote(cell: Cell) -> bool:
 
 
 def submit_cells(
-    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
+    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, on_decision: OnDecision
 ) -> list[Array]:
     """Submit cells that are neither done nor in use, without waiting.
 
@@ -65,20 +66,17 @@ def submit_cells(
             of_study = [cell for cell in cells if cell.study == study]
             wanted = _wanted(store, of_study, sources, jobs, on_decision)
             if wanted:
-                code = Snapshot(store.root).take()
-                submitted += [_submit(store, batch, sources) for batch in _batches(store, wanted, code)]
+                made = batches(store, wanted, code=Snapshot(store.root).take(), limit=max_array_size())
+                submitted += [_submit(store, batch, sources) for batch in made]
     return submitted
 
 
 def planned(
-    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, *, on_decision: OnDecision
+    store: Store, cells: Sequence[Cell], sources: Sources, jobs: JobProbe | None, on_decision: OnDecision
 ) -> list[Batch]:
     """Dry run of `submit_cells`, in its order."""
-    return list(_batches(store, _wanted(store, cells, sources, jobs, on_decision), Snapshot(store.root).path))
-
-
-def _batches(store: Store, wanted: Wanted, code: Path) -> Iterator[Batch]:
-    return batches(store, wanted, code=code, limit=max_array_size())
+    wanted = _wanted(store, cells, sources, jobs, on_decision)
+    return list(batches(store, wanted, code=Snapshot(store.root).path, limit=max_array_size()))
 
 
 def _wanted(
@@ -89,9 +87,7 @@ def _wanted(
         decision = look(store, cell, sources, jobs)
         if decision.starts:
             wanted.append((cell, decision))
-            if decision.action is Action.start_over:
-                on_decision(cell, decision)
-        else:
+        if decision.action is not Action.start:
             on_decision(cell, decision)
     return wanted
 
@@ -178,12 +174,10 @@ def sbatch_environment(script: str, environment: Mapping[str, str]) -> dict[str,
     return {
         name: value
         for name, value in environment.items()
-        if not (inside and _is_of_a_job(name)) and name not in UNASKED and _option(name) not in said
+        if not (inside and (name in FOREIGN or (name.startswith(OF_A_JOB) and name not in OF_THE_USER)))
+        and name not in UNASKED
+        and _option(name) not in said
     }
-
-
-def _is_of_a_job(name: str) -> bool:
-    return name in FOREIGN or (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in OF_THE_USER)
 
 
 def _option(variable: str) -> str:
