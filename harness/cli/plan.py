@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any
 
-from harness.cli.calibrate import Calibration
+from harness.cli.cost import Calibration
 from harness.config.compose import Cell
 from harness.config.errors import BadRequest, refuse
 from harness.config.own import environment

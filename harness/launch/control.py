@@ -10,8 +10,7 @@ from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.schema import Rerun
 from harness.launch.plan import in_blocks
-from harness.launch.slurm.commands import SlurmError
-from harness.launch.slurm.scheduler import Scheduler, cancel as scancel, probe
+from harness.launch.slurm.scheduler import Scheduler, SlurmError, cancel as scancel, probe
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store import commands, provenance, status

@@ -8,9 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from harness.launch.slurm import commands as slurm_commands, scheduler
-from harness.launch.slurm.commands import Job, SlurmError, parse_sacct, parse_scontrol, parse_squeue
-from harness.launch.slurm.scheduler import Scheduler, judge
+from harness.launch.slurm import scheduler
+from harness.launch.slurm.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
 from harness.store.status import Keeper, State, Status
 from tests.support.mutants import Slip, each
 
@@ -126,7 +125,7 @@ class Commands:
 def commands(monkeypatch):
     def install(**texts):
         fake = Commands(**texts)
-        monkeypatch.setattr(slurm_commands.subprocess, "run", fake)
+        monkeypatch.setattr(scheduler.subprocess, "run", fake)
         return fake
 
     return install
@@ -268,7 +267,7 @@ def test_people_who_filter_their_queue_hide_no_job_from_us(monkeypatch, tmp_path
     monkeypatch.setenv("SQUEUE_PARTITION", "debug")
     monkeypatch.setenv("SCANCEL_INTERACTIVE", "1")
     monkeypatch.setenv("SLURM_CLUSTERS", "here")
-    told = slurm_commands.ask("squeue")
+    told = scheduler.ask("squeue")
     assert "SLURM_BITSTR_LEN=0" in told
     assert "SLURM_CLUSTERS=here" in told
     assert "SQUEUE_" not in told
@@ -291,7 +290,7 @@ MUTANTS = {
     "elements": (
         lambda commands: test_what_lives_is_not_lost_while_squeue_fails(commands, "7_4", {"scontrol": WAITING}),
         Slip(
-            slurm_commands, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"
+            scheduler, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"
         ),
     ),
     "runaway": (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.cli.calibrate import Calibration
+from harness.cli.cost import Calibration
 from harness.cli.main import main
 from harness.plan.planned import planned
 from tests.bench import lab

@@ -10,20 +10,132 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from harness.launch.slurm.commands import (
-    SACCT,
-    SQUEUE,
-    Job,
-    NoAnswer,
-    SlurmError,
-    ask,
-    parse_sacct,
-    parse_scontrol,
-    parse_squeue,
-)
 from harness.store.status import SUBMISSIONS, State, Status, age_s
+
+TIMEOUT_S = 60.0
+
+FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
+
+
+class SlurmError(RuntimeError):
+    """A SLURM command failed."""
+
+
+class NoAnswer(SlurmError):
+    """A SLURM command did not end within `TIMEOUT_S`."""
+
+
+def ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Output of a command, by default without the user's filters.
+
+    Raises `SlurmError`: it is missing, failed, or timed out.
+    """
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(FILTERS)}
+    plain["SLURM_BITSTR_LEN"] = "0"
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",  # names and comments are other people's, in whatever encoding
+            timeout=TIMEOUT_S,
+            check=False,
+            env=plain if environment is None else environment,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"{command[0]}: {error}") from error
+    except OSError as error:
+        raise SlurmError(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        raise SlurmError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+SQUEUE = "%F|%K|%T|%r|%N|%j"
+"""Format of squeue; the name is last, because it may contain the separator."""
+SACCT = "JobID,State,ExitCode,NodeList,JobName"
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str
+    """`123` or `123_4`."""
+    name: str
+    state: str
+    detail: str = ""
+    """Reason of waiting, or exit code."""
+    nodes: str = ""
+    """Nodes of its present or last start, such as `n[1-2]`; empty before."""
+
+    @property
+    def main(self) -> str:
+        return self.id.partition("_")[0]
+
+
+def parse_squeue(text: str) -> list[Job]:
+    """Jobs of `squeue --array --format=SQUEUE`."""
+    jobs = []
+    for line in text.splitlines():
+        fields = line.split("|", 5)
+        if len(fields) == 6:
+            main, index, state, reason, nodes, name = fields
+            jobs.append(Job(f"{main}_{index}" if index.isdigit() else main, name, state, reason, nodes))
+    return jobs
+
+
+def parse_sacct(text: str) -> list[Job]:
+    """Jobs of `sacct --parsable2 --format=SACCT`, without steps."""
+    jobs = []
+    for line in text.splitlines():
+        fields = line.split("|", 4)
+        found = _NUMBER.fullmatch(fields[0]) if len(fields) == 5 and fields[1].strip() else None
+        if found:
+            _, state, code, nodes, name = fields
+            nodes = "" if nodes == "None assigned" else nodes
+            numbers = _numbers(found["main"], found["one"] or found["several"])
+            jobs += [Job(number, name, state.split()[0], f"exit code {code}", nodes) for number in numbers]
+    return jobs
+
+
+_NUMBER = re.compile(r"(?P<main>\d+)(_(?P<one>\d+)|_\[(?P<several>[^]]*)\])?")
+
+
+def _numbers(main: str, elements: str | None) -> Iterator[str]:
+    """`7_0`, `7_2`, `7_3` of job 7 and its elements `0,2-3%4`; the job itself without elements.
+
+    Truncated lists are dropped.
+    """
+    if elements is None:
+        yield main
+        return
+    for part in elements.partition("%")[0].split(","):
+        if found := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
+            first, last, step = (int(number) if number else 0 for number in found.groups())
+            yield from (f"{main}_{index}" for index in range(first, max(first, last) + 1, max(1, step)))
+
+
+def parse_scontrol(text: str) -> list[Job]:
+    """Jobs of `scontrol --oneliner show job`."""
+    jobs = []
+    for line in text.splitlines():
+        words = [word.split("=", 1) for word in line.split() if "=" in word]
+        fields = dict(reversed(words))  # the first of a name: comments and command lines, which say anything, come late
+        if "JobId" not in fields or "JobState" not in fields:
+            continue
+        main = fields.get("ArrayJobId", fields["JobId"])
+        nodes = fields.get("NodeList", "").replace("(null)", "")
+        waits = fields["JobState"] == "PENDING"
+        detail = fields.get("Reason", "") if waits else f"exit code {fields.get('ExitCode')}"
+        numbers = _numbers(main, fields.get("ArrayTaskId"))
+        jobs += [Job(number, fields.get("JobName", ""), fields["JobState"], detail, nodes) for number in numbers]
+    return jobs
+
 
 SUBMISSION_GRACE_S = 60.0
 """Seconds for a submission without a job: sbatch is running, or accounting late."""
@@ -124,10 +236,6 @@ def _jobs(answer: Jobs | SlurmError) -> Jobs:
     return answer
 
 
-def _from_accounting(main: str) -> list[Job]:
-    return parse_sacct(ask("sacct", "-n", "-P", "-X", "-j", main, f"--format={SACCT}"))
-
-
 def _from_controller(main: str) -> list[Job]:
     try:
         text = ask("scontrol", "--oneliner", "show", "job", main)
@@ -141,7 +249,10 @@ def _from_controller(main: str) -> list[Job]:
     return jobs
 
 
-_ASKED: Mapping[str, Callable[[str], list[Job]]] = {"sacct": _from_accounting, "scontrol": _from_controller}
+_ASKED: Mapping[str, Callable[[str], list[Job]]] = {
+    "sacct": lambda main: parse_sacct(ask("sacct", "-n", "-P", "-X", "-j", main, f"--format={SACCT}")),
+    "scontrol": _from_controller,
+}
 
 
 def _missing(status: Status) -> tuple[State, str] | None:
@@ -202,12 +313,11 @@ FAILURES = frozenset({"FAILED", "LAUNCH_FAILED", "RECONFIG_FAIL"})
 
 def judge(status: Status, job: Job) -> tuple[State, str] | None:
     """State and reason of a run whose `status.json` is queued, running or preempted; None: the job adds nothing."""
-    where = f"SLURM job {job.id} is {job.state}"
+    where, on = f"SLURM job {job.id} is {job.state}", f" on {job.nodes}" if job.nodes else ""
     if job.state in WAITING:
         state = State.preempted if status.state is State.preempted else State.queued
         return state, f"{where} ({job.detail}){_advice(job)}"
     if job.state in RUNNING:
-        on = f" on {job.nodes}" if job.nodes else ""
         return State.running, f"{where}{on}" + ("" if status.state is State.running else ", starting")
     if job.state not in ENDS and job.state not in FAILURES:
         return None
@@ -215,11 +325,7 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
     if status.state is State.preempted and state is not State.cancelled:
         return State.lost, f"{where} ({job.detail}); the run had saved, and was not put back into the queue"
     detail = f" ({job.detail})" if job.detail else ""
-    return state, f"{where}{detail}{_on(job)}{why}"
-
-
-def _on(job: Job) -> str:
-    return f" on {job.nodes}" if job.nodes else ""
+    return state, f"{where}{detail}{on}{why}"
 
 
 def _advice(job: Job) -> str:

@@ -18,8 +18,7 @@ from harness.config.schema import Backend
 from harness.launch.opening import Opened, Sources, look, open_attempt
 from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
-from harness.launch.slurm.commands import SlurmError, ask
-from harness.launch.slurm.scheduler import Scheduler, max_array_size
+from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, max_array_size
 from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
 from harness.store import provenance, status
