@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,40 +54,16 @@ class CellLike(Protocol):
         """Overrides as typed."""
 
 
+@dataclass(unsafe_hash=True)
 class RunDir:
     """One run's directory. Cheap to make; reads the disk when asked."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
-    def __repr__(self) -> str:
-        return f"RunDir({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunDir) and self.path == other.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def ckpt(self) -> Path:
-        return self.path / "ckpt"
-
-    @property
-    def capture(self) -> Path:
-        return self.path / "capture"
+    def __post_init__(self) -> None:
+        self.metrics, self.summary = self.path / "metrics.jsonl", self.path / "summary.json"
+        self.provenance = self.path / "provenance.json"
+        self.ckpt, self.capture = self.path / "ckpt", self.path / "capture"
 
     @property
     def name(self) -> str:
@@ -102,7 +78,7 @@ class RunDir:
 
     def config(self) -> dict[str, Any]:
         """Frozen configuration, plain. Raises `StoreError`: it is missing, or no YAML."""
-        value: dict[str, Any] | None = read_yaml(self.path / CONFIG, shapes.CONFIG)
+        value = read_yaml(self.path / CONFIG, shapes.CONFIG)
         if value is None:
             raise StoreError(f"{self.path} is not a run: it has no {CONFIG}")
         return identity.current(value)
@@ -133,7 +109,7 @@ class RunDir:
 
     def next_attempt(self) -> int:
         """Number of the next attempt, unless another request makes one first."""
-        return (self.attempts() or [-1])[-1] + 1
+        return max(self.attempts(), default=-1) + 1
 
     def new_attempt(self) -> int:
         """Make the folder of the next attempt, unique over processes.
@@ -223,16 +199,6 @@ def _lines(items: tuple[str, ...]) -> str:
     return "".join(f"{item}\n" for item in items)
 
 
-def check_name(what: str, name: str) -> str:
-    """Raises `StoreError`: the name is empty, hidden, `..`, or holds anything but letters, digits, `_`, `.` and `-`."""
-    if not name or name != identity.slug(name):
-        better = identity.slug(name) or "my_study"
-        raise StoreError(
-            f"{what}={name!r} names a folder: use lower-case letters, digits, '_', '.' and '-', such as {better!r}"
-        )
-    return name
-
-
 class Store:
     def __init__(self, root: Path | str) -> None:
         """root: folder of studies; need not exist yet.
@@ -247,7 +213,11 @@ class Store:
 
     def path_of(self, cell: CellLike) -> Path:
         """Folder of a cell's run: the one of its signature, whatever name it was begun under."""
-        study = check_name("study.name", identity.study_name(cell.config))
+        study = identity.study_name(cell.config)
+        better = identity.slug(study) or "my_study"
+        if study != better:
+            valid = f"lower-case letters, digits, '_', '.' and '-', such as {better!r}"
+            raise StoreError(f"study.name={study!r} names a folder: use {valid}")
         usual = self.root / study / identity.directory_name(cell.config)
         if usual.exists():
             return usual
@@ -324,7 +294,10 @@ class Store:
         for path in (_anchored(ref), self.root / ref):
             if os.path.isfile(path / CONFIG):
                 return RunDir(path)
-        matches = list(self._by_signature(ref.lower()))
+        prefix, matches = ref.lower(), []
+        if re.fullmatch("[0-9a-f]{4,}", prefix):
+            named = [run for run in self.runs() if run.digits.startswith(prefix[: identity.SHORT])]
+            matches = [run for run in named if run.signature().startswith(prefix)]
         if len(matches) == 1:
             return matches[0]
         if matches:
@@ -339,14 +312,6 @@ class Store:
         digits = run.digits
         same = [path for path in self.root.glob(f"*/*-{digits}/{CONFIG}") if not path.parent.name.startswith(".")]
         return digits if digits and len(same) < 2 else run.name
-
-    def _by_signature(self, prefix: str) -> Iterator[RunDir]:
-        if len(prefix) < 4 or any(character not in "0123456789abcdef" for character in prefix):
-            return
-        for run in self.runs():
-            short = run.path.name.rpartition("-")[2]
-            if short.startswith(prefix[: identity.SHORT]) and run.signature().startswith(prefix):
-                yield run
 
     def _last(self) -> RunDir:
         text = read_text(self.root / LAST)

@@ -94,22 +94,6 @@ def _kind_fault(value: Any, kinds: type | tuple[type, ...]) -> tuple[str] | None
     return (f"is {found}, not {_NAMES[wanted[-1]]}",)
 
 
-STATUS: Shape = {
-    "state": str,
-    "reason": str,
-    "attempt": int,
-    "keeper": str,
-    "host?": str,
-    "pid?": int,
-    "job?": str,
-    "submission?": str,
-    "index?": int,
-    "mirror?": str,
-    "steps?": int,
-    "checksums?": str,
-    "updated?": str,
-}
-
 LISTED: Shape = {"version": int, "attempts": int, "files": Each(dict, {"bytes": int, "xxh3": str})}
 
 CONFIG: Shape = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -34,8 +34,8 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
 
 def _attempts(numbers: Sequence[int]) -> str:
     """How many there are, and their folders."""
-    last = f" to attempts/{numbers[-1]}" if len(numbers) > 1 else ""
-    return f"{len(numbers)} (attempts/{numbers[0]}{last})" if numbers else "none"
+    folders = " to ".join(f"attempts/{number}" for number in sorted({*numbers[:1], *numbers[-1:]}))
+    return f"{len(numbers)} ({folders})" if numbers else "none"
 
 
 def _shown(run: RunDir, jobs: JobProbe | None) -> str:
@@ -79,6 +79,10 @@ def _field(name: str, value: object) -> str:
     return "\n".join(screen.fold(f"  {name:<10} {value}", screen.width(), " " * 13))
 
 
+def _listed(name: str, values: Sequence[str]) -> list[str]:
+    return [_field(name, ", ".join(values))] if values else []
+
+
 def _origin(run: RunDir) -> list[str]:
     facts = provenance.read(run.path)
     if not facts:
@@ -89,10 +93,8 @@ def _origin(run: RunDir) -> list[str]:
         return [_field("code", f"another program; {series['kind']} file {series['file']}: {named}")]
     if provenance.WATCHED in facts:
         return [_field("code", "another program, whose loop harness.capture recorded"), *_machine(facts)]
-    code = (git["sha"][:12] if git else "no repository") + (
-        " with local changes (diff.patch)" if git.get("dirty") else ""
-    )
-    lines = [_field("code", code)]
+    code, dirty = git["sha"][:12] if git else "no repository", bool(git.get("dirty"))
+    lines = [_field("code", code + " with local changes (diff.patch)" * dirty)]
     if provenance.is_stale(run.path):
         lines.append(_field("stale", "the sources that can change its numbers are others now"))
     return [*lines, *_machine(facts)]
@@ -113,35 +115,29 @@ def _progress(run: RunDir) -> list[str]:
     if last is not None:
         loss = with_unit("loss", last.get("loss"))
         lines.append(_field("step", f"{last['step']} of {run.setting('train.steps')}, loss {loss}"))
-        lines += _counters(last.get("counters", {}))
+        counters = {name: value for name, value in last.get("counters", {}).items() if value is not None}
+        lines += _listed(
+            "counters", [f"{name} {with_unit(f'counters/{name}', each)}" for name, each in counters.items()]
+        )
         seconds = median_step_time(run)
         if seconds is not None:
-            lines += [_field("ms/step", f"{1e3 * seconds:.1f}"), *_speed(last, seconds)]
+            lines.append(_field("ms/step", f"{1e3 * seconds:.1f}"))
+            lines += _listed("speed", [SPEEDS[name].format(value) for name, value in rates(last, seconds).items()])
     if held_out := (summary or {}).get("validation"):
         text = "loss {loss:.6g}, perplexity {perplexity:.6g}; lowest loss {best_loss:.6g} at step {best_step:.0f}"
         lines.append(_field("held out", text.format(**{name: float(value) for name, value in held_out.items()})))
     if summary is not None:
         kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
-        if checks := summary.get("step_checks"):
-            now = "" if checks["every"] == 1 else f", at the end two in {checks['every']}"
-            looked = f"{screen.counted(checks['steps'], 'step')} in {checks['seconds']:.2f} s{now}"
-            lines.append(_field("checks", f"{looked}, beside the steps' own time"))
-        if again := summary.get("worked_out_again"):
-            text = f"{screen.counted(again['steps'], 'step')} in {again['seconds']:.2f} s, beside the steps' own time"
-            lines.append(_field("again", text))
+        for name, key in (("checks", "step_checks"), ("again", "worked_out_again")):
+            if found := summary.get(key):
+                now = "" if found.get("every", 1) == 1 else f", at the end two in {found['every']}"
+                text = f"{screen.counted(found['steps'], 'step')} in {found['seconds']:.2f} s{now}"
+                lines.append(_field(name, f"{text}, beside the steps' own time"))
         lines += _cost(summary) if summary.get("accounted_bytes") else []
-    traces = sorted(each.name for each in (run.path / "trace").glob("step-*"))
-    return (
-        [*lines, _field("trace", f"{', '.join(traces)} in {run.path.name}/trace: ui.perfetto.dev opens it")]
-        if traces
-        else lines
-    )
-
-
-def _speed(last: Mapping[str, Any], seconds: float) -> list[str]:
-    speeds = [SPEEDS[name].format(value) for name, value in rates(last, seconds).items()]
-    return [_field("speed", ", ".join(speeds))] if speeds else []
+    if traces := sorted(each.name for each in (run.path / "trace").glob("step-*")):
+        lines.append(_field("trace", f"{', '.join(traces)} in {run.path.name}/trace: ui.perfetto.dev opens it"))
+    return lines
 
 
 def _plain(value: Any) -> str:
@@ -150,16 +146,10 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _counters(counted: dict[str, Any]) -> list[str]:
-    counts = [f"{name} {with_unit(f'counters/{name}', value)}" for name, value in counted.items() if value is not None]
-    return [_field("counters", ", ".join(counts))] if counts else []
-
-
 def _cost(summary: dict[str, Any]) -> list[str]:
     kept = summary["accounted_bytes"]
-    lines = (
-        [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
-    )
+    memory = ", ".join(f"{role} {count:,}" for role, count in kept.items())
+    lines = [_field("memory", f"{memory} bytes")] if kept else []
     if peaks := (summary.get("tensor_bytes") or {}).get("peak"):
         lines += [_field("peak", beside_plan(summary, "peak", f"{max(peaks):,} bytes"))]
     if summary.get("planned"):
@@ -212,7 +202,8 @@ def diff(a: RunDir, b: RunDir) -> str:
     """Differences of two runs: configuration, sources, versions and machine; one line each, `key: a -> b`."""
     lines = [f"a  {a.path}", f"b  {b.path}", *_damaged(a, b), ""]
     begin = len(lines)
-    sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
+    configured = _pairs(flatten(a.config()), flatten(b.config()))
+    sections = {"configuration": configured, "origin": _pairs(_comparable(a), _comparable(b))}
     room = screen.width()
     for title, pairs in sections.items():
         rows = (f"  {key}: {' -> '.join(_short(left, right, room))}" for key, left, right in pairs)
@@ -228,38 +219,18 @@ def _damaged(*runs: RunDir) -> list[str]:
     return [f"{name}  damaged: {text}" for name, each in zip("ab", texts, strict=True) for text in each]
 
 
-Pairs = list[tuple[str, Any, Any]]
+def _comparable(run: RunDir) -> dict[str, Any]:
+    """Origin of a run without what always differs, such as the numbers of jobs."""
+    facts = flatten(provenance.read(run.path)).items()
+    apart = ("environment.SLURM_", "created")
+    return {key: value for key, value in facts if not key.startswith(apart) and value != {}}
 
 
-def _config_pairs(a: RunDir, b: RunDir) -> Pairs:
-    left, right = flatten(a.config()), flatten(b.config())
-    differing = _pairs(left, right, {*left, *right})
-    # What the signature leaves out comes last: it seldom explains a number.
-    return sorted(differing, key=lambda pair: (pair[0].split(".")[0] in identity.EXCLUDED, pair[0]))
-
-
-def _origin_pairs(a: RunDir, b: RunDir) -> Pairs:
-    left, right = (flatten(_comparable(provenance.read(run.path))) for run in (a, b))
-    return _pairs(left, right, {*left, *right})
-
-
-def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key not in ("created", "environment")} | {
-        "environment": {
-            name: value
-            for name, value in facts.get("environment", {}).items()
-            if not name.startswith("SLURM_")  # job numbers always differ
-        }
-    }
-
-
-def _pairs(left: dict[str, Any], right: dict[str, Any], keys: Iterable[str]) -> Pairs:
-    missing = "(absent)"
-    return [
-        (key, left.get(key, missing), right.get(key, missing))
-        for key in sorted(keys)
-        if left.get(key, missing) != right.get(key, missing)
-    ]
+def _pairs(left: dict[str, Any], right: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys that differ. What the signature leaves out comes last: it seldom explains a number."""
+    keys = sorted({*left, *right}, key=lambda key: (key.split(".")[0] in identity.EXCLUDED, key))
+    pairs = ((key, left.get(key, "(absent)"), right.get(key, "(absent)")) for key in keys)
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _short(left: Any, right: Any, room: int) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.store.errors import StoreError
 from harness.store.files import held, is_held, write_json
 from harness.store.reading import read_json
-from harness.store.shapes import STATUS
+from harness.store.shapes import Shape
 
 FILE = "status.json"
 OWNER_LOCK = ".lock"
@@ -93,10 +93,14 @@ class Status:
 
 _FIELDS = tuple(field.name for field in fields(Status))
 
+SHAPE: Shape = {"state": str, "reason": str, "attempt": int, "keeper": str} | {
+    f"{field.name}?": type(field.default) for field in fields(Status)[4:]
+}
+
 
 def read(run: Path) -> Status | None:
     """None for a run that was never started. Raises `StoreError`: the file is damaged."""
-    raw = read_json(run / FILE, STATUS)
+    raw = read_json(run / FILE, SHAPE)
     if raw is None:
         return None
     try:
