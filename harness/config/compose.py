@@ -21,11 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config import own, rules
 from harness.config.catalog import ROOT, load_catalog, own_folder
+from harness.config.doc import tables
 from harness.config.errors import BadRequest, Violation, completed, refuse
 from harness.config.option import declared_option
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.schema import Config, TrainConfig
-from harness.config.typed import MISSING, load_config, load_within, put, tables
+from harness.config.typed import MISSING, load_config, load_within, put
 from harness.config.words import quote
 from harness.store.errors import StoreError
 from harness.store.identity import run_name, signature

@@ -82,22 +82,19 @@ def pieces(data: DataConfig) -> list[Piece]:
         found = [_piece(path, width, header) for path in _chosen_files(data)]
     kept = [piece for piece in found if piece.num_tokens]
     if not kept:
-        raise ValueError(
-            f"{describe(data)} is empty ({counted(len(found), 'file')}, no tokens): point data.path at some text"
-        )
+        files = counted(len(found), "file")
+        raise ValueError(f"{describe(data)} is empty ({files}, no tokens): point data.path at some text")
     return kept
 
 
 def _piece(path: Path, width: int, header: int) -> Piece:
     try:
         size = path.stat().st_size
-        readable = os.access(path, os.R_OK)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    if not readable:
-        raise ValueError(
-            f"cannot read {path}: permission denied; make it readable (chmod +r) or choose another data.path"
-        )
+    if not os.access(path, os.R_OK):
+        fix = "make it readable (chmod +r) or choose another data.path"
+        raise ValueError(f"cannot read {path}: permission denied; {fix}")
     if width > 1 and size < header:
         raise ValueError(f"{path} has {size} bytes, fewer than data.header_bytes={header}: check the header's length")
     if (size - header) % width:
@@ -110,10 +107,6 @@ def _piece(path: Path, width: int, header: int) -> Piece:
 
 @cache
 def _stdlib_pieces() -> tuple[Piece, ...]:
-    return tuple(_piece(path, width=1, header=0) for path in _stdlib_files())
-
-
-def _stdlib_files() -> list[Path]:
     root = sysconfig.get_path("stdlib")
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -123,7 +116,7 @@ def _stdlib_files() -> list[Path]:
         found += [Path(folder, name) for name in sources if not name.startswith("_sysconfigdata")]
     if not found:
         raise ValueError(f"data=stdlib: {root} holds no *.py files on this Python; use data=text data.path=FILE")
-    return sorted(found, key=Path.as_posix)
+    return tuple(_piece(path, width=1, header=0) for path in sorted(found, key=Path.as_posix))
 
 
 def _chosen_files(data: DataConfig) -> list[Path]:

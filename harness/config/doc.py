@@ -85,13 +85,14 @@ def _choices() -> dict[str, tuple[str, ...]]:
 
 
 def unknown_settings(config: Mapping[str, Any]) -> list[str]:
-    known, tables = settings(), _tables()
-    return [path for path in config if path not in known and not path.startswith(tables)]
+    inside = tuple(f"{path}." for path in tables())
+    return [path for path in config if path not in settings() and not path.startswith(inside)]
 
 
 @functools.cache
-def _tables() -> tuple[str, ...]:
-    return tuple(f"{path}." for path, setting in settings().items() if typing.get_origin(setting.type) is dict)
+def tables() -> tuple[str, ...]:
+    """Settings whose keys are the user's own."""
+    return tuple(path for path, setting in settings().items() if typing.get_origin(setting.type) is dict)
 
 
 @functools.cache

@@ -24,12 +24,12 @@ from hydra.errors import HydraException
 
 from harness.config import hydra_settings
 from harness.config.catalog import NULLABLE, STUDY_FILE, load_catalog, study_path
-from harness.config.doc import settings
+from harness.config.doc import settings, tables
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, nearest
 from harness.config.hydra_settings import Asked, HydraSetting, is_hydra
 from harness.config.option import files_of
-from harness.config.typed import MISSING, put, tables, wrong_parts
+from harness.config.typed import MISSING, put, wrong_parts
 from harness.config.words import quote
 from harness.store import commands
 from harness.store.screen import shorten

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from harness.config.capabilities import ENGINES, Capabilities
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
-from harness.config.schema import Config, DataKind, EngineName, ModelFamily, OptimizerName
+from harness.config.schema import Config, EngineName
 from harness.store.commands import page
 from harness.store.provenance import files_digest, python_path
 
@@ -53,14 +53,14 @@ class Own:
 
 def asked(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Kind, setting and name of each group that asks for a class of the user's; the name is None where it lacks."""
-    if config.engine.name is EngineName.ext:
-        yield "engine", "engine.adapter", config.engine.adapter
-    if config.model.family is ModelFamily.ext:
-        yield "model", "model.target", config.model.target
-    if config.data.kind is DataKind.ext:
-        yield "data", "data.target", config.data.target
-    if config.optimizer.name is OptimizerName.ext:
-        yield "optimizer", "optimizer.target", config.optimizer.target
+    for setting, option, name in (
+        ("engine.adapter", config.engine.name, config.engine.adapter),
+        ("model.target", config.model.family, config.model.target),
+        ("data.target", config.data.kind, config.data.target),
+        ("optimizer.target", config.optimizer.name, config.optimizer.target),
+    ):
+        if option.name == "ext":
+            yield setting.partition(".")[0], setting, name
 
 
 def targets(config: Config) -> Iterator[Target]:
@@ -73,7 +73,11 @@ def targets(config: Config) -> Iterator[Target]:
 def describe(target: Target, config: Config) -> Own | Violation:
     if target.kind == "engine":
         return describe_engine(target.name)
-    shaping = {group: _plain(asdict(getattr(config, group))) for group in SHAPING}
+    asked = {group: asdict(getattr(config, group)) for group in SHAPING}
+    shaping = {
+        group: {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
+        for group, values in asked.items()
+    }
     others = tuple(each for each in targets(config) if each.kind != "engine")
     return _described(others, json.dumps(shaping, sort_keys=True), os.getcwd())[target]
 
@@ -102,23 +106,15 @@ def capabilities_of(config: Config) -> Capabilities:
     engine = config.engine
     if engine.name is not EngineName.ext or engine.adapter is None:
         return ENGINES[engine.name]
-    declared = _declared_here(engine.adapter)
-    if declared is None:
-        found = describe_engine(engine.adapter)
-        declared = _capabilities(found.answer) if isinstance(found, Own) else ENGINES[EngineName.ext]
+    module, _, name = engine.adapter.partition(":")
+    declared = getattr(getattr(sys.modules.get(module), name, None), "capabilities", None)
+    if not isinstance(declared, Capabilities):
+        from pydantic import TypeAdapter
+
+        found, declared = describe_engine(engine.adapter), ENGINES[EngineName.ext]
+        if isinstance(found, Own):
+            declared = TypeAdapter(Capabilities).validate_python(found.answer["capabilities"])
     return replace(declared, settings=tuple(dict.fromkeys((*declared.settings, "engine.adapter"))))
-
-
-def _capabilities(answer: Mapping[str, Any]) -> Capabilities:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Capabilities).validate_python(answer["capabilities"])
-
-
-def _declared_here(adapter: str) -> Capabilities | None:
-    module, _, name = adapter.partition(":")
-    found = getattr(getattr(sys.modules.get(module), name, None), "capabilities", None)
-    return found if isinstance(found, Capabilities) else None
 
 
 def environment() -> dict[str, str]:
@@ -128,10 +124,6 @@ def environment() -> dict[str, str]:
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return {**kept, "PYTHONPATH": python_path(os.environ)}
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.name if isinstance(value, Enum) else value for key, value in values.items()}
 
 
 @functools.cache
@@ -151,18 +143,9 @@ def _described(wanted: tuple[Target, ...], shaping: str, folder: str) -> dict[Ta
 def _ask(question: str, folder: str) -> tuple[list[str], str]:
     command = [sys.executable, "-m", "harness.worker.describe"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        where: dict[str, Any] = {"env": environment(), "cwd": folder, "stdout": out, "stderr": err}
         try:
-            subprocess.run(
-                command,
-                input=question,
-                env=environment(),
-                cwd=folder,
-                stdout=out,
-                stderr=err,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
+            subprocess.run(command, input=question, text=True, timeout=TIMEOUT_S, check=False, **where)
             err.seek(0)
             why = f"trying it ended the process ({(err.read().strip().splitlines() or ['without a word'])[-1]})"
         except subprocess.TimeoutExpired:

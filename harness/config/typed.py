@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation, refuse
@@ -26,12 +26,6 @@ class Wrong(NamedTuple):
     path: str
     violation: Violation
     beyond: bool = False
-
-
-@functools.cache
-def tables() -> tuple[str, ...]:
-    """Settings whose keys are the user's own."""
-    return tuple(path for path, setting in settings().items() if get_origin(setting.type) is dict)
 
 
 @functools.cache

@@ -139,21 +139,15 @@ class Rule:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Rule:
-        beta1, beta2 = (float(beta) for beta in config["optimizer.betas"])
-        return cls(
-            str(config["optimizer.name"]),
-            (beta1, beta2),
-            float(config["optimizer.eps"]),
-            float(config["optimizer.momentum"]),
-            float(config["optimizer.weight_decay"]),
-            _iteration(*(config.get(f"optimizer.{name}") for name in ("name", *OF_ITERATION))),
-        )
+        """Args: config: settings as `optimizer.lr`."""
+        beta1, beta2 = map(float, config["optimizer.betas"])
+        eps, momentum, decay = (float(config[f"optimizer.{name}"]) for name in ("eps", "momentum", "weight_decay"))
+        iteration = _iteration(*(config.get(f"optimizer.{name}") for name in ("name", *OF_ITERATION)))
+        return cls(str(config["optimizer.name"]), (beta1, beta2), eps, momentum, decay, iteration)
 
     @classmethod
     def of_config(cls, given: OptimizerConfig) -> Rule:
-        iteration = _iteration(given.name.name, *(getattr(given, name) for name in OF_ITERATION))
-        betas = given.betas[0], given.betas[1]
-        return cls(given.name.name, betas, given.eps, given.momentum, given.weight_decay, iteration)
+        return cls.of({f"optimizer.{name}": getattr(value, "name", value) for name, value in vars(given).items()})
 
     def of_tensor(self, *, orthogonalized: bool) -> Rule:
         """Rule of one tensor: under Muon that of the AdamW beside it, unless it is `orthogonalized`."""
@@ -303,4 +297,4 @@ def _iteration(optimizer: Any, nesterov: Any, coefficients: Any, steps: Any, adj
     if optimizer != "muon":
         return None
     a, b, c = map(float, coefficients)
-    return Iteration(bool(nesterov), (a, b, c), int(steps), getattr(adjusts, "name", adjusts) == "match_rms_adamw")
+    return Iteration(bool(nesterov), (a, b, c), int(steps), adjusts == "match_rms_adamw")
