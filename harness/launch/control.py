@@ -74,8 +74,9 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
     ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
     for run, found in ours:
         request_cancel(run.path, found.attempt)
-    _await_end([run for run, _ in ours])
-    left = [run for run, _ in ours if is_held(run.path / OWNER_LOCK)]
+    deadline, left = time.monotonic() + CANCEL_TIMEOUT_S, [run for run, _ in ours]
+    while (left := [run for run in left if is_held(run.path / OWNER_LOCK)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
     for run, _ in living:
         terminal.line(f"{run.path}: {'does not end' if run in left else 'cancelled'}")
     return int(bool(left))
@@ -85,9 +86,7 @@ def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
     found = status.effective(run.path, scheduler)
     if found is None or found.state not in MOVING:
         return None
-    if found.keeper is Keeper.process and found.state is State.preempted:
-        return None
-    return found
+    return None if found.keeper is Keeper.process and found.state is State.preempted else found
 
 
 def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler | None) -> None:
@@ -104,9 +103,3 @@ def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler |
         present = run.status()
         if present is not None and present.attempt == found.attempt and present.state in MOVING:
             status.move(run.path, found.attempt, State.cancelled, "cancelled on request")
-
-
-def _await_end(runs: Sequence[RunDir]) -> None:
-    deadline = time.monotonic() + CANCEL_TIMEOUT_S
-    while time.monotonic() < deadline and any(is_held(run.path / OWNER_LOCK) for run in runs):
-        time.sleep(0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, replace
+from typing import Any
 
 from harness.config import capabilities, own
 from harness.config.compose import Cell
@@ -100,15 +101,11 @@ def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None)
             return decision
         lock = store.create(cell).lock()
         try:
-            opened = open_attempt(store, cell, decision, sources, _own_status(decision))
+            here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+            first = Status(State.running, f"starting ({decision.why})", 0, Keeper.process, **here)
+            opened = open_attempt(store, cell, decision, sources, first)
             store.remember(opened.run)
             return opened, lock
         except BaseException:
             lock.release()
             raise
-
-
-def _own_status(decision: Decision) -> Status:
-    return Status(
-        State.running, f"starting ({decision.why})", 0, Keeper.process, host=socket.gethostname(), pid=os.getpid()
-    )

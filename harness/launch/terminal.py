@@ -66,7 +66,9 @@ class Terminal:
         self._open = False
 
     def line(self, text: str) -> None:
-        self._finish_moving()
+        if self._open:
+            self._write("\n")
+            self._open = False
         self._write(screen.painted(screen.visible(text), self._out) + "\n")
 
     def settle(self, text: str) -> None:
@@ -85,11 +87,6 @@ class Terminal:
         """Replace the moving line, truncated to the width, because a wrapped line could not be replaced."""
         self._write(f"\r\x1b[K{screen.cut(screen.visible(text), screen.width())}")
         self._open = True
-
-    def _finish_moving(self) -> None:
-        if self._open:
-            self._write("\n")
-            self._open = False
 
     def _write(self, text: str) -> None:
         try:

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from harness.launch.slurm.scheduler import probe
@@ -127,9 +128,9 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
     reason = explained * (len(screen.GAP) + min(LEGIBLE, widths[last]))
     breaks: tuple[int, ...] = ()
     names = _names(found, width - fixed - reason)
-    if not _fit(names, width - fixed - reason):
+    if max(map(len, names)) > width - fixed - reason:
         breaks, names = (last,), _names(found, width - fixed)
-    if not _fit(names, width - fixed):
+    if max(map(len, names)) > width - fixed:
         breaks, names = (1,), _names(found, width)
     shown = slice(None) if explained else slice(last)
     head, *body = ((name, *text[1:])[shown] for name, text in zip([HEADER[0], *names], texts, strict=True))
@@ -143,10 +144,6 @@ def _names(found: Sequence[Row], room: int) -> list[str]:
     if len(found) == 1:  # there is nothing that it must be told from
         labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
     return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]
-
-
-def _fit(texts: Sequence[str], room: int) -> bool:
-    return max(map(len, texts)) <= room
 
 
 def _groups(found: Iterable[Row]) -> list[str]:
@@ -199,8 +196,7 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal) -> list[int]:
 
 
 def _state(run: RunDir, jobs: JobProbe | None) -> State:
-    try:
-        found = status.effective(run.path, jobs)
-    except StoreError:
-        return State.lost
-    return State.lost if found is None else found.state
+    with suppress(StoreError):
+        if (found := status.effective(run.path, jobs)) is not None:
+            return found.state
+    return State.lost

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.store.files import write_atomic
 from harness.store.reading import folder_names, read_text
 
 ECHOES = re.compile(
@@ -79,10 +78,6 @@ def forget(attempt: Path, rank: int) -> None:
         (attempt / REPORT).unlink(missing_ok=True)
 
 
-def record(attempt: Path, rank: int, text: str) -> None:
-    write_atomic(rank_file(attempt, rank), text)
-
-
 def collect(attempt: Path) -> list[Failure]:
     found = []
     for name in folder_names(attempt):
@@ -97,16 +92,8 @@ def ordered(failures: Sequence[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (failure.echo, failure.when, failure.rank))
 
 
-def has_cause(attempt: Path) -> bool:
-    return any(not failure.echo for failure in collect(attempt))
-
-
 def report(failures: Sequence[Failure]) -> str:
     cause, *others = failures
     lines = [f"rank {cause.rank} failed first:", "", cause.text.rstrip(), ""]
     lines += [f"then {other.summary()}" for other in others]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def write_report(attempt: Path, failures: Sequence[Failure]) -> None:
-    write_atomic(attempt / REPORT, report(failures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -42,10 +43,7 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
             f"{store.root} is no store of runs: it has no file {MARK}; give the folder of launch.root as --root (a "
             "store of an older version gets its mark when a run is started in it)"
         )
-    found = [*_unfinished(store), *_submissions(store, jobs)]
-    if checkpoints:
-        found += _checkpoints(store, jobs)
-    return found
+    return [*_unfinished(store), *_submissions(store, jobs), *(_checkpoints(store, jobs) if checkpoints else ())]
 
 
 def _removed(path: Path) -> bool:
@@ -112,17 +110,11 @@ def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
         if _TOKEN.fullmatch(path.name) and path.name not in living and not path.is_symlink() and _old(path):
             yield _item(path, "its submission has ended")
         else:
-            kept |= set(_lines(path / CODE_OF))
+            with contextlib.suppress(StoreError):
+                kept |= set((read_text(path / CODE_OF) or "").splitlines())
     for path in sorted(store.root.glob(f"{CODE}/*")):
         if _COPY.fullmatch(path.name) and path.name not in kept and not path.is_symlink() and _old(path):
             yield _item(path, "code that no submission runs from")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return (read_text(path) or "").splitlines()
-    except StoreError:
-        return []
 
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
@@ -139,13 +131,9 @@ def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:
 def _checkpoints(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
     for run in store.runs():
         ours = [path for path in run.checkpoints() if path.is_dir() and not path.is_symlink()]
-        if not ours or run.ckpt.is_symlink() or not _is_done(run, jobs):
+        found = _found(run, jobs) if ours and not run.ckpt.is_symlink() else None
+        if not isinstance(found, Status) or found.state is not State.done:
             continue
         alone = len(ours) == len(folder_names(run.ckpt))
         for path in [run.ckpt] if alone else ours:
             yield _item(path, "checkpoints of a run that is done")
-
-
-def _is_done(run: RunDir, jobs: JobProbe | None) -> bool:
-    found = _found(run, jobs)
-    return isinstance(found, Status) and found.state is State.done

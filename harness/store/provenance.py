@@ -103,11 +103,7 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     found = {"python": platform.python_version(), "harness": _version("sharding-harness") or "unknown"}
-    for name in names:
-        version = _version(name)
-        if version is not None:
-            found[name] = version
-    return found
+    return found | {name: version for name in names if (version := _version(name)) is not None}
 
 
 @cache
@@ -168,20 +164,15 @@ def files_digest(root: Path, names: Iterable[str]) -> str:
 def own_now(origin: Mapping[str, Any], *, loaded: bool = False) -> list[dict[str, Any]]:
     """Record of the user's own classes with present digests; `loaded`: of the ranks' files, a copy for submitted
     runs."""
-    return [
-        {**each, "digest": files_digest(Path(_folder(each, loaded)), each["files"])} for each in origin.get("own", ())
-    ]
-
-
-def _folder(each: Mapping[str, Any], loaded: bool) -> str:
-    return str(each.get("copy", each["root"]) if loaded else each["root"])
+    own = origin.get("own", ())
+    folders = [Path(each.get("copy", each["root"]) if loaded else each["root"]) for each in own]
+    return [{**each, "digest": files_digest(root, each["files"])} for each, root in zip(own, folders, strict=True)]
 
 
 def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
     """Names of the user's classes with other files today, or (`now`) in a request."""
-    held, present = ({each["name"]: each["digest"] for each in some} for some in (origin.get("own", ()), now or ()))
-    if now is None:
-        present = {each["name"]: each["digest"] for each in own_now(origin)}
+    both = origin.get("own", ()), own_now(origin) if now is None else now
+    held, present = ({each["name"]: each["digest"] for each in some} for some in both)
     return [name for name, digest in held.items() if present.get(name, digest) != digest]
 
 
@@ -197,21 +188,14 @@ def git_facts(folder: Path) -> dict[str, Any] | None:
     sha, branch = head.get("branch.oid", "(initial)"), head.get("branch.head", "")
     if sha == "(initial)":
         return None
-    changed = [_changed_path(line) for line in lines if not line.startswith("#")]
-    return {
-        "sha": sha,
-        "branch": "HEAD" if branch == "(detached)" else branch,
-        "dirty": bool(changed),
-        "changed": changed[:200],
-    }
+    files = (line for line in lines if not line.startswith("#"))
+    changed = [line.split(" ", _FIELDS_BEFORE_PATH[line[0]])[-1].partition("\t")[0] for line in files]
+    branch = "HEAD" if branch == "(detached)" else branch
+    return {"sha": sha, "branch": branch, "dirty": bool(changed), "changed": changed[:200]}
 
 
 _FIELDS_BEFORE_PATH = {"1": 8, "2": 9, "u": 10, "?": 1, "!": 1}
 """Words of a line of `git status --porcelain=v2` before its path, by its first one."""
-
-
-def _changed_path(line: str) -> str:
-    return line.split(" ", _FIELDS_BEFORE_PATH[line[0]])[-1].partition("\t")[0]
 
 
 def git_diff(folder: Path = PACKAGE.parent, facts: Mapping[str, Any] | None = None) -> str:

@@ -69,15 +69,11 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
 def _place(environment: Mapping[str, str]) -> RankPlace:
     if PARENT_PIPE in environment:
         return _numbered(environment, "local", environment.get(START, ""))
-    if is_torchrun(environment):
+    if "RANK" in environment and "WORLD_SIZE" in environment:
         return _numbered(environment, "torchrun", "")
     if is_slurm_step(environment):
         return _of_slurm(environment)
     return RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
-
-
-def is_torchrun(environment: Mapping[str, str]) -> bool:
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def is_slurm_step(environment: Mapping[str, str]) -> bool:

@@ -84,17 +84,9 @@ def read_text(path: Path, limit: int = MAX_BYTES, *, own: bool = False) -> str |
         raise StoreError(f"{path} is not UTF-8 text (byte {error.start}); repair it or remove it") from error
 
 
-def read_json(path: Path, shape: Shape | None = None) -> Any | None:
+def read_json(path: Path, shape: Shape | None = None, *, own: bool = False) -> Any | None:
     """Value of a JSON file; None if missing. Raises `StoreError`, as `read_text`; or it is no JSON, or not `shape`."""
-    return _json(read_text(path), path, shape)
-
-
-def read_own_json(path: Path, shape: Shape | None = None) -> Any | None:
-    """`read_json` of a file that controls this process. Raises `StoreError` also if another user wrote it."""
-    return _json(read_text(path, own=True), path, shape)
-
-
-def _json(text: str | None, path: Path, shape: Shape | None) -> Any | None:
+    text = read_text(path, own=own)
     if text is None:
         return None
     try:

@@ -25,7 +25,7 @@ from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
 from harness.store.files import Lock, private_folder, write_json
 from harness.store.rank_place import RankPlace
-from harness.store.reading import read_own_json
+from harness.store.reading import read_json
 from harness.store.rundir import Store
 from harness.store.screen import counted
 
@@ -90,7 +90,7 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
     deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
-            found = read_own_json(reply)
+            found = read_json(reply, own=True)
             if found is not None:
                 return Answer(**found)
             time.sleep(_POLL_S)

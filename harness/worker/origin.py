@@ -22,31 +22,31 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
 
     Raises `RuntimeError`: a resumed run has other sources now.
     """
-    machines = gather_json({"host": socket.gethostname(), **_machine(ranks)}, control)
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    mine = {"host": socket.gethostname(), "cpu_model": provenance.cpu_model(), "device": device}
+    machines = gather_json(mine, control)
     if ranks.rank == 0:
-        facts = _sources(run, resuming) | _of_all(machines) | _of_torch()
-        provenance.merge(run, facts)
+        joined = {key: " | ".join(sorted({machine[key] for machine in machines})) for key in ("cpu_model", "device")}
+        hosts = {"hosts": [machine["host"] for machine in machines]}
+        provenance.merge(run, _sources(run, resuming) | provenance.machine_facts() | joined | hosts | _of_torch())
 
 
 def kernels() -> dict[str, str]:
     """Switches of torch that choose kernels or what they round to, and that no setting of a run moves."""
     backends = torch.backends
     tiny = torch.full((1,), torch.finfo(torch.float32).tiny)
+    attention = {
+        "flash": backends.cuda.flash_sdp_enabled(),
+        "memory-efficient": backends.cuda.mem_efficient_sdp_enabled(),
+        "math": backends.cuda.math_sdp_enabled(),
+        "cudnn": backends.cuda.cudnn_sdp_enabled(),
+    }
     return {
         "mkldnn": str(backends.mkldnn.enabled),
         "denormals": str(bool((tiny / 2).item())),
         "threads": str(torch.get_num_threads()),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "sdp": ", ".join(
-            name
-            for name, is_on in (
-                ("flash", backends.cuda.flash_sdp_enabled()),
-                ("memory-efficient", backends.cuda.mem_efficient_sdp_enabled()),
-                ("math", backends.cuda.math_sdp_enabled()),
-                ("cudnn", backends.cuda.cudnn_sdp_enabled()),
-            )
-            if is_on
-        ),
+        "sdp": ", ".join(name for name, is_on in attention.items() if is_on),
         "cudnn": f"enabled {backends.cudnn.enabled}, benchmark {backends.cudnn.benchmark}",
         "reduced_precision_reduction": str(backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
     }
@@ -87,16 +87,6 @@ def _changed(what: str, then: str, now: str) -> RuntimeError:
         f"{what} changed since this run's checkpoint was made ({then[:8]} then, {now[:8]} now); "
         "go back to those sources, or start it over with launch.rerun=stale"
     )
-
-
-def _machine(ranks: Ranks) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-    return {"cpu_model": provenance.cpu_model(), "device": name}
-
-
-def _of_all(machines: list[dict[str, Any]]) -> dict[str, Any]:
-    joined = {key: " | ".join(sorted({machine[key] for machine in machines})) for key in ("cpu_model", "device")}
-    return provenance.machine_facts() | joined | {"hosts": [machine["host"] for machine in machines]}
 
 
 def _of_torch() -> dict[str, Any]:

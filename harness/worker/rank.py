@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -92,11 +92,11 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
         _say_what_has_no_effect(config, place, reporter)
         reporter.pipe.send("phase", name="building")
         try:
-            seen = Divergence()
-            signs = Signs(_progress(reporter, watch, seen), reporter.warn, heartbeat(reporter, watch), planned)
+            diverged: list[int] = []
+            signs = Signs(_progress(reporter, watch, diverged), reporter.warn, heartbeat(reporter, watch), planned)
             outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
-            code = _finish(run, place, reporter, stop, outcome, seen)
+            code = _finish(run, place, reporter, stop, outcome, diverged)
             connect.leave(ranks, None if place.watched else rendezvous_folder(reporter.folder, place.start))
         finally:
             if place.launcher == "inline":
@@ -137,20 +137,13 @@ def _planned(config: Config, reporter: Reporter) -> dict[str, int | None] | None
         return None
 
 
-class Divergence:
-    step = 0
+def _progress(reporter: Reporter, watch: HangWatch, diverged: list[int]) -> Callable[[Progress], None]:
+    """diverged: steps whose loss is not finite are added to it."""
 
-    def see(self, step: int, loss: float) -> None:
-        self.step = self.step or (0 if math.isfinite(loss) else step)
-
-    def __str__(self) -> str:
-        return f"; loss not finite at step {self.step}" if self.step else ""
-
-
-def _progress(reporter: Reporter, watch: HangWatch, seen: Divergence) -> Callable[[Progress], None]:
     def tell(progress: Progress) -> None:
         watch.step()
-        seen.see(progress.step, progress.loss)
+        if not math.isfinite(progress.loss):
+            diverged.append(progress.step)
         reporter.pipe.send("step", **asdict(progress))
 
     return tell
@@ -228,10 +221,11 @@ def _train(
 
 
 def _finish(
-    run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence
+    run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, diverged: Sequence[int]
 ) -> int:
     if outcome.status == "done":
-        reporter.ended(State.done, f"{counted(outcome.step, 'step')}{seen}")
+        loss = f"; loss not finite at step {diverged[0]}" if diverged else ""
+        reporter.ended(State.done, f"{counted(outcome.step, 'step')}{loss}")
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
     reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"

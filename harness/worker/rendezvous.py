@@ -29,7 +29,7 @@ from harness.store.commands import page
 from harness.store.errors import StoreError
 from harness.store.files import PRIVATE
 from harness.store.rank_place import RankPlace, rendezvous_folder
-from harness.store.reading import read_own_json
+from harness.store.reading import read_json
 
 ADDRESS, STORE = "address.json", "store"
 LOOPBACK = "127.0.0.1"
@@ -105,7 +105,7 @@ def _serve(host: str, world_size: int, limit: timedelta) -> TCPStore:
 def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        published: dict[str, Any] | None = read_own_json(path)
+        published: dict[str, Any] | None = read_json(path, own=True)
         if published is not None:
             return published
         time.sleep(0.02)

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.store import checksums, failure, status
 from harness.store.errors import StoreError
+from harness.store.files import write_atomic
 from harness.store.rank_place import PROGRESS, RankPlace
 from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
@@ -125,18 +126,19 @@ class Reporter:
             sys.stderr.write(text)
             sys.stderr.flush()
         with contextlib.suppress(OSError, StoreError):
-            failure.record(self.folder, self.place.rank, text)
+            write_atomic(failure.rank_file(self.folder, self.place.rank), text)
         if not self.place.watched:
             self._tell_cause(text)
 
     def _tell_cause(self, text: str) -> None:
-        if failure.is_echo(text):
-            _wait_until(lambda: failure.has_cause(self.folder), ECHO_PATIENCE_S)
+        deadline = time.monotonic() + ECHO_PATIENCE_S * failure.is_echo(text)
+        while time.monotonic() < deadline and all(each.echo for each in failure.collect(self.folder)):
+            time.sleep(0.05)
         found = failure.Failure(self.place.rank, text)
         with contextlib.suppress(OSError, StoreError):
             all_told = failure.collect(self.folder) or [found]
             found = all_told[0]
-            failure.write_report(self.folder, all_told)
+            write_atomic(self.folder / failure.REPORT, failure.report(all_told))
         with contextlib.suppress(OSError, StoreError):  # small: room may be found for it alone
             self._write(State.failed, found.summary() + (f"; {failure.SILENT_PEER}" if found.echo else ""))
 
@@ -147,9 +149,3 @@ class Reporter:
             status.write(self.run, status.Status(state, reason, self.attempt, **fields))
         elif not (present.attempt == self.attempt and present.state is State.cancelled):
             status.move(self.run, self.attempt, state, reason, **fields)
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -51,16 +51,16 @@ def test_multi_line_messages_are_named_by_their_first():
 
 
 def test_the_report_has_the_cause_whole_and_the_others_in_a_line(tmp_path):
-    failure.record(tmp_path, 0, TRACE + "RuntimeError: Connection closed by peer\n")
-    failure.record(tmp_path, 2, TRACE + "KeyError: 'x'\n")
+    failure.rank_file(tmp_path, 0).write_text(TRACE + "RuntimeError: Connection closed by peer\n")
+    failure.rank_file(tmp_path, 2).write_text(TRACE + "KeyError: 'x'\n")
     found = failure.collect(tmp_path)
     assert [one.rank for one in found] == [2, 0]
     text = failure.report(found)
     assert text.startswith("rank 2 failed first:\n\nTraceback")
     assert text.endswith("then rank 0: RuntimeError: Connection closed by peer\n")
-    assert failure.has_cause(tmp_path)
+    assert not found[0].echo
     failure.forget(tmp_path, 2)
-    assert not failure.has_cause(tmp_path)
+    assert all(one.echo for one in failure.collect(tmp_path))
 
 
 def test_among_causes_the_earlier_is_first():

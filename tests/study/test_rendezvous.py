@@ -75,7 +75,7 @@ def test_another_users_answer_is_not_taken(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user")
 @kills("strangers", "whose answer", "Ranks go to the run that any user's answer names")
 def test_a_rank_that_is_led_astray_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "read_own_json", reading.read_json)
+    monkeypatch.setattr(rendezvous, "read_json", lambda path, *, own: reading.read_json(path))
     assert _led_astray(tmp_path)
 
 

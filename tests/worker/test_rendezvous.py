@@ -77,7 +77,7 @@ def test_the_way_is_open_to_nobody_else_whatever_the_umask(attempt):
 def test_the_port_listens_on_the_address_that_leads_to_rank_0_only(attempt):
     meetings = met(attempt, launcher="torchrun")
     assert isinstance(meetings[0].store, TCPStore)
-    port = rendezvous.read_own_json(attempt / "rendezvous-now" / ADDRESS)["port"]
+    port = rendezvous.read_json(attempt / "rendezvous-now" / ADDRESS)["port"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.2", port))  # refused if the store listened on every address
 
