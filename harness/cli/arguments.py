@@ -76,9 +76,8 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     shows = about_hydra or bool(parsed.cfg)
     if asked is not None and asked.draws and typed_value(overrides, "launch.dry_run", False):
         problem = f"trains nothing, and hydra/sweeper={asked.sweeper} draws values by what was trained"
-        raise refuse(
-            "launch.dry_run=true", problem, fix=f"leave one out; {commands.request('--cfg hydra ...')} shows it"
-        )
+        fix = f"leave one out; {commands.request('--cfg hydra ...')} shows it"
+        raise refuse("launch.dry_run=true", problem, fix=fix)
     multirun = bool(parsed.multirun) if asked is None else asked.multirun
     return Arguments(tuple(overrides), tuple(flags), multirun, parsed.frozen, shows, parsed.help, asked)
 
@@ -110,10 +109,6 @@ def _without_folder(flags: list[str]) -> list[str]:
     return left
 
 
-def _is_part(package: str) -> bool:
-    return package in ("_global_", "hydra") or any(f"{path}.".startswith(f"{package}.") for path in settings())
-
-
 _COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
 
 
@@ -124,26 +119,22 @@ def _consistent(parsed: argparse.Namespace) -> None:
     if parsed.experimental_rerun:
         raise refuse("--experimental-rerun", "reads a pickle; here runs are frozen as text", fix="--from RUN")
     if parsed.multirun and parsed.cfg:
-        raise refuse(
-            "--cfg", "shows one configuration, and -m asks for many", fix="drop -m, or use launch.dry_run=true"
-        )
+        problem = "shows one configuration, and -m asks for many"
+        raise refuse("--cfg", problem, fix="drop -m, or use launch.dry_run=true")
     if parsed.resolve and not parsed.cfg:
         raise refuse("--resolve", "goes with --cfg, which it fills in", fix="--cfg job --resolve, or leave it out")
     if parsed.package and not parsed.cfg:
         problem = "names a part of what --cfg shows, and there is no --cfg"
         raise refuse(f"--package {parsed.package}", problem, fix="--cfg job --package train, or leave it out")
-    if parsed.package and parsed.cfg != "hydra" and not _is_part(parsed.package):
+    known = ("_global_", "hydra", *settings())
+    if parsed.package and parsed.cfg != "hydra" and not any(f"{p}.".startswith(f"{parsed.package}.") for p in known):
         parts = ", ".join(sorted({path.partition(".")[0] for path in settings()}))
         raise refuse(f"--package {parsed.package}", "is no part of a configuration", choices=parts)
     if parsed.frozen and (parsed.multirun or parsed.cfg):
-        raise refuse(
-            "--from", "runs one frozen cell again", fix=f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"
-        )
+        fix = f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"
+        raise refuse("--from", "runs one frozen cell again", fix=fix)
     for flag in ("config_path", "config_name"):
         if getattr(parsed, flag):
             subject = f"--{flag.replace('_', '-')} {getattr(parsed, flag)}"
-            raise refuse(
-                subject,
-                "what a request starts from is conf/config.yaml",
-                fix="an option of your own, ./conf/GROUP/NAME.yaml or --config-dir DIR, chosen as GROUP=NAME",
-            )
+            fix = "an option of your own, ./conf/GROUP/NAME.yaml or --config-dir DIR, chosen as GROUP=NAME"
+            raise refuse(subject, "what a request starts from is conf/config.yaml", fix=fix)

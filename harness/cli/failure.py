@@ -57,14 +57,9 @@ def listen_to_interrupts() -> None:
 
 
 def _of_the_machine(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
-        return "the working directory is gone; change to another one (cd)"
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the working directory is gone; change to another one (cd)"
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-
-
-def _is_nowhere() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -78,7 +78,8 @@ def desired(points: Sequence[Point], composer: Composer) -> Desired:
         except BadRequest as error:
             problems.update(error.violations)
     if problems:
-        raise BadRequest(_counted(v, count, len(wanted)) for v, count in problems.items())
+        parts = {v: f" (in {count} of {len(wanted)} cells)" * (count < len(wanted)) for v, count in problems.items()}
+        raise BadRequest(replace(v, problem=v.problem + part) for v, part in parts.items())
     distinct: dict[str, Cell] = {}
     for cell in cells.values():
         _same_or_refuse(distinct.setdefault(cell.signature, cell), cell)
@@ -97,8 +98,3 @@ def _same_or_refuse(first: Cell, second: Cell) -> None:
             "asks for one run in two ways: this setting is no part of what a run is",
             fix="one value, or two requests with two launch.root",
         )
-
-
-def _counted(v: Violation, count: int, total: int) -> Violation:
-    problem = v.problem if count == total else f"{v.problem} (in {count} of {total} cells)"
-    return Violation(v.subject, problem, v.choices, v.fix, v.about)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def expand(study: StudyConfig, words: Sequence[Word]) -> list[Point]:
     _check_file(study)
     typed = {word.key for word in words}
     base = {key: value for key, value in study.base.items() if key not in typed}
-    axes = [*_file_axes(study, typed), *_typed_axes(words)]
+    axes = [*_file_axes(study, typed), *([{word.key: value} for value in word.values] for word in words)]
     if study.replicates > 1 and "train.replicate" not in typed:
         axes.append([{"train.replicate": str(number)} for number in range(study.replicates)])
     if (count := math.prod(map(len, axes))) > MAX_SWEEP:
@@ -66,11 +66,6 @@ def _texts(assignment: Assignment) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in assignment.items())
 
 
-def _typed_axes(words: Sequence[Word]) -> Iterator[list[Assignment]]:
-    for word in words:
-        yield [{word.key: value} for value in word.values]
-
-
 def _file_axes(study: StudyConfig, typed: set[str]) -> Iterator[list[Assignment]]:
     for key, values in study.grid.items():
         if key not in typed:
@@ -90,13 +85,9 @@ def _check_file(study: StudyConfig) -> None:
         try:
             check_overrides([text])
         except BadRequest as error:
-            violations += [_located(study, v) for v in error.violations]
+            violations += [replace(v, subject=f"study={study.name}: {v.subject}") for v in error.violations]
     if violations:
         raise BadRequest(list(dict.fromkeys(violations)))  # a wrong key is wrong with each of its values
-
-
-def _located(study: StudyConfig, v: Violation) -> Violation:
-    return Violation(f"study={study.name}: {v.subject}", v.problem, v.choices, v.fix, v.about)
 
 
 def _file_texts(study: StudyConfig) -> set[str]:

@@ -17,7 +17,6 @@ from harness.config.schema import StudyConfig
 from harness.config.typed import load_config, put
 from harness.config.words import in_store
 from harness.store import checksums, commands, provenance
-from harness.store.errors import StoreError
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.study.rendezvous import shared_root
 
@@ -82,21 +81,15 @@ def _of_another_version(run: RunDir, frozen: dict[str, Any], overrides: Sequence
         study, typed = run.path.parent.name, {text.partition("=")[0] for text in words}
         named = [] if study == StudyConfig.name or "study.name" in typed else [f"study.name={study}"]
         asked = commands.request(" ".join([shlex.join([*words, *named]), *in_store(run.path.parent.parent)]))
-        fix = f"ask for it anew: {asked}{_maker(run)}"
+        commit = (provenance.read(run.path).get("git") or {}).get("sha", "")[:12]
+        maker = f"; or run it with the code that made it, commit {commit}" if commit else ""
+        fix = f"ask for it anew: {asked}{maker}"
         note = "was it edited, or made by another version of the code?"
         return [
             Violation(f"{run.path / CONFIG}: {each.subject}", f"{each.problem}: {note}", fix=fix)
             for each in error.violations
         ]
     return []
-
-
-def _maker(run: RunDir) -> str:
-    try:
-        git = provenance.read(run.path).get("git") or {}
-    except StoreError:
-        return ""
-    return f"; or run it with the code that made it, commit {git['sha'][:12]}" if git.get("sha") else ""
 
 
 def _choose(values: dict[str, Any], options: Sequence[str]) -> None:

@@ -139,7 +139,8 @@ class Callbacks:
 
 def made(config: Config) -> list[Callback]:
     """The user's callbacks."""
-    return [_class_of(name)(config) for name in config.measure.callbacks]
+    named = (name.partition(":") for name in config.measure.callbacks)
+    return [getattr(import_module(module), attribute)(config) for module, _, attribute in named]
 
 
 def _number(who: str, name: str, value: Any) -> float:
@@ -148,9 +149,3 @@ def _number(who: str, name: str, value: Any) -> float:
         fix = ": call .item()" if hasattr(value, "item") else ""
         raise ValueError(f"{who} returns {name}={value!r}, which is not a number{fix}")
     return int(value) if isinstance(value, Integral) else float(value)
-
-
-def _class_of(name: str) -> type[Callback]:
-    module, _, attribute = name.partition(":")
-    found: type[Callback] = getattr(import_module(module), attribute)
-    return found

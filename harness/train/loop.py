@@ -62,9 +62,8 @@ class Loop:
         self.config = session.config
         self.is_first_rank = session.ranks.rank == 0
         self.control = Control(session.ranks, session.control, session.meters.collectives)
-        self.checkpoints = Checkpoints(
-            session.run_dir / "ckpt", session.config, session.ranks, self.control, session.warn
-        )
+        folder = session.run_dir / "ckpt"
+        self.checkpoints = Checkpoints(folder, session.config, session.ranks, self.control, session.warn)
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
@@ -124,34 +123,23 @@ class Loop:
 
     def _begin(self) -> int:
         self.captures.write_plan()
+        session, loaded = self.session, None
         if self.keeps_checkpoints or self.config.ckpt.load is not None:
-            loaded = self.checkpoints.load_newest(self.session.engine)
-            if loaded is not None:
-                self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
-                self.begins_after = loaded.begins_after
-                if not self.initial_weights:  # another tool's files do not tell
-                    self._note_initial_weights()
-                self.restored = {
-                    "step": loaded.step,
-                    "wrong": list(loaded.wrong),
-                    "layout": dict(loaded.layout or {}),
-                    "passed_over": list(loaded.passed_over),
-                    "cast": list(loaded.cast),
-                    "skipped": list(loaded.skipped),
-                }
-                return loaded.step
-        self._note_initial_weights()
-        return 0
-
-    def _note_initial_weights(self) -> None:
-        with self.session.meters.paused():
-            self.initial_weights = weights_digest(
-                self.session.engine.named_weights(), torch.float32, alive=self.session.alive
-            )
+            loaded = self.checkpoints.load_newest(session.engine)
+        if loaded is not None:
+            self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
+            self.begins_after = loaded.begins_after
+            kept = {name: getattr(loaded, name) for name in ("step", "wrong", "passed_over", "cast", "skipped")}
+            self.restored = {**kept, "layout": dict(loaded.layout or {})}
+        if not self.initial_weights:  # another tool's files do not tell
+            with session.meters.paused():
+                weights = session.engine.named_weights()
+                self.initial_weights = weights_digest(weights, torch.float32, alive=session.alive)
+        return 0 if loaded is None else loaded.step
 
     def _open_record(self, start: int) -> tuple[MetricsWriter | None, WandbSync]:
         if not self.is_first_rank:
-            return None, WandbSync.disabled()
+            return None, WandbSync(self.session.run_dir, None, self.session.warn)
         path = self.session.run_dir / "metrics.jsonl"
         cut_back(path, start, self.begins_after)
         return MetricsWriter(path), WandbSync.open(self.config, self.session.run_dir, self.session.warn)

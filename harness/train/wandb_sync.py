@@ -31,10 +31,6 @@ class WandbSync:
         self._run_dir, self._process, self._warn = run_dir, process, warn
 
     @classmethod
-    def disabled(cls) -> WandbSync:
-        return cls(Path(), None, print)
-
-    @classmethod
     def open(cls, config: Config, run_dir: Path, warn: Callable[[str], None]) -> WandbSync:
         """Start a copy, if requested.
 
@@ -72,14 +68,10 @@ class WandbSync:
     def _ended(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.returncode:
-            self._fail(self._last_word() or f"its process ended with {process.returncode}")
-
-    def _last_word(self) -> str:
-        try:
-            lines = (read_text(self._run_dir / "wandb" / LOG) or "").strip().splitlines()
-        except StoreError:
-            return ""
-        return lines[-1] if lines else ""
+            text = ""
+            with contextlib.suppress(StoreError):
+                text = (read_text(self._run_dir / "wandb" / LOG) or "").strip()
+            self._fail(text.rpartition("\n")[2] or f"its process ended with {process.returncode}")
 
     def _fail(self, why: str) -> None:
         self._process = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.store.fields import synced
 from harness.store.files import private_folder
-from harness.store.metrics import iter_metrics
+from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir
 
 FORMATS = {"tensorboard": "tensorboard", "csv": "metrics.csv"}
@@ -18,14 +18,13 @@ FORMATS = {"tensorboard": "tensorboard", "csv": "metrics.csv"}
 
 def write(run: RunDir, kind: str) -> Path:
     """Write the record of a run so far, under the names that wandb has. Raises `StoreError`: it cannot be read."""
-    rows = [(each["step"], {f"train/{path}": value for path, value in synced(each).items()}) for each in _lines(run)]
+    rows = [
+        (each["step"], {f"train/{path}": value for path, value in synced(each).items()})
+        for each in read_metrics(run.metrics)
+    ]
     place = run.path / FORMATS[kind]
     (_write_events if kind == "tensorboard" else _write_csv)(place, rows)
     return place
-
-
-def _lines(run: RunDir) -> list[dict[str, Any]]:
-    return list(iter_metrics(run.metrics))
 
 
 def _write_events(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> None:

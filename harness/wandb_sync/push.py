@@ -10,7 +10,9 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +59,8 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
     """
     found = verdict(root, study)
     if not found.arms:
-        raise refuse(
-            f"wandb push {study}", "the study has no arm to hold against its control", fix="add one to its file"
-        )
+        problem = "the study has no arm to hold against its control"
+        raise refuse(f"wandb push {study}", problem, fix="add one to its file")
     check_place(root / study)
     asked = RunDir(Path(found.arms[0].control)).config()["wandb"]
     run = _open(root, found, asked, mode)
@@ -87,7 +88,14 @@ def _fill(run: Any, root: Path, found: StudyVerdict, asked: Row) -> tuple[Worksp
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     drawn = pictures(root, found, folder)
-    _write(folder, found, read_study(root, study), as_json(board))
+    texts = {
+        "verdict.json": json.dumps(found.as_json(), indent=2),
+        "verdict.txt": study_text(found) + "\n",
+        "study.json": json.dumps(read_study(root, study), indent=2),
+        DASHBOARD: as_json(board),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     _log(run, found, drawn)
     run.log_artifact(_artifact(found, folder))
     return board, len(drawn)
@@ -129,29 +137,23 @@ def _log(run: Any, found: StudyVerdict, drawn: Sequence[Path]) -> None:
     import wandb
 
     tables = {VERDICTS: list(verdict_rows(found)), EVIDENCE: list(evidence_rows(found))}
-    logged = {name: _table(rows) for name, rows in tables.items() if rows}
+    logged = {
+        name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        for name, rows in tables.items()
+        if rows
+    }
     run.log({**logged, **{f"pictures/{each.stem}": wandb.Image(str(each)) for each in drawn}})
-    counts = {outcome: sum(arm.outcome.value == outcome for arm in found.arms) for outcome in _outcomes(found)}
-    run.summary.update(
-        {"study/verdict": found.outcome.value, "study/arms": len(found.arms)}
-        | {f"study/{outcome}": count for outcome, count in counts.items()}
-    )
-
-
-def _outcomes(found: StudyVerdict) -> list[str]:
-    return list(dict.fromkeys(arm.outcome.value for arm in found.arms))
-
-
-def _table(rows: Sequence[Row]) -> Any:
-    import wandb
-
-    return wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+    counts = Counter(arm.outcome.value for arm in found.arms)
+    known = {"study/verdict": found.outcome.value, "study/arms": len(found.arms)}
+    run.summary.update({**known, **{f"study/{outcome}": count for outcome, count in counts.items()}})
 
 
 def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
     names = _names(found)
     for arm in found.arms:
-        results = _results(arm.arm)
+        results: Row = {}
+        with suppress(StoreError):
+            results = outcome(RunDir(Path(arm.arm)))
         yield {
             "arm": names[arm.arm],
             "control": names[arm.control],
@@ -162,13 +164,6 @@ def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
             **{name.rpartition("/")[2]: _finite(results.get(name)) for name in MEASURES},
             "id": _id(found.study, arm.arm),
         }
-
-
-def _results(path: str) -> Row:
-    try:
-        return outcome(RunDir(Path(path)))
-    except StoreError:
-        return {}
 
 
 def evidence_rows(found: StudyVerdict) -> Iterator[Row]:
@@ -199,13 +194,6 @@ def _names(found: StudyVerdict) -> dict[str, str]:
 
 def _finite(value: float | None) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _write(folder: Path, found: StudyVerdict, record: Row | None, board: str) -> None:
-    (folder / "verdict.json").write_text(json.dumps(found.as_json(), indent=2), encoding="utf-8")
-    (folder / "verdict.txt").write_text(study_text(found) + "\n", encoding="utf-8")
-    (folder / "study.json").write_text(json.dumps(record, indent=2), encoding="utf-8")
-    (folder / DASHBOARD).write_text(board, encoding="utf-8")
 
 
 def _artifact(found: StudyVerdict, folder: Path) -> Any:
