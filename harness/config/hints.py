@@ -16,9 +16,9 @@ from harness.store.commands import page
 
 
 def _synonyms(table: str) -> dict[str, str]:
-    """Word -> its meaning, of lines `meaning: word word`; of an option's word, after its group's name."""
+    """Word -> its meaning, of `meaning: word word`, several on a line; of an option's word, after its group's name."""
     found: dict[str, str] = {}
-    for meaning, _, words in (line.strip().partition(":") for line in table.strip().splitlines()):
+    for meaning, words in re.findall(r"(\S+): ([^;\n]+)", table):
         group, sign, _ = meaning.partition("=")
         found |= {f"{group}={word}" if sign else word: meaning for word in words.split()}
     return found
@@ -26,69 +26,26 @@ def _synonyms(table: str) -> dict[str, str]:
 
 SYNONYMS = _synonyms(
     """
-    sharding=no_shard: zero0 ddp replicate none
-    sharding=optim: zero1
-    sharding=optim_grads: zero2 shard_grad_op
+    sharding=no_shard: zero0 ddp replicate none; sharding=optim: zero1; sharding=optim_grads: zero2 shard_grad_op
     sharding=optim_grads_params: zero3 fsdp fsdp2 full_shard
-    dtype=fp32: float32 float
-    dtype=bf16: bfloat16 mixed amp
-    dtype=fp64: float64 double
-    dtype=fp8_current: fp8 float8
-    dtype=fp8_block: blockwise
-    dtype=mxfp8: mx
-    engine=native: fsdp
-    engine=single: reference
-    engine=ddp: torch_ddp
-    data=tokens: bin memmap
-    data=synthetic: random
-    data=text: bytes txt
-    model=moe: mixtral experts
-    model=odd: awkward
-    model=tiny: llama
-    model=gpt_125m: gpt2
-    cluster=local: cpu workstation
-    cluster=slurm: sbatch submitit
-    wandb=disabled: off false none
-    wandb=online: on true
-    ckpt=none: off
-    ckpt=last: latest newest
-    numerics=fast: free
-    numerics=ordered: bitwise
-    numerics=exact: integer fixed_point
-    mesh=one: 1
-    mesh=two: 2
-    engine: backend framework
-    train.global_batch_size: batch_size gbs
-    ckpt: checkpoint
-    optimizer.clip_norm: clip grad_clip
-    data.seq_len: context_length sequence_length
-    data: dataset
-    numerics: deterministic
-    cluster.device: device
-    launch.dry_run: dry_run
-    engine.transport: eager_limit_bytes
-    mesh.world_size: data_parallel_size dp dp_size gpus nproc num_gpus ranks
-    dtype.grad_comm: grad_comm_dtype grad_reduce_in_fp32
-    model.dim: hidden_size
-    train.steps: iterations max_steps num_steps
-    cluster: launcher
-    model.num_layers: layers
-    optimizer.lr: learning_rate
-    wandb: logger
-    dtype.main_grads: main_grads_dtype
-    dtype.main_params: main_params_dtype preserve_fp32_weights
-    train.microbatch_size: mbs micro_batch_size
-    dtype: mixed_precision precision
-    optimizer: optim
-    launch.root: output_dir root
-    train.seed: seed
-    model.num_experts: num_local_experts
-    model.experts_per_token: num_experts_per_tok top_k
-    sharding: strategy zero
-    study: sweep
-    measure.step_checks: vouch
-    measure.step_checks_limit_mib: vouch_limit_mib
-    optimizer.weight_decay: wd
+    dtype=fp32: float32 float; dtype=bf16: bfloat16 mixed amp; dtype=fp64: float64 double
+    dtype=fp8_current: fp8 float8; dtype=fp8_block: blockwise; dtype=mxfp8: mx
+    engine=native: fsdp; engine=single: reference; engine=ddp: torch_ddp
+    data=tokens: bin memmap; data=synthetic: random; data=text: bytes txt
+    model=moe: mixtral experts; model=odd: awkward; model=tiny: llama; model=gpt_125m: gpt2
+    cluster=local: cpu workstation; cluster=slurm: sbatch submitit
+    wandb=disabled: off false none; wandb=online: on true; ckpt=none: off; ckpt=last: latest newest
+    numerics=fast: free; numerics=ordered: bitwise; numerics=exact: integer fixed_point; mesh=one: 1; mesh=two: 2
+    engine: backend framework; train.global_batch_size: batch_size gbs; ckpt: checkpoint; optimizer.weight_decay: wd
+    optimizer.clip_norm: clip grad_clip; data.seq_len: context_length sequence_length; data: dataset; cluster: launcher
+    numerics: deterministic; cluster.device: device; launch.dry_run: dry_run; engine.transport: eager_limit_bytes
+    mesh.world_size: data_parallel_size dp dp_size gpus nproc num_gpus ranks; model.dim: hidden_size; study: sweep
+    dtype.grad_comm: grad_comm_dtype grad_reduce_in_fp32; train.steps: iterations max_steps num_steps; wandb: logger
+    dtype.main_params: main_params_dtype preserve_fp32_weights; dtype.main_grads: main_grads_dtype; train.seed: seed
+    train.microbatch_size: mbs micro_batch_size; model.num_layers: layers; optimizer.lr: learning_rate; optimizer: optim
+    model.experts_per_token: num_experts_per_tok top_k; model.num_experts: num_local_experts; sharding: strategy zero
+    launch.root: output_dir root; measure.step_checks: vouch; measure.step_checks_limit_mib: vouch_limit_mib
+    dtype: mixed_precision precision; cluster.additional: gres
     """
 )
 """Words of other programs: `group=word` and keys."""

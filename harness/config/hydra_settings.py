@@ -7,8 +7,8 @@ to say only for these; a setting that would have no effect is refused wherever i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -103,17 +103,6 @@ def setting(subject: str, key: str, value: Any) -> HydraSetting:
 def refusal(subject: str, key: str) -> Violation:
     problem = "Hydra's own settings are fixed but for its sweepers and launchers: the harness decides where runs lie"
     return Violation(subject, problem, fix=INSTEAD.get(key.partition(".")[0], "leave it out"))
-
-
-def asked(typed: Iterable[HydraSetting], options: Iterable[tuple[str, str, bool]], multirun: bool) -> Asked:
-    """Read the option files that a request chooses.
-
-    Args: options: groups, names (a study's may be a path), and whether it is one of several.
-    """
-    found = list(typed)
-    for group, name, swept in options:
-        found += [replace(each, swept=swept) for each in in_option(group, name)]
-    return Asked(tuple(found), multirun)
 
 
 def in_option(group: str, name: str) -> Iterator[HydraSetting]:

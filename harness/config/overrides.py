@@ -101,15 +101,17 @@ def _parsed(text: str) -> Override | Violation:
 
 def _asked_of_hydra(parsed: Mapping[str, Override], multirun: bool) -> Asked:
     typed: list[HydraSetting] = []
-    options: list[tuple[str, str, bool]] = []
+    in_files: list[HydraSetting] = []
     for text, override in parsed.items():
         key = str(override.key_or_group)
         if is_hydra(key):
             typed.append(hydra_settings.setting(text, key, override.value()))
         elif key in load_catalog():
-            names = [str(parsed) for parsed, _ in _values(override, load_catalog()[key])]
-            options += [(key, name, len(names) > 1) for name in names]
-    return hydra_settings.asked(typed, options, multirun)
+            names = [str(parsed) for parsed, _ in _values(override, load_catalog()[key])]  # a study's may be a path
+            in_files += [
+                replace(s, swept=len(names) > 1) for name in names for s in hydra_settings.in_option(key, name)
+            ]
+    return Asked((*typed, *in_files), multirun)
 
 
 def _refused(text: str, override: Override, asked: Asked) -> list[Violation]:

@@ -43,7 +43,7 @@ class Unreadable(ValueError):
 def read_header(path: Path) -> tuple[dict[str, Held], dict[str, str]]:
     """Tensors of a file and its metadata. Raises `Unreadable`: it is missing, truncated, or not in the format."""
     try:
-        tensors, metadata = tensor_header.read_described(path)
+        tensors, metadata = tensor_header.read(path)
     except StoreError as error:
         raise Unreadable(str(error)) from error
     for name, tensor in tensors.items():

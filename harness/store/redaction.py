@@ -37,42 +37,35 @@ _ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
 _TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
 """Types and constants after the colon of a declaration."""
 
-_ASSIGNED = (
-    re.compile(
-        r"((?:KEY|TOKEN|SECRET|PASSWORD|_PASS)[A-Z0-9_]*=['\"]?)(?=\S*[a-z0-9])[^\s'\"$,;(){}<\[][^\s'\",;(){}]{3,}"
-    ),
-    re.compile(r"((?:KEY|TOKEN)[A-Z0-9_]*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{8,}(?=['\"])"),
-    re.compile(
-        rf"((?:_KEY|TOKEN|SECRET|PASSWORD)['\"]\]?\s*[=:,]{_ON}['\"])(?![A-Z_]+['\"])[^'\"\s$<{{]{{6,}}(?=['\"])"
-    ),
-    re.compile(rf"(?i)({_NAME}[\w-]*['\"]?\s*[=:]{_ON}['\"])[^'\"\n$<{{]{{4,}}(?=['\"])"),
-    re.compile(rf"(?i)({_TOKEN}['\"]?\s*[=:]{_ON}['\"])[^'\"\s$<{{\[]{{8,}}(?=['\"])"),
-    re.compile(r"(?i)(\bkey\s*[=:]\s*['\"])[0-9a-f]{32,}(?=['\"])"),
-    re.compile(r"(?i)((?:secret|passw\w+|passphrase)[\w-]*\s*[=:]\s*)(?=\S*\d)[^\s'\"$<(){},;.\[\]]{6,}(?=\s|$)"),
-    re.compile(r"(?i)((?:api[_-]?key|token)\s*[=:]\s*)(?=\S*\d)[\w+/=~-]{16,}"),
-    re.compile(
+_ASSIGNED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"((?:KEY|TOKEN|SECRET|PASSWORD|_PASS)[A-Z0-9_]*=['\"]?)(?=\S*[a-z0-9])[^\s'\"$,;(){}<\[][^\s'\",;(){}]{3,}",
+        r"((?:KEY|TOKEN)[A-Z0-9_]*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{8,}(?=['\"])",
+        rf"((?:_KEY|TOKEN|SECRET|PASSWORD)['\"]\]?\s*[=:,]{_ON}['\"])(?![A-Z_]+['\"])[^'\"\s$<{{]{{6,}}(?=['\"])",
+        rf"(?i)({_NAME}[\w-]*['\"]?\s*[=:]{_ON}['\"])[^'\"\n$<{{]{{4,}}(?=['\"])",
+        rf"(?i)({_TOKEN}['\"]?\s*[=:]{_ON}['\"])[^'\"\s$<{{\[]{{8,}}(?=['\"])",
+        r"(?i)(\bkey\s*[=:]\s*['\"])[0-9a-f]{32,}(?=['\"])",
+        r"(?i)((?:secret|passw\w+|passphrase)[\w-]*\s*[=:]\s*)(?=\S*\d)[^\s'\"$<(){},;.\[\]]{6,}(?=\s|$)",
+        r"(?i)((?:api[_-]?key|token)\s*[=:]\s*)(?=\S*\d)[\w+/=~-]{16,}",
         rf"(?im)^([+\- ]?\s*(?:- |export |set )?[\w.-]*(?:{_NAME}[\w-]*|{_TOKEN})(?::[ \t]+|=)){_TYPES}"
-        r"(?![\w.]*(?:password|secret|token)$)[^\s'\"$<(){}\[\],;|>]{6,}(?=\s*$)"
-    ),
-    re.compile(rf"(?im)^([+\- ]?\s*[\w.-]*(?:{_NAME}[\w-]*|{_TOKEN}):[ \t]*[|>][+-]?[ \t]*\n[+\- ]?\s+)\S.*$"),
-    re.compile(r"(?i)(\bAccountKey=)[\w+/=]{8,}"),
-    re.compile(
-        r"(?i)(--?(?:password|token|api-key)[ =]|\blogin\s+\S+\s+password\s+|\bwandb login\s+)[^\s'\"$<-][^\s'\"]{7,}"
-    ),
-    re.compile(r"(?i)(\bauthorization['\"]?\s*[=:,]\s*['\"]?(?:bearer|basic|digest|token)\s+)[^\s'\"$<{%]{6,}"),
-    re.compile(r"(?i)(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{12,}"),
-    re.compile(r"(://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)"),
-    re.compile(r"(://)(?=[^\s/:@]*\d)[\w.-]{16,}(?=:?@)"),
-    re.compile(
+        r"(?![\w.]*(?:password|secret|token)$)[^\s'\"$<(){}\[\],;|>]{6,}(?=\s*$)",
+        rf"(?im)^([+\- ]?\s*[\w.-]*(?:{_NAME}[\w-]*|{_TOKEN}):[ \t]*[|>][+-]?[ \t]*\n[+\- ]?\s+)\S.*$",
+        r"(?i)(\bAccountKey=)[\w+/=]{8,}",
+        r"(?i)(--?(?:password|token|api-key)[ =]|\blogin\s+\S+\s+password\s+|\bwandb login\s+)[^\s'\"$<-][^\s'\"]{7,}",
+        r"(?i)(\bauthorization['\"]?\s*[=:,]\s*['\"]?(?:bearer|basic|digest|token)\s+)[^\s'\"$<{%]{6,}",
+        r"(?i)(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{12,}",
+        r"(://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)",
+        r"(://)(?=[^\s/:@]*\d)[\w.-]{16,}(?=:?@)",
         r"()(?:(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_\w{20,}"
         r"|npm_\w{30,}|pypi-[\w-]{16,}|sk-[\w-]{20,}|[rs]k_live_\w{12,}|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{10,}"
         r"|wandb_v\d_\w{20,}|ya29\.[\w-]{16,}|SG\.[\w-]{16,}\.[\w-]{12,}"
-        r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
-    ),
-    re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
-    re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL),
-    re.compile(r"(?m)^([+\- ]?)(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/]{60,76}={0,2}$"),
-    re.compile(r"(?m)^([+\- ]?)[A-Za-z0-9+/]{8,76}={0,2}$(?=\n[+\- ]?-----END [A-Z ]*PRIVATE KEY)"),
+        r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)",
+        r"(hooks\.slack\.com/services/)[\w/]+",
+        r"(?s)(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)",
+        r"(?m)^([+\- ]?)(?=\S*[a-z])(?=\S*[A-Z])(?=\S*\d)[A-Za-z0-9+/]{60,76}={0,2}$",
+        r"(?m)^([+\- ]?)[A-Za-z0-9+/]{8,76}={0,2}$(?=\n[+\- ]?-----END [A-Z ]*PRIVATE KEY)",
+    )
 )
 """Patterns that keep their first group."""
 

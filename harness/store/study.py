@@ -26,30 +26,18 @@ def write_study(
 ) -> None:
     """Replace the record by this request's cells.
 
+    They are in order of start, shuffled with `order_seed` if timed. Each has `signature`, `directory` (under the
+    study's folder), `overrides` and `control` (a signature; null for a control, or without one). `request` was typed in
+    `folder`.
+
     Args: controls: signature of an arm -> signature of its control. request: the words after `-m`, as typed in the
     working directory.
     """
+    study, store = cells[0].config["study"], Store(root)
     folder = root / study_name(cells[0].config)
     folder.mkdir(SHARED, parents=True, exist_ok=True)
-    write_json(folder / FILE, study_record(Store(root), cells, controls, request))
-
-
-def study_record(
-    store: Store, cells: Sequence[CellLike], controls: Mapping[str, str], request: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Record as plain values.
-
-    `cells` are in order of start, shuffled with `order_seed` if timed. Each has `signature`, `directory` (under the
-    study's folder), `overrides` and `control` (a signature; null for a control, or without one). `request` was typed in
-    `folder`.
-    """
-    study = cells[0].config["study"]
-    return {
-        "name": study["name"],
-        "question": study["question"],
-        "order_seed": study["order_seed"],
-        "margins": study["margins"],
-        "window": study["window"],
+    record = {
+        **{name: study[name] for name in ("name", "question", "order_seed", "margins", "window")},
         "request": list(request),
         "folder": os.getcwd(),
         "cells": [
@@ -62,6 +50,7 @@ def study_record(
             for cell in cells
         ],
     }
+    write_json(folder / FILE, record)
 
 
 ONCE = ("launch.root", "launch.rerun", "launch.dry_run", "launch.preempt_at")

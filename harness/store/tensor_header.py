@@ -36,12 +36,7 @@ class Held:
     size: int
 
 
-def read(path: Path) -> dict[str, Held]:
-    """Tensors of a file, by name; raises as `read_described`."""
-    return read_described(path)[0]
-
-
-def read_described(path: Path) -> tuple[dict[str, Held], dict[str, str]]:
+def read(path: Path) -> tuple[dict[str, Held], dict[str, str]]:
     """Tensors of a file, by name, and its metadata.
 
     Raises `StoreError`: it is missing, no regular file, or truncated; or its tensors do not cover the data exactly.

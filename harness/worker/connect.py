@@ -74,18 +74,13 @@ def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) 
     ownership = SharpOwnership(device)
     if not wants_infiniband_sharp(config):
         _create(config, place, attempt, device)
-    elif owner_is_default(config):
+    elif config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1:  # the default one is that of the inner axis
         ownership.create(lambda: _create(config, place, attempt, device))
     else:
         # The owner is one of the axes' communicators, which the engine creates first: the default one comes to be with
         # its first collective, later, and without SHARP.
         _create(config, place, attempt, device, at_once=False)
     return Ranks(place.rank, place.world_size, place.local_rank, device, ownership, config.mesh.tp)
-
-
-def owner_is_default(config: Config) -> bool:
-    """True if sharp.group's communicator is the default one: the inner axis, without an outer one."""
-    return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
 
 
 def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> Any:

@@ -30,7 +30,7 @@ REFUSED = """
 train.global_batch_size=10 | train.global_batch_size | train.global_batch_size=8 | train.global_batch_size=24
 train.global_batch_size=4 | train.global_batch_size | train.microbatch_size=2 | train.global_batch_size=8
 mesh.world_size=3 cluster=slurm cluster.nodes=2 train.global_batch_size=12 | mesh.world_size | 2 |
-train.steps=5 train.warmup_steps=6 | train.warmup_steps | train.warmup_steps=1 | train.steps=6 train.warmup_steps=6
+train.steps=5 train.warmup_steps=6 | train.warmup_steps | train.warmup_steps=5 | train.steps=6 train.warmup_steps=6
 measure.capture_steps=[1,21] | measure.capture_steps | measure.capture_steps=[1] | measure.capture_steps=[1,20]
 measure.capture_steps=[1,1] | measure.capture_steps | [1] | measure.capture_steps=[]
 measure.capture_steps=[0] | measure.capture_steps | [1] | measure.capture_steps=[2]

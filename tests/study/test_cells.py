@@ -26,7 +26,7 @@ from harness.config.overrides import hydra_words
 from harness.config.schema import Config, EngineName, MeasureMode
 from harness.config.typed import load_config
 from harness.store.rundir import Store
-from harness.store.study import read_study, study_record, write_study
+from harness.store.study import read_study, write_study
 from harness.study import expand
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
@@ -265,7 +265,7 @@ def arm_of(c: Config) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize(("whole", "blocks"), [(False, 2), pytest.param(True, 5, marks=pytest.mark.full)])
-def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blocks: int) -> None:
+def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blocks: int, tmp_path: Path) -> None:
     wanted = shipped("engine_step_time", whole=whole)
     configs = [cell.typed for cell in wanted.cells]
     assert all(config.measure.mode is MeasureMode.bench for config in configs)
@@ -278,7 +278,9 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blo
     hybrid = [c for c in configs if c.mesh.dp_outer > 1]
     assert len({arm_of(c)[1:] for c in hybrid}) == 5
     assert {c.model.name for c in hybrid} == {"bench_comm"}, "they ask about communication"
-    record = study_record(Store("runs"), wanted.cells, wanted.controls)
+    write_study(tmp_path, wanted.cells, wanted.controls)
+    record = read_study(tmp_path, wanted.cells[0].study)
+    assert record is not None
     assert record["order_seed"] == 0
     assert [cell["signature"] for cell in record["cells"]] == [cell.signature for cell in wanted.cells]
     block = {cell.signature: cell.typed.train.replicate for cell in wanted.cells}

@@ -18,7 +18,10 @@ from harness.config.schema import Config
 
 
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
-    return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Rule))
+    """Rules of modules, also those in a tuple."""
+    values = [value for module in modules for value in vars(module).values()]
+    found = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    return tuple(each for each in found if isinstance(each, Rule))
 
 
 RULES = rules_of(sizes, custom, engine, dtypes, network, effect, running, environment)

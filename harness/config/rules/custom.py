@@ -91,11 +91,3 @@ def sample_acts(request: Request) -> Iterator[Violation]:
         yield Violation(subject, text, fix="engine=native")
     elif config.mesh.tp > 1:
         yield Violation(subject, f"is not implemented with mesh.tp={config.mesh.tp}", fix="mesh.tp=1")
-
-
-@rule("fault.begins_at", "train.steps")
-def fault_begins(request: Request) -> Iterator[Violation]:
-    begins, steps = request.config.fault.begins_at, request.config.train.steps
-    if begins > steps:
-        text, path = f"begins after the run has ended, train.steps={steps}", "fault.begins_at"
-        yield Violation(request.show(path), text, f"1 to {steps}", f"{path}={steps}")

@@ -22,15 +22,6 @@ def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
         yield Violation(subject, problem, "true", "leave it out (nccl_ub implies it), or nccl_ub=none")
 
 
-@rule("nccl_ub.min_ctas", "nccl_ub.max_ctas")
-def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
-    """NCCL would raise the one or lower the other, and only log it."""
-    low, high = request.config.nccl_ub.min_ctas, request.config.nccl_ub.max_ctas
-    if low is not None and high is not None and low > high:
-        subject = request.show("nccl_ub.min_ctas")
-        yield Violation(subject, f"is more than nccl_ub.max_ctas={high}", f"1 to {high}", f"nccl_ub.min_ctas={high}")
-
-
 @rule()
 def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violation]:
     """Efficiency needs non-symmetric registered buffers, NVLink SHARP, and NCCL's own algorithm; zero needs symmetric

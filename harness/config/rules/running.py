@@ -211,15 +211,6 @@ def checkpoint_problem(path: Path) -> str:
         return f"cannot be looked at: {error.strerror}"
 
 
-@rule("ckpt.every", "train.steps")
-def saves_happen(request: Request) -> Iterator[Violation]:
-    every, steps = request.config.ckpt.every, request.config.train.steps
-    if every > steps and request.config.ckpt.policy is not CkptPolicy.none:
-        yield Violation(
-            request.show("ckpt.every"), f"is beyond the last step, train.steps={steps}", f"0 to {steps}", "ckpt.every=0"
-        )
-
-
 @rule("launch.preempt_at", "train.steps")
 def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
     at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config

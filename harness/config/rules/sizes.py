@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from harness.config.data_source import SourceFacts, describe, held_out_batches, inspect
 from harness.config.derived import data_ranks
+from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.own import described
 from harness.config.rules.numbers import STEP_LISTS
-from harness.config.rules.request import Request, rule
+from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Config, DataConfig, DataKind, ModelFamily, TokenDtype
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
@@ -37,21 +38,29 @@ def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
         yield Violation(subject, problem, ", ".join(map(str, valid)), f"model.num_kv_heads={best}")
 
 
-@rule("model.num_experts", "model.experts_per_token")
-def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Violation]:
-    m = request.config.model
-    if m.family is ModelFamily.moe and m.experts_per_token > m.num_experts:
-        problem = f"is more than model.num_experts={m.num_experts}: a token goes to distinct experts"
-        fix = f"model.experts_per_token={m.num_experts}, or model.num_experts={m.experts_per_token}"
-        yield Violation(request.show("model.experts_per_token"), problem, f"1 to {m.num_experts}", fix)
+def _at_most(path: str, limit: str, words: str, why: str = "") -> Rule:
+    """Rule that a setting does not exceed another, where it has an effect."""
+
+    @rule(path, limit)
+    def within(request: Request) -> Iterator[Violation]:
+        setting, value, most = settings()[path], request.value(path), request.value(limit)
+        acts = all(only.holds(request.value(only.path)) for only in setting.only)
+        if acts and setting.range and None not in (value, most) and value > most:
+            fix = f"{path}={most}, or {limit}={value}"
+            problem, choices = f"{words} {limit}={most}{why}", f"{setting.range.low} to {most}"
+            yield Violation(request.show(path), problem, choices, fix)
+
+    return within
 
 
-@rule("data.seq_len", "model.max_seq_len")
-def sequence_fits_the_positions(request: Request) -> Iterator[Violation]:
-    seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
-    if seq_len > longest:
-        subject, problem = request.show("data.seq_len"), f"is longer than model.max_seq_len={longest}"
-        yield Violation(subject, problem, f"1 to {longest}", f"data.seq_len={longest}, or model.max_seq_len={seq_len}")
+LIMITS = (
+    _at_most("model.experts_per_token", "model.num_experts", "is more than", ": a token goes to distinct experts"),
+    _at_most("data.seq_len", "model.max_seq_len", "is longer than"),
+    _at_most("train.warmup_steps", "train.steps", "is longer than the run,"),
+    _at_most("ckpt.every", "train.steps", "is beyond the last step,"),
+    _at_most("fault.begins_at", "train.steps", "begins after the run has ended,"),
+    _at_most("nccl_ub.min_ctas", "nccl_ub.max_ctas", "is more than"),  # NCCL would change one, and only log it
+)
 
 
 @rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
@@ -86,14 +95,6 @@ def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
     if ranks % nodes:
         subject, problem = request.show("mesh.world_size"), f"is not divisible by cluster.nodes={nodes}"
         yield Violation(subject, problem, f"multiples of {nodes}", f"mesh.world_size={max(ranks // nodes, 1) * nodes}")
-
-
-@rule("train.steps", "train.warmup_steps")
-def warmup_ends(request: Request) -> Iterator[Violation]:
-    t = request.config.train
-    if t.warmup_steps > t.steps:
-        subject, problem = request.show("train.warmup_steps"), f"is longer than the run, train.steps={t.steps}"
-        yield Violation(subject, problem, f"0 to {t.steps}", f"train.warmup_steps={min(t.steps // 10 + 1, t.steps)}")
 
 
 @rule("train.steps", *STEP_LISTS)
