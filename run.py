@@ -32,8 +32,8 @@ from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
 from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts, tell
-from harness.cli.help import request_help
 from harness.cli.streams import standard_streams
+from harness.cli.verbs import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose, compose_cell, register
 from harness.config.errors import refuse

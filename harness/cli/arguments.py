@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hydra._internal.utils import get_args_parser
 
-from harness.cli.help import version
+from harness.cli.verbs import version
 from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse

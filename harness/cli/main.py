@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from harness.cli.failure import REQUEST_ERRORS, listen_to_interrupts, tell
-from harness.cli.help import verbs_help, version
 from harness.cli.streams import standard_streams
-from harness.cli.verbs import KINDS, VERBS, Verb, parser_of
+from harness.cli.verbs import KINDS, VERBS, Verb, parser_of, verbs_help, version
 from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands

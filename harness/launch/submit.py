@@ -1,22 +1,25 @@
-"""Carrying out a request: every cell on its own cluster, then the next commands."""
+"""Carrying out a request: every cell on its own cluster, then the next commands; or a preview (launch.dry_run=true)."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.config.compose import Cell
-from harness.launch import preview
+from harness.config.rank_environment import run_environment
 from harness.launch.local.pool import Pool, exit_code
+from harness.launch.local.ranks import rank_environment, worker_command
 from harness.launch.local.run import EXIT_CODES, Ended, run_inline
-from harness.launch.opening import Opened, Sources, open_here
+from harness.launch.opening import Opened, Sources, look, open_here
 from harness.launch.plan import Action, Decision, is_timed
 from harness.launch.slurm import scheduler, steps, submission
+from harness.launch.slurm.batch import Batch
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.watch import wait_for
 from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
-from harness.store.files import Lock
+from harness.store.files import Lock, write_atomic
 from harness.store.labels import named
 from harness.store.rank_place import stop_signals_blocked
 from harness.store.rundir import RunDir, Store
@@ -37,7 +40,7 @@ def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
     written.
     """
     if any(cell.config["launch"]["dry_run"] for cell in cells):
-        print(preview.preview(cells))
+        print(preview(cells))
         return 0
     return _Request(cells, terminal or Terminal()).carry_out()
 
@@ -142,3 +145,55 @@ class _Request:
         else:
             verbs = [show, f"watch {study}"]
         return [commands.verb(verb, self._store.root) for verb in verbs]
+
+
+def preview(cells: Sequence[Cell]) -> str:
+    """Cells with directories and decisions, then the environment, then the batch scripts; starts nothing.
+
+    Scripts are also written to `Batch.dry_file`. Raises `OSError`: a script cannot be written.
+    """
+    store = Store(cells[0].config["launch"]["root"])
+    sources, jobs = Sources.gather(), scheduler.probe()
+    local = [cell for cell in cells if not submission.is_remote(cell)]
+    remote = [cell for cell in cells if submission.is_remote(cell)]
+    decisions = {cell.signature: look(store, cell, sources, jobs) for cell in local}
+
+    def keep(cell: Cell, decision: Decision) -> None:
+        decisions[cell.signature] = decision
+
+    batches = submission.planned(store, remote, sources, jobs, keep) if remote else []
+    decisions |= {cell.signature: decision for batch in batches for cell, decision in batch.wanted}
+    written = "nothing is written but batch scripts" if batches else "nothing is written"
+    parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: {written}, nothing is started"]
+    for cell in cells:
+        decision = decisions[cell.signature]
+        parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
+        parts.extend(f"    {override}" for override in cell.overrides)
+    if local:
+        parts.append(_local(store, local[0]))
+    parts.extend(_script(store, batch) for batch in batches)
+    return "\n".join(parts)
+
+
+def _local(store: Store, cell: Cell) -> str:
+    config = cell.typed
+    variables = rank_environment(config, 0, start="TOKEN")
+    command = shlex.join(worker_command(store.path_of(cell), 0))
+    return (
+        f"\nrank 0 of {config.mesh.world_size} on this machine (the others differ in RANK and LOCAL_RANK):\n"
+        f"{_assignments(variables)}\n    {command}"
+    )
+
+
+def _script(store: Store, batch: Batch) -> str:
+    count, text = len(batch.wanted), batch.script()
+    store.claim()
+    batch.dry_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(batch.dry_file, text)
+    variables = _assignments(run_environment(batch.wanted[0][0].typed))
+    title = f"sbatch script of {count} cell{'s' * (count > 1)} ({batch.dry_file}):"
+    return f"\n{title}\n\n{text}\nin each rank:\n{variables}"
+
+
+def _assignments(variables: dict[str, str]) -> str:
+    return "\n".join(f"    {name}={shlex.quote(value)}" for name, value in sorted(variables.items()))

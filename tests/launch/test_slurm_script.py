@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
-from harness.launch import preview as preview_module
 from harness.launch.plan import Action, Decision
-from harness.launch.preview import preview
 from harness.launch.slurm import submission
 from harness.launch.slurm.batch import Batch, alike, batches
+from harness.launch.submit import preview
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 
@@ -166,7 +165,7 @@ def test_the_job_ends_as_its_ranks_did_whatever_is_done_after(tmp_path):
 
 
 def test_a_preview_shows_everything_and_writes_scripts_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(preview_module, "probe", lambda: None)
+    monkeypatch.setattr("harness.launch.slurm.scheduler.probe", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     root = tmp_path / "none yet"
     cells = [make(root, "train.replicate=1"), make_cell(root, "train.replicate=2")]
