@@ -41,7 +41,7 @@ from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace, rank_place
 from harness.store.screen import unfiltered
 from harness.study.expand import register as register_study
-from harness.study.rendezvous import Answer, Host, ask, lead, rendezvous_folder, shared_root
+from harness.study.rendezvous import LINGER_S, Answer, ask, lead, publish, rendezvous_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import JobFailed, carry_out, refuse_study, run_job
 
@@ -128,12 +128,11 @@ def as_rank(argv: list[str], place: RankPlace) -> int:
     folder = rendezvous_folder(shared_root(arguments.overrides), os.environ)
     if place.rank:
         return work(ask(folder, place), place)
-    host = Host(folder, place)
     try:
-        return open_and_work(_cell(arguments), host, place)
+        return open_and_work(_cell(arguments), folder, place)
     except Exception as error:
-        host.publish(Answer(exit_code=exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1))
-        host.linger()
+        code = exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1
+        publish(folder, place, Answer(exit_code=code)).join(LINGER_S)
         raise
 
 
@@ -145,14 +144,14 @@ def _cell(arguments: Arguments) -> Cell:
     return compose(arguments.overrides)
 
 
-def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
+def open_and_work(cell: Cell, folder: Path, place: RankPlace) -> int:
     # From here on a status says that the run is running: a request to stop waits for the worker, which listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     answer, lock = lead(cell)
-    host.publish(answer)
+    published = publish(folder, place, answer)
     print(answer.message, flush=True)
     if answer.exit_code is not None:
-        host.linger()
+        published.join(LINGER_S)
     if lock is not None and place.launcher == "slurm":
         lock.release()  # a rank of a job takes the run's lock itself
     return work(answer, place)

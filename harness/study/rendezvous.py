@@ -53,30 +53,23 @@ def rendezvous_folder(root: Path, environment: Mapping[str, str]) -> Path:
     return root / ".rendezvous" / hashlib.sha256(names.encode()).hexdigest()[:16]
 
 
-class Host:
-    def __init__(self, folder: Path, place: RankPlace) -> None:
-        self._folder, self._others = folder, place.world_size - 1
-        self._thread: threading.Thread | None = None
+def publish(folder: Path, place: RankPlace, answer: Answer) -> threading.Thread:
+    """Answer every other rank's question; the thread ends when all have read it."""
 
-    def publish(self, answer: Answer) -> None:
-        if self._others:
-            self._thread = threading.Thread(target=self._serve, args=(answer,), name="rendezvous", daemon=True)
-            self._thread.start()
-
-    def linger(self) -> None:
-        if self._thread is not None:
-            self._thread.join(LINGER_S)
-
-    def _serve(self, answer: Answer) -> None:
+    def serve() -> None:
         answered: set[Path] = set()
         pause, deadline = _POLL_S, time.monotonic() + ANSWER_TIMEOUT_S
-        while time.monotonic() < deadline and sum(not question.exists() for question in answered) < self._others:
-            for question in set(self._folder.glob("ask-*")) - answered:
+        while time.monotonic() < deadline and sum(not each.exists() for each in answered) < place.world_size - 1:
+            for question in set(folder.glob("ask-*")) - answered:
                 with contextlib.suppress(OSError):
                     write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
                     answered.add(question)
             time.sleep(pause)
             pause = min(1.1 * pause, _SLOW_POLL_S)
+
+    thread = threading.Thread(target=serve, name="rendezvous", daemon=True)
+    thread.start()
+    return thread
 
 
 def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:

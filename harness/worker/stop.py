@@ -94,9 +94,9 @@ def hold_on(environment: Mapping[str, str]) -> None:
         fcntl.fcntl(parent_pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    threading.Thread(target=_die_when_closed, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
 
+    def die_when_closed() -> None:
+        os.read(parent_pipe, 1)
+        os.killpg(0, signal.SIGKILL)
 
-def _die_when_closed(parent_pipe: int) -> None:
-    os.read(parent_pipe, 1)
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=die_when_closed, name="parent_pipe", daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_user_buffers_of_megatron_fsdp_need_an_allocator_it_does_not_bring(monke
 
 
 def test_a_model_beyond_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=64 << 30))
     with pytest.raises(BadRequest, match="model=llama_8b: needs"):
         compose(["model=llama_8b", "launch.dry_run=true"])
     compose(["model=llama_8b", "launch.dry_run=true", "cluster=slurm"])

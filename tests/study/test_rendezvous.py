@@ -14,7 +14,7 @@ from harness.store import reading
 from harness.store.errors import StoreError
 from harness.store.rank_place import RankPlace
 from harness.study import rendezvous
-from harness.study.rendezvous import Answer, Host, ask, rendezvous_folder, shared_root
+from harness.study.rendezvous import Answer, ask, publish, rendezvous_folder, shared_root
 from tests.support.mutants import kills
 
 
@@ -25,17 +25,17 @@ def place(rank: int, world_size: int) -> RankPlace:
 @pytest.mark.parametrize("host_first", [True, False])
 def test_every_rank_gets_the_answer_and_nothing_is_left(host_first: bool, tmp_path: Path) -> None:
     folder, answer = tmp_path / "root" / "meeting", Answer(run="/runs/x", attempt=3)
-    host = Host(folder, place(0, 5))
     if host_first:
-        host.publish(answer)
+        published = publish(folder, place(0, 5), answer)
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(ask, folder, place(rank, 5)) for rank in range(1, 5)]
         if not host_first:
             time.sleep(0.1)
             assert not any(one.done() for one in waiting)
-            host.publish(answer)
+            published = publish(folder, place(0, 5), answer)
         assert [one.result(10) for one in waiting] == [answer] * 4
-    host.linger()
+    published.join(10)
+    assert not published.is_alive()
     assert not folder.exists() or list(folder.iterdir()) == []
 
 
@@ -90,8 +90,7 @@ def test_questions_are_asked_where_nobody_else_may_write(tmp_path: Path) -> None
 
 def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_path: Path) -> None:
     (tmp_path / "ask-1-dead").touch()
-    host = Host(tmp_path, place(0, 2))
-    host.publish(Answer(exit_code=2))
+    publish(tmp_path, place(0, 2), Answer(exit_code=2))
     while not (tmp_path / "answer-1-dead").exists():
         time.sleep(0.01)
     assert ask(tmp_path, place(1, 2), timeout_s=5) == Answer(exit_code=2)
@@ -99,9 +98,7 @@ def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_pat
 
 def test_a_host_alone_asks_for_nothing(tmp_path: Path) -> None:
     before = threading.active_count()
-    host = Host(tmp_path / "none", place(0, 1))
-    host.publish(Answer(run="x"))
-    host.linger()
+    publish(tmp_path / "none", place(0, 1), Answer(run="x")).join(10)
     assert threading.active_count() == before
 
 

@@ -134,7 +134,7 @@ def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
     config, least = request.config, capabilities_of(request.config).idle_parameters_torch
     torch = versions(("torch",)).get("torch")
     brings_own = config.cluster.backend is not Backend.local and config.cluster.python is not None
-    if least is None or torch is None or brings_own or _at_least(torch, least):
+    if least is None or torch is None or brings_own or tuple(map(int, torch.split(".")[:2])) >= least:
         return
     if may_leave_unused(config) and config.mesh.world_size > 1:
         yield Violation(
@@ -146,11 +146,6 @@ def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
         )
 
 
-def _at_least(version: str, wanted: tuple[int, int]) -> bool:
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return (major, minor) >= wanted
-
-
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
 
 
@@ -160,8 +155,10 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     cfg = request.config
     if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
         return
-    need, have = state_bytes(cfg), _memory_bytes()
-    if have and need > have:
+    import psutil
+
+    need, have = state_bytes(cfg), psutil.virtual_memory().total
+    if need > have:
         problem = f"needs {size(need)} for weights and optimizer alone; this machine has {size(have)}"
         yield Violation(f"model={cfg.model.name}", problem, fix="model=tiny, or a cluster with more machines")
 
@@ -186,13 +183,6 @@ def room(root: Path, need: int) -> str:
     except OSError as error:
         return f"cannot be a folder: {error.strerror}"
     return f"{folder} has {size(free)} free, and the run writes about {size(need)}" if free < need else ""
-
-
-def _memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return 0
 
 
 LOGS_BYTES = 1 << 20

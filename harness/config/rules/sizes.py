@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import Any
 
 from harness.config.data_source import SourceFacts, describe, held_out_batches, inspect
 from harness.config.derived import data_ranks
@@ -13,7 +14,7 @@ from harness.config.errors import Violation
 from harness.config.own import described
 from harness.config.rules.numbers import STEP_LISTS
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Config, DataConfig, DataKind, ModelFamily, TokenDtype
+from harness.config.schema import Config, DataConfig, DataKind, ModelFamily
 
 DECODERS = (ModelFamily.llama, ModelFamily.moe)
 
@@ -173,12 +174,8 @@ _READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
 
 
 @functools.lru_cache(maxsize=64)
-def _inspected(
-    kind: DataKind, path: str | None, seq_len: int, width: TokenDtype, header: int, count: int
-) -> SourceFacts:
-    return inspect(
-        DataConfig(kind, path=path, seq_len=seq_len, token_dtype=width, header_bytes=header, num_sequences=count)
-    )
+def _inspected(*settings: Any) -> SourceFacts:
+    return inspect(DataConfig(*settings))
 
 
 def _facts(config: Config) -> SourceFacts | str | None:
@@ -190,7 +187,7 @@ def _facts(config: Config) -> SourceFacts | str | None:
         count = int(found.answer["num_sequences"])
         return SourceFacts(count * (data.seq_len + 1), count, int(found.answer["max_token"]))
     try:
-        return _inspected(data.kind, data.path, data.seq_len, data.token_dtype, data.header_bytes, data.num_sequences)
+        return _inspected(*astuple(replace(data, order_seed=0)))
     except (ValueError, OSError) as error:
         return str(error)
 

@@ -19,7 +19,6 @@ import psutil
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
-from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.provenance import python_path
 from harness.store.rank_place import FOREIGN, PARENT_PIPE, PROGRESS, START, stop_signals_blocked
@@ -219,10 +218,6 @@ def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str],
 def worker_command(run: Path, attempt: int) -> list[str]:
     """Command of one rank; `-P` excludes a stray `harness` in the working directory."""
     return [sys.executable, "-P", "-m", "harness.worker", str(run), "--attempt", str(attempt)]
-
-
-def failures_of(ranks: Sequence[Rank]) -> list[Failure]:
-    return failure.ordered([found for rank in ranks if (found := rank.failure()) is not None])
 
 
 def rank_environment(

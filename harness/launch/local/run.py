@@ -21,7 +21,7 @@ from typing import Any
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.launch.local.forking import NotForked
-from harness.launch.local.ranks import Rank, failures_of, start_ranks
+from harness.launch.local.ranks import Rank, start_ranks
 from harness.launch.opening import Opened
 from harness.store import failure, status
 from harness.store.errors import StoreError
@@ -180,7 +180,9 @@ class LocalRun:
         shutil.rmtree(rendezvous_folder(self._folder, self._start), ignore_errors=True)
         ended = self._judge()
         if ended.state is State.done:
-            _remove_empty(self._folder)
+            for path in self._folder.iterdir():  # logs and stacks with nothing in them
+                if path.is_file() and not path.stat().st_size:
+                    path.unlink()
         try:
             self._write(ended)
         finally:
@@ -195,8 +197,8 @@ class LocalRun:
         if codes and codes <= STOPPED:
             state = State.preempted if state is State.failed else state
             return Ended(state, self._own_reason(State.preempted, State.cancelled))
-        failures = failures_of(self.ranks)
-        if state is State.failed or (self._stops and any(not failure.echo for failure in failures)):
+        failures = failure.ordered([found for rank in self.ranks if (found := rank.failure()) is not None])
+        if state is State.failed or (self._stops and any(not each.echo for each in failures)):
             return self._failed(failures, reason)
         if not self.ranks:
             reason = f"{reason} before ranks were started"
@@ -242,13 +244,6 @@ def _end_of(asked: signal.Signals | None) -> tuple[State, str]:
     if asked is None:
         return State.cancelled, "cancelled on request"
     return State.cancelled if asked is signal.SIGINT else State.preempted, stop_reason(asked)
-
-
-def _remove_empty(attempt: Path) -> None:
-    """Remove logs and stacks with nothing in them."""
-    for path in attempt.iterdir():
-        if path.is_file() and not path.stat().st_size:
-            path.unlink()
 
 
 def _stacks(attempt: Path) -> str:
