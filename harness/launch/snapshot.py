@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,14 @@ from harness.store.rundir import CODE
 SHIPPED = ("harness", "hydra_plugins/harness_hydra", "conf", "sweeps", "run.py")
 
 
-class Snapshot:
-    def __init__(self, root: Path, origin: Path = PACKAGE.parent) -> None:
-        self._root, self._origin = root, origin
+def code_copy(root: Path, origin: Path = PACKAGE.parent, *, take: bool) -> Path:
+    """Folder of a copy of the code as it is. Args: take: make it, unless present.
 
-    @cached_property
-    def path(self) -> Path:
-        return self._root / CODE / files_digest(self._origin, self._names)[:16]
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return sorted(name for shipped in SHIPPED for name in _files(self._origin, shipped))
-
-    def take(self) -> Path:
-        """Make the copy, unless present, and return its folder.
-
-        Raises `StoreError`: a file changed meanwhile. `OSError`: the root is not writable, or the disk is full.
-        """
-        return copied(self._origin, self._names, self.path)
+    Raises `StoreError`: a file changed meanwhile. `OSError`: the root is not writable, or the disk is full.
+    """
+    names = sorted(name for shipped in SHIPPED for name in _files(origin, shipped))
+    target = root / CODE / files_digest(origin, names)[:16]
+    return copied(origin, names, target) if take else target
 
 
 def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +36,11 @@ def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, "copy": str(copied(Path(facts["root"]), facts["files"], target))}
 
 
-def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
+def copied(origin: Path, names: Sequence[str], target: Path) -> Path:
     """Atomically copy files to a folder whose name ends in their digest.
 
     An existing copy is checked once a process, because a machine crash may leave empty files.
     """
-    names = list(names)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     if target.is_dir() and target not in _WHOLE and not _fits(target.name, target, names):
         os.replace(target, temporary.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp"))  # `gc` takes it

@@ -14,7 +14,7 @@ from harness.launch.terminal import Terminal
 from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.labels import named
-from harness.store.metrics import last_record, newest_held_out
+from harness.store.metrics import TAIL_BYTES, last_numbers, last_record
 from harness.store.rundir import RunDir, Store
 from harness.store.status import MOVING, JobProbe, State
 from harness.store.step_time import median_step_time, rates
@@ -78,6 +78,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         found = status.effective(run.path, jobs)
         steps = (found.steps if found else 0) or run.setting("train.steps")
         last, step_time_s = last_record(run.metrics) or {}, median_step_time(run)
+        held_out = last_numbers(run.metrics, ("validation/loss",), TAIL_BYTES)["validation/loss"]
         stale = provenance.is_stale(run.path, digest)
     except (StoreError, OSError) as error:
         return Row(run.path.name, run.path.parent.name, "damaged", False, 0, 0, None, None, str(error))
@@ -90,7 +91,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
         steps=steps,
         loss=last.get("loss"),
         step_time_s=step_time_s,
-        held_out=newest_held_out(run.metrics),
+        held_out=held_out[-1] if held_out else None,
         **rates(last, step_time_s),
         reason="never started" if found is None else found.reason,
     )

@@ -131,9 +131,10 @@ class StreamWriter:
         self._steps = _appending(folder / "steps.f64", self._row, done)
         self._tensors = _appending(folder / "tensors.f64", self._table, kept_until(done, every))
 
-    def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64]) -> None:
+    def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64] | None = None) -> None:
+        """tensors: None in the row that follows the last step."""
         self._steps.write(_packed(row))
-        if is_kept(step, self.every):
+        if tensors is not None and is_kept(step, self.every):
             self._tensors.write(tensors.astype("<f8").tobytes())
 
     def leave_out(self, step: int) -> None:
@@ -141,9 +142,6 @@ class StreamWriter:
         self._steps.write(_nothing(self._row))
         if is_kept(step, self.every):
             self._tensors.write(_nothing(self._table))
-
-    def write_closing(self, row: Sequence[float]) -> None:
-        self._steps.write(_packed(row))
 
     def sync(self) -> None:
         for file in (self._steps, self._tensors):

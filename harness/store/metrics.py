@@ -191,11 +191,6 @@ def last_numbers(path: Path, names: Sequence[str], count: int) -> dict[str, list
     return found
 
 
-def newest_held_out(path: Path) -> float | None:
-    """Newest held-out loss, within the last 64 KiB; None without one. Raises `StoreError`: a line is not JSON."""
-    return next(reversed(last_numbers(path, ("validation/loss",), TAIL_BYTES)["validation/loss"]), None)
-
-
 def _last_lines(path: Path, count: int) -> list[bytes]:
     file = open_regular(path)
     if file is None:

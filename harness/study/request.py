@@ -57,7 +57,9 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str], la
     wanted = cells_of(loader, master, as_asked(arguments))
     first = wanted.cells[0].typed
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
-        typed = [*_own_options(), *as_asked(arguments)]
+        own = catalog.own_folder()
+        options = [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
+        typed = [*options, *as_asked(arguments)]
         write_study(Path(first.launch.root), wanted.cells, wanted.controls, typed)
     if _is_basic(master) or first.launch.dry_run:
         return carry_out(wanted.cells)
@@ -127,11 +129,6 @@ def _not_timed(cell: Cell, master: DictConfig) -> None:
             "beside cells that a launcher of Hydra's runs at the same time, step times cannot be compared",
             fix="leave hydra/launcher out: timed cells then run one after another, in blocks",
         )
-
-
-def _own_options() -> list[str]:
-    own = catalog.own_folder()
-    return [] if own is None or own == Path.cwd() / "conf" else [f"--config-dir={own}"]
 
 
 def cells_asked(words: Sequence[str]) -> tuple[Cell, ...]:

@@ -64,7 +64,8 @@ class Bench:
         """Facts for the summary, on rank 0. Collective over all ranks."""
         own = Clocks(*(now - before for now, before in zip(_clocks(), self.began, strict=True)))
         self._gather_timed()
-        rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])
+        digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+        rows = self.control.gather([int.from_bytes(digest, "little", signed=True), round(own.process_s * 1e6)])
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
         return {
             "tensor_bytes": self.tensor_bytes,
@@ -96,11 +97,6 @@ class Bench:
             "peak": [row[1] for row in rows],
             "growth": [row[3] for row in rows],
         }
-
-
-def _host_id() -> int:
-    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
 
 
 OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")

@@ -388,7 +388,7 @@ class StepChecks(Callback):
             self.largest["kept"][:] = self._kept(sketches(self.signs, self.pieces), self.sample.look())
             self.control.begin_totals(self.summed.values, self.largest.values)()
             if self.writer is not None:
-                self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest["kept"].numpy()))
+                self.writer.write(0, closing_numbers(stream.step_columns(SKETCHES), self.largest["kept"].numpy()))
 
     def close(self) -> None:
         if self.writer is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
@@ -45,7 +45,8 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
     place = place or rank_place(os.environ)
     hold_on(os.environ)
     reporter = Reporter(run_dir, attempt, place, listener)
-    stop = StopFlag(_after_interrupt(place))
+    later = signal.default_int_handler if place.world_size == 1 else signal.SIG_DFL
+    stop = StopFlag(None if place.watched else later)
     try:
         stop.listen()
         dump_on_request(reporter.folder, place.rank)
@@ -58,12 +59,6 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         return FAILED
     finally:
         stop.restore()
-
-
-def _after_interrupt(place: RankPlace) -> Any:
-    if place.watched:
-        return None
-    return signal.default_int_handler if place.world_size == 1 else signal.SIG_DFL
 
 
 def _ownership(run_dir: Path, place: RankPlace) -> AbstractContextManager[object]:

@@ -12,7 +12,6 @@ import pytest
 
 from harness.launch.opening import Sources, open_here
 from harness.launch.slurm import submission
-from harness.launch.snapshot import Snapshot
 from harness.launch.submit import _Request
 from harness.launch.terminal import Terminal
 from harness.store import status
@@ -33,7 +32,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setattr(Snapshot, "take", lambda self: tmp_path)
+    monkeypatch.setattr(submission, "code_copy", lambda root, take: tmp_path)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(name)
 
@@ -156,7 +155,13 @@ MUTANTS = {
     ),
     "from step 0 without a word": (
         lambda submit, root, _, capfd: test_steps_that_are_not_gone_on_with_are_told(submit, root, capfd),
-        Slip(submission, "_wanted", "decision.action is Action.start_over", "False", "Lost steps are not told of"),
+        Slip(
+            submission,
+            "_wanted",
+            "decision.action is not Action.start",
+            "not decision.starts",
+            "Lost steps are not told of",
+        ),
     ),
     "answer lost": (
         lambda submit, root, *_: test_jobs_that_slurm_took_without_saying_so_are_submitted(

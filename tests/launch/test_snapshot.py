@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from harness.launch import snapshot
-from harness.launch.snapshot import Snapshot, copied, own_copy
+from harness.launch.snapshot import code_copy, copied, own_copy
 from harness.store.errors import StoreError
 from harness.store.provenance import files_digest, sources_digest
 
@@ -25,7 +25,7 @@ def origin(tmp_path):
 
 
 def test_edits_after_it_was_taken_change_nothing(tmp_path, origin):
-    taken = Snapshot(tmp_path / "runs", origin).take()
+    taken = code_copy(tmp_path / "runs", origin, take=True)
     assert taken.parent == tmp_path / "runs" / ".snapshots"
     (origin / "harness" / "__init__.py").write_text("WORD = 'now'\n")
     command = [sys.executable, "-P", "-c", "import harness; print(harness.WORD)"]
@@ -35,25 +35,25 @@ def test_edits_after_it_was_taken_change_nothing(tmp_path, origin):
     assert done.stdout == "then\n"
     files = sorted(path.relative_to(taken).as_posix() for path in taken.rglob("*.*") if path.is_file())
     assert [name for name in files if "__pycache__" not in name] == ["harness/__init__.py", "run.py"]
-    assert Snapshot(tmp_path / "runs", origin).path != taken
+    assert code_copy(tmp_path / "runs", origin, take=False) != taken
 
 
 def test_the_same_code_is_one_copy(tmp_path, origin):
-    first, second = (Snapshot(tmp_path / "runs", origin).take() for _ in range(2))
+    first, second = (code_copy(tmp_path / "runs", origin, take=True) for _ in range(2))
     assert first == second
     assert len(list((tmp_path / "runs" / ".snapshots").iterdir())) == 1
 
 
 def test_a_copy_that_a_crash_left_empty_files_in_is_made_again(tmp_path, origin, monkeypatch):
-    taken = Snapshot(tmp_path / "runs", origin).take()
+    taken = code_copy(tmp_path / "runs", origin, take=True)
     (taken / "harness" / "__init__.py").write_text("")
     monkeypatch.setattr(snapshot, "_WHOLE", set())  # another process asks
-    assert Snapshot(tmp_path / "runs", origin).take() == taken
+    assert code_copy(tmp_path / "runs", origin, take=True) == taken
     assert (taken / "harness" / "__init__.py").read_text() == "WORD = 'then'\n"
 
 
 def test_a_file_that_changes_meanwhile_is_no_snapshot(tmp_path, origin, monkeypatch):
-    target = Snapshot(tmp_path / "runs", origin).path
+    target = code_copy(tmp_path / "runs", origin, take=False)
     (origin / "run.py").write_text("edited between the digest and the copy")
     with pytest.raises(StoreError, match="changed while it was copied"):
         copied(origin, ["harness/__init__.py", "run.py"], target)
@@ -61,7 +61,7 @@ def test_a_file_that_changes_meanwhile_is_no_snapshot(tmp_path, origin, monkeypa
 
 
 def test_the_real_one_has_the_sources_of_this_process(tmp_path):
-    taken = Snapshot(tmp_path).take()
+    taken = code_copy(tmp_path, take=True)
     assert sources_digest(taken / "harness") == sources_digest()
     assert {path.name for path in taken.iterdir()} == {name.partition("/")[0] for name in snapshot.SHIPPED}
 

@@ -20,7 +20,7 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, max_array_size
 from harness.launch.slurm.task import write_tasks
-from harness.launch.snapshot import Snapshot
+from harness.launch.snapshot import code_copy
 from harness.store import provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import private_folder, write_atomic
@@ -65,7 +65,7 @@ def submit_cells(
             of_study = [cell for cell in cells if cell.study == study]
             wanted = _wanted(store, of_study, sources, jobs, on_decision)
             if wanted:
-                made = batches(store, wanted, code=Snapshot(store.root).take(), limit=max_array_size())
+                made = batches(store, wanted, code=code_copy(store.root, take=True), limit=max_array_size())
                 submitted += [_submit(store, batch, sources) for batch in made]
     return submitted
 
@@ -75,7 +75,7 @@ def planned(
 ) -> list[Batch]:
     """Dry run of `submit_cells`, in its order."""
     wanted = _wanted(store, cells, sources, jobs, on_decision)
-    return list(batches(store, wanted, code=Snapshot(store.root).path, limit=max_array_size()))
+    return list(batches(store, wanted, code=code_copy(store.root, take=False), limit=max_array_size()))
 
 
 def _wanted(
