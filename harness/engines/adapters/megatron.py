@@ -21,7 +21,7 @@ that step is taken with a learning rate of 0, because all engines start from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -86,9 +86,10 @@ class MegatronEngine(ShardedEngine):
         self.weights = dict(module.named_parameters())
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.tp_shards = {name: TpShard(tuple(weight.shape)) for name, weight in self.weights.items()}
-        self.buckets = Buckets(self.model.param_and_grad_buffer, self.shards_state, ranks)
+        self.groups: list[Any] = list(self.model.param_and_grad_buffer.parameter_groups)
         self.group, self.tensor = self._shard_group(mesh), None
         self.optimizer = self._optimizer(package)
+        self.extents, self.order = self._exchange_extents(), self._exchange_order()
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         self.model.is_last_microbatch = last
@@ -116,18 +117,13 @@ class MegatronEngine(ShardedEngine):
         return {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        self._demand_reduced()
-        return self.buckets.gather(lambda group: group.main_grad_buffer, self.weights)
+        found, dtype = self.local_gradients(), TORCH_DTYPES[self.config.dtype.main_grads]
+        for name in self.trained:
+            yield name, self._gather(name, found.get(name, torch.empty(0, device=self.ranks.device)).to(dtype))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded main weights on the CPU, gathered one bucket at a time; compute weights of frozen parameters."""
-        dtype = TORCH_DTYPES[self.config.dtype.main_params]
-        whole: Iterable[tuple[str, Tensor]]
-        if self.shards_state:
-            whole = self.buckets.gather(lambda it: it.main_weight_buffer or it.model_weight_buffer, self.weights)
-        else:
-            whole = ((name, self._piece(weight).cpu().clone()) for name, weight in self.weights.items())
-        return ((name, tensor.to(dtype)) for name, tensor in whole)
+        """Unsharded main weights on the CPU, gathered one by one; compute weights of frozen parameters."""
+        return ((name, weight.to(self.main_dtype)) for name, weight in super().named_weights())
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's shards of main weights and optimizer state by parameter name; not copied."""
@@ -155,7 +151,7 @@ class MegatronEngine(ShardedEngine):
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; modules outside units stay gathered, and count as compute weights."""
-        total = self.buckets.bytes()
+        total = self._bytes_of_buffers()
         state = [value for key, value in self.state_dict().items() if key.startswith("optimizer/")]
         total["optimizer"] = sum(value.nbytes for value in state)
         total["buffers"] = sum(buffer.nbytes for buffer in self.model.module.buffers())
@@ -197,53 +193,17 @@ class MegatronEngine(ShardedEngine):
         group: dist.ProcessGroup = mesh[INNER].get_group()
         return group
 
-    def _optimizer(self, package: Any) -> Any:
-        shapes = {name: weight.shape for name, weight in self.trained.items()}
-        config = self.config.optimizer
-        groups = optim.groups_of(config, self.workload, self.trained, shapes)
-        optimizer = optim.make_optimizer(config, groups, fused=config.name is not OptimizerName.sgd)  # DTensors lack it
-        optim.set_lr(optimizer, 0.0)
-        return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+    def _exchange_order(self) -> list[int] | None:
+        """Collective over the group. Its rank is no place in a tensor where the outer axis shards too."""
+        if self.group is None:
+            return None
+        buffer = next(each.main_weight_buffer for each in self.groups if each.main_weight_buffer is not None)
+        mine = torch.tensor([buffer.dp_rank], device=self.ranks.device)
+        places = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(places, mine, group=self.group)
+        return sorted(range(len(places)), key=lambda rank: int(places[rank]))
 
-
-class Buckets:
-    """The package's buffers, read from outside: unsharded tensors by name, and bytes.
-
-    Args: storage: the model's `param_and_grad_buffer`. sharded: True if main weights and reduced gradients are sharded.
-    """
-
-    def __init__(self, storage: Any, sharded: bool, ranks: Ranks) -> None:
-        self.sharded = sharded
-        self.groups: list[Any] = list(storage.parameter_groups)
-        self.places: dict[str, tuple[int, int]] = {}
-        for number, group in enumerate(self.groups):
-            for item, param in enumerate(group.params):
-                self.places[storage.param_to_name[param]] = number, item
-        self.orders = self._orders(ranks.device)
-
-    def gather(self, pick: Callable[[Any], Any], names: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded tensors of one buffer kind, on the CPU, in the order of `names`. Collective over all ranks.
-
-        A bucket is gathered at its first parameter and dropped after its last. Buckets without that buffer (frozen ones
-        have no gradients) are left out.
-        """
-        left = [len(group.params) for group in self.groups]
-        whole: dict[int, Tensor] = {}
-        for name, weight in names.items():
-            number, item = self.places[name]
-            buffer = pick(self.groups[number])
-            if buffer is None:
-                continue
-            if number not in whole:
-                whole[number] = self._whole(buffer)
-            index = buffer.item_index_map[item]
-            start = index.global_data_index
-            yield name, whole[number][start : start + index.size].reshape(weight.shape).clone()
-            left[number] -= 1
-            if not left[number]:
-                del whole[number]
-
-    def bytes(self) -> dict[str, int]:
+    def _bytes_of_buffers(self) -> dict[str, int]:
         """Bytes of persistent storage by role, padding apart."""
         total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
         for group in self.groups:
@@ -263,28 +223,13 @@ class Buckets:
                 total["compute_weights"] += compute.bucket_index.size * compute.dtype.itemsize
         return total
 
-    def _orders(self, device: torch.device) -> dict[Any, list[int]]:
-        orders: dict[Any, list[int]] = {}
-        for group in self.groups:
-            buffer = group.main_weight_buffer
-            if buffer is None or buffer.data_parallel_group in orders or not self.sharded:
-                continue
-            mine = torch.tensor([buffer.dp_rank], device=device)
-            pieces = [torch.empty_like(mine) for _ in range(buffer.dp_world_size)]
-            dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
-            orders[buffer.data_parallel_group] = [int(piece) for piece in pieces]
-        return orders
-
-    def _whole(self, buffer: Any) -> Tensor:
-        order = self.orders.get(buffer.data_parallel_group)
-        if order is None:
-            data: Tensor = buffer.data
-            return data.to("cpu", copy=True)
-        mine = buffer.get_shard_from_local_buffer().contiguous()
-        pieces = [torch.empty_like(mine) for _ in order]
-        dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
-        placed = sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])
-        return torch.cat([piece.cpu() for _, piece in placed])
+    def _optimizer(self, package: Any) -> Any:
+        shapes = {name: weight.shape for name, weight in self.trained.items()}
+        config = self.config.optimizer
+        groups = optim.groups_of(config, self.workload, self.trained, shapes)
+        optimizer = optim.make_optimizer(config, groups, fused=config.name is not OptimizerName.sgd)  # DTensors lack it
+        optim.set_lr(optimizer, 0.0)
+        return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
 
 def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:

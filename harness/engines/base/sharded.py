@@ -38,6 +38,8 @@ class ShardedEngine(Engine):
     model: nn.Module
     wrapped: nn.Module
     """Called in a forward: the model, unless a subclass wraps it."""
+    order: Sequence[int] | None = None
+    """Ranks of the group in the order of their pieces in a weight; None: that of the group."""
 
     def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
         self.workload = workload
@@ -234,7 +236,7 @@ class ShardedEngine(Engine):
         rows = [torch.empty_like(padded) for _ in extents]
         dist.all_gather(rows, padded, group=self.group)
         parts = [row[:numel] for row, numel in zip(rows, extents, strict=True)]
-        return torch.cat(parts)
+        return torch.cat(parts if self.order is None else [parts[rank] for rank in self.order])
 
 
 def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:

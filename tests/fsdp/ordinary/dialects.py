@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.adapters import megatron_on_cpu
-from harness.engines.adapters.megatron import Buckets
-from harness.engines.protocol import Ranks
 from tests.fsdp.ordinary.program import Program
 from tests.fsdp.ordinary.running import DTYPES, RANKS, Outcome, World, execute, ours, raised, whole_weights
 from tests.fsdp.ordinary.source import text_of
@@ -97,14 +95,19 @@ def _megatron_names() -> dict[str, Any]:
 
 
 def _megatron_weights(model: Any) -> dict[str, Tensor]:
-    ranks = Ranks(dist.get_rank(), RANKS, dist.get_rank(), torch.device("cpu"))
     with suppress(AttributeError):
         model._replace_param_with_raw_if_needed()
-    names = {model.param_and_grad_buffer.param_to_name[p]: p for g in model.param_and_grad_buffer.parameter_groups
-             for p in g.params}  # fmt: skip
-    buckets = Buckets(model.param_and_grad_buffer, True, ranks)
-    found = buckets.gather(lambda it: it.main_weight_buffer or it.model_weight_buffer, names)
-    return {name.removeprefix("module."): value for name, value in found}
+    storage, found = model.param_and_grad_buffer, {}
+    for group in storage.parameter_groups:
+        buffer = group.main_weight_buffer or group.model_weight_buffer
+        mine = buffer.get_shard_from_local_buffer().contiguous()
+        pieces = [torch.empty_like(mine) for _ in range(RANKS)]
+        dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
+        for item, param in enumerate(group.params):
+            index, name = buffer.item_index_map[item], storage.param_to_name[param].removeprefix("module.")
+            flat = torch.cat(pieces)[index.global_data_index :][: index.size]
+            found[name] = flat.reshape(param.shape).clone()
+    return found
 
 
 def _full(model: nn.Module) -> dict[str, Tensor]:
