@@ -28,6 +28,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.capture.shards import find, flat_pieces
@@ -64,11 +65,11 @@ class DeepspeedEngine(Engine):
             )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # that a step was skipped is worth a line
         self.main = self._main_weights()
+        self.shards = find([self.engine], self.engine.optimizer).shards
         if self.compute_dtype is not torch.float32:
             self._fill_main_weights()
         with self._listed():
             create_state(self.base)
-        self.shards = find([self.engine], self.engine.optimizer).shards
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         with _surroundings(self.ranks):
@@ -100,28 +101,22 @@ class DeepspeedEngine(Engine):
         return Seen(self.model, self.ranks.world_size, self.compute_dtype, self.shapes)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded fp32 gradients, gathered one by one."""
-        from deepspeed.utils import safe_get_full_grad
-
-        for name, param in self.trained.items():
-            gradient = safe_get_full_grad(param)
-            if gradient is None:
-                gradient = torch.zeros(self.shapes[name])
-            yield name, gradient.detach().to("cpu", torch.float32, copy=True).view(self.shapes[name])
+        """Unsharded fp32 gradients, gathered one by one; zeros where unused in the step."""
+        found = self.local_gradients()
+        return ((name, self._whole(name, found.get(name))) for name in self.trained)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Unsharded fp32 main weights, gathered one by one; frozen ones in their compute dtype."""
-        from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import safe_get_full_fp32_param
+        return ((name, self._whole(name, self.shards[name].local)) for name in self.params)
 
-        for name, param in self.params.items():
-            if self.stage and name in self.trained:
-                weight = safe_get_full_fp32_param(param)
-                yield name, weight.detach().to("cpu", torch.float32, copy=True).view(self.shapes[name])
-            else:
-                with GatheredParameters([param], enabled=self.stage == 3):
-                    whole = param.detach().to("cpu", torch.float32, copy=True)
-                yield name, whole
+    def _whole(self, name: str, part: Tensor | None) -> Tensor:
+        """Unsharded fp32 tensor, on the CPU. Collective where ranks have parts of it. Args: part: of `shards`."""
+        shard, found = self.shards[name], torch.zeros(self.shapes[name].numel(), device=self.ranks.device)
+        if part is not None and shard.numel:
+            found[shard.begin : shard.begin + shard.numel] = part.detach().flatten()
+        if self.stage == 3 or (self.stage and name in self.trained):
+            dist.all_reduce(found)
+        return found.view(self.shapes[name]).cpu()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's main weights and optimizer state: flat, one tensor a parameter group."""
@@ -142,11 +137,11 @@ class DeepspeedEngine(Engine):
     def local_gradients(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_local_grad
 
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, param in self.trained.items():
             shard = self.shards[name]
             if self.stage == 0:
-                found[name] = param.grad
+                found |= {} if param.grad is None else {name: param.grad}
             elif self.stage == 3 and shard.numel:
                 found[name] = safe_get_local_grad(param)[: shard.numel]
             elif shard.numel:  # BF16_Optimizer keeps the whole gradient
@@ -196,16 +191,10 @@ class DeepspeedEngine(Engine):
 
     @torch.no_grad()
     def _fill_main_weights(self) -> None:
-        from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param
-
-        for name, param in self.trained.items():
-            value = self.workload.initial_weight(name, self.shapes[name]).to(self.ranks.device)
-            if self.stage < 3:
-                safe_set_full_fp32_param(param, value)
-            else:  # not by safe_set_full_fp32_param, which does not know that the last part may be shorter
-                part = safe_get_local_fp32_param(param)
-                mine = value.flatten()[part.numel() * self.ranks.rank :][: part.numel()]
-                part[: mine.numel()].copy_(mine)
+        for name, shard in ((name, self.shards[name]) for name in self.trained):
+            if shard.numel:
+                value = self.workload.initial_weight(name, self.shapes[name]).flatten()
+                shard.local.copy_(value[shard.begin : shard.begin + shard.numel])
 
     def _publish(self) -> None:
         if self.stage == 3:
