@@ -60,7 +60,7 @@ class Cell:
 @functools.cache
 def defaults() -> dict[str, Any]:
     """Values of the schema, without those that every option of their group must set."""
-    values = plain_of(Config())
+    values: dict[str, Any] = plain_of(Config())
     values["model"]["family"] = MISSING
     return values
 
@@ -161,10 +161,6 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
 
 
-def plain_of(config: Config) -> dict[str, Any]:
-    return cast(dict[str, Any], _plain(config))
-
-
 def _anchor_paths(config: Config) -> None:
     config.launch.root = _anchored("launch.root", config.launch.root, "launch.root=runs")
     if config.data.path is not None:
@@ -197,11 +193,12 @@ def _shorten_warmup(config: Config, overrides: Sequence[str]) -> None:
         config.train.warmup_steps = min(config.train.warmup_steps, config.train.steps)
 
 
-def _plain(value: object) -> object:
+def plain_of(value: object) -> Any:
+    """Plain values of a configuration, or of a part of it."""
     if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: plain_of(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [plain_of(inner) for inner in value]
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain_of(inner) for key, inner in value.items()}
     return value.name if isinstance(value, Enum) else value

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.config import projections
+from harness.config import derived
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config, ModelFamily
 from harness.fsdp import Fp8Linear
@@ -51,7 +51,7 @@ class TokenWorkload(ABC):
         Raises `ValueError`: no projections, or sizes that the recipe cannot tile; rules refuse both before.
         """
         if self.recipe is not None:
-            chosen = lambda name, _: name.rpartition(".")[2] in projections.NAMES  # noqa: E731 - a name for it says more
+            chosen = lambda name, _: name.rpartition(".")[2] in derived.NAMES  # noqa: E731 - a name for it says more
             Fp8Linear.convert(model, self.recipe, chosen, self.history, device=device)
 
     @abstractmethod

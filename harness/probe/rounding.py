@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from harness.config.projections import NAMES
+from harness.config.derived import NAMES
 from harness.config.roundoff import RMS, UNIT, reach_name
 from harness.fp8.linear import Fp8Linear
 from harness.fp8.quantize import Column

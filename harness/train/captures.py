@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.captured import captured
-from harness.config.derived import global_microbatches
-from harness.config.projections import fitting
+from harness.config.derived import fitting, global_microbatches
 from harness.config.schema import OptimizerName
 from harness.config.update_rule import Rule
 from harness.control import Control

@@ -15,7 +15,7 @@ from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.policy import Checkpoints
 from harness.checkpoint.storage import whole_tensor
-from harness.config.projections import NAMES, projections
+from harness.config.derived import NAMES, projections
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
 from harness.control import Control
 from harness.data.loader import Loader

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.config.derived import LARGEST_LOSS_SCALE, loss_scale
+from harness.config.derived import FAMILIES, LARGEST_LOSS_SCALE, loss_scale, projections, tp_shard
 from harness.config.errors import Violation
-from harness.config.projections import FAMILIES, projections, tp_shard
 from harness.config.rules.request import Request, rule
 from harness.config.schema import DTYPE_ROLES, Dtype
 

@@ -35,14 +35,6 @@ class Batch:
     code: Path
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.wanted[0][0])
-
-    @property
-    def name(self) -> str:
-        return f"{self.study}-{self.token}"
-
-    @property
     def folder(self) -> Path:
         return self.root / self.study / SUBMISSIONS / self.token
 
@@ -51,20 +43,17 @@ class Batch:
         return self.root / self.study / DRY_RUN / f"{self.token}.sh"
 
     @property
-    def command(self) -> str:
-        """Command of each rank; `-P` excludes the working directory's `harness`."""
-        python = self.shape.python or shlex.quote(sys.executable)
-        return f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
-
-    @property
     def parameters(self) -> dict[str, Any]:
         several = {"map_count": len(self.wanted)} if len(self.wanted) > 1 else {}
-        return self.shape.parameters(self.name, self.code) | several
+        return Shape(self.wanted[0][0]).parameters(f"{self.study}-{self.token}", self.code) | several
 
     def script(self) -> str:
+        """The command of each rank has `-P`, which excludes the working directory's `harness`."""
         from submitit.slurm.slurm import _make_sbatch_string
 
-        text: str = _make_sbatch_string(command=self.command, folder=self.folder, **self.parameters)
+        python = Shape(self.wanted[0][0]).python or shlex.quote(sys.executable)
+        command = f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
+        text: str = _make_sbatch_string(command=command, folder=self.folder, **self.parameters)
         return text
 
 

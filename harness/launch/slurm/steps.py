@@ -78,14 +78,10 @@ def run_step(opened: Opened, lock: Lock) -> Ended:
         step.wait()
         status.move(path, attempt, State.cancelled, "interrupted by Ctrl-C")
         raise
-    return _ended(opened, code)
-
-
-def _ended(opened: Opened, code: int) -> Ended:
     present = opened.run.status()
     if present is None or present.state in (State.running, State.queued):
-        reason = f"srun ended with code {code}, and no rank said why; logs: {opened.run.attempt_dir(opened.attempt)}"
-        status.move(opened.run.path, opened.attempt, State.failed, reason)
+        reason = f"srun ended with code {code}, and no rank said why; logs: {folder}"
+        status.move(path, attempt, State.failed, reason)
         return Ended(State.failed, reason)
-    report = read_text(opened.run.attempt_dir(opened.attempt) / "error.txt") if present.state is State.failed else None
+    report = read_text(folder / "error.txt") if present.state is State.failed else None
     return Ended(present.state, present.reason, report or "")
