@@ -47,7 +47,7 @@ def run_plan(arguments: Namespace) -> int:
 def _plan(arguments: Namespace) -> int:
     ONLY_PLANNED.set(True)
     cells = cells_asked(arguments.words)
-    plans = plan_cells(cells)
+    plans = made([cell.config for cell in cells])
     by = arguments.calibrate and Calibration.of(arguments.root, arguments.calibrate, made)
     if arguments.json:
         rows = [
@@ -66,10 +66,6 @@ def _plan(arguments: Namespace) -> int:
     words = " ".join(map(shlex.quote, arguments.words))
     print(f"next: {commands.request(f'-m {words}' if len(cells) > 1 else words)}")
     return 0
-
-
-def plan_cells(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    return made([cell.config for cell in cells])
 
 
 def made(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -119,7 +115,7 @@ def advised(cell: Cell, plan: Mapping[str, Any]) -> list[str]:
     lines = ["", *screen.fold(f"does not fit: {peak / GIB:.2f} GiB, {memory}; {binds}", screen.width(), screen.INDENT)]
     rows = [
         [" ".join(words), f"{found['peak']['total'] / GIB:.2f}", found["peak"]["moment"]]
-        for words, found in nearest(cell, plan_cells)
+        for words, found in nearest(cell, lambda cells: made([each.config for each in cells]))
     ]
     if not rows:
         return [*lines, "nothing that was tried fits, one change or two: more ranks, or a smaller model"]

@@ -10,7 +10,7 @@ from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.schema import Rerun
 from harness.launch.plan import in_blocks
-from harness.launch.slurm.scheduler import Scheduler, SlurmError, cancel as scancel, probe
+from harness.launch.slurm.scheduler import Scheduler, SlurmError, ask, probe
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store import commands, provenance, status
@@ -95,8 +95,8 @@ def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler |
     if scheduler is None:
         raise StoreError("these runs are SLURM jobs, and there is no squeue here; cancel them on a login node")
     try:
-        jobs = [job.id for _, found in living if (job := scheduler.job_of(found)) is not None]
-        scancel(jobs)
+        if jobs := [job.id for _, found in living if (job := scheduler.job_of(found)) is not None]:
+            ask("scancel", *jobs)
     except SlurmError as error:
         raise StoreError(f"SLURM did not cancel: {error}") from error
     for run, found in living:

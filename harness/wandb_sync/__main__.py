@@ -49,18 +49,13 @@ def _new_lines(file: IO[str]) -> Iterator[dict[str, Any]]:
         yield decode(line)
 
 
-def run_of(path: str) -> RunDir:
-    """Raises `StoreError`: the folder holds no run."""
-    run = RunDir(Path(path).absolute())
-    run.config()
-    return run
-
-
 def main(path: str, mode: str) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers tell them to every process of a job; the pipe ends this one
     try:
-        follow(run_of(path), WandbMode[mode], _closed)
+        run = RunDir(Path(path).absolute())
+        run.config()  # raises where the folder holds no run
+        follow(run, WandbMode[mode], _closed)
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

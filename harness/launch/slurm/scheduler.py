@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from harness.store.status import SUBMISSIONS, State, Status, age_s
@@ -265,13 +265,6 @@ def _missing(status: Status) -> tuple[State, str] | None:
 
 def probe() -> Scheduler | None:
     return Scheduler() if any(map(shutil.which, ("squeue", "scontrol", "sacct"))) else None
-
-
-def cancel(jobs: Iterable[str]) -> None:
-    """Raises `SlurmError`."""
-    numbers = list(jobs)
-    if numbers:
-        ask("scancel", *numbers)
 
 
 def max_array_size() -> int:
