@@ -300,7 +300,7 @@ class Engine:
         return {
             "transient_peak_bytes": self.memory.peak_bytes,
             "gathered_units_peak": self.gather.num_alive_peak,
-            "peer_read_bytes": sum(each.transport.bytes_read for each in self.meshes.shared_memories),
+            "peer_read_bytes": sum(each.bytes_read for each in self.meshes.shared_memories),
         }
 
     def reset_counters(self) -> None:
@@ -308,7 +308,7 @@ class Engine:
         self.memory.reset_peak()
         self.gather.reset_peak()
         for each in self.meshes.shared_memories:
-            each.transport.bytes_read = 0
+            each.bytes_read = 0
 
     def close(self) -> None:
         """Remove hooks and end threads, once reductions in flight have ended.
