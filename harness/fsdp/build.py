@@ -213,11 +213,12 @@ class Engine:
         )
 
     def _watch(self) -> Watchdog | None:
-        meshes, options = self.meshes, self.options
+        meshes = self.meshes
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
         groups += [] if meshes.tensor is None else [meshes.tensor.group, meshes.everyone.group]
-        limit_s, check, shared = options.watchdog_timeout_s, options.check_collectives, meshes.shared_memories
-        return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
+        return watch_groups(
+            groups, self.runtime, self.options.watchdog_timeout_s, _where(self.hooks), meshes.shared_memories
+        )
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)

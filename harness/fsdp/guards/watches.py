@@ -24,7 +24,6 @@ def watch_groups(
     groups: Sequence[dist.ProcessGroup],
     runtime: DeviceRuntime,
     timeout_s: float | None,
-    check: bool,
     where: Callable[[], str],
     shared: Sequence[ShmGroup],
 ) -> Watchdog | None:
@@ -47,7 +46,7 @@ def watch_groups(
             each.abort()
         abort_group(group)
 
-    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
+    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False)
     events.watch(watchdog)
     return watchdog
 
