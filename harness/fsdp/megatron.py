@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.build import engine_of
 from harness.fsdp.guards.replicas import held_by_several
-from harness.fsdp.module import NAMES_OF_OTHERS, FromEngine, FSDPModule
+from harness.fsdp.module import FromEngine, FSDPModule
 from harness.fsdp.options import OPTIONS, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import groups_of
@@ -195,34 +195,11 @@ def fully_shard_optimizer(
     return optimizer
 
 
-_PARAMS = "parameters stay the module's own, before and after a step: drop the call, or read model.named_parameters()"
-_RANKS = "the ranks are those of the device mesh that the model was given"
-ELSEWHERE = {
-    "param_and_grad_buffer": "read model.buckets, or model.persistent_bytes() for their bytes",
-    "dist_index": _RANKS,
-    "get_distributed_index": _RANKS,
-    "ddp_config": "read model.options, model.strategy and model.outer_strategy",
-    "mp_policy": "read model.policy",
-    "raw_param": _PARAMS,
-    "is_param_fsdp_distributed": _PARAMS,
-    "_replace_param_with_distributed_if_needed": _PARAMS,
-    "_replace_param_with_raw_if_needed": _PARAMS,
-    "microbatch_count": "a step begins with zero_grad(); is_last_microbatch says which backward ends it",
-    "all_gather_pipeline": "hooks gather; model.unsharded() has weights whole outside the forward",
-    "all_gather_and_wait_parameters_ready": "hooks gather; model.unsharded() has weights whole outside the forward",
-    "grad_reduce_pipeline": "backwards reduce; model.finish_grad_sync() waits",
-}
-
-
 class MegatronModel(FSDPModule):
     """An `FSDPModule` that also has the methods of megatron-fsdp's `MegatronFSDP`, under their names.
 
     All ranks call these methods, in the same order.
     """
-
-    _elsewhere = NAMES_OF_OTHERS | {
-        name: f"megatron-fsdp's own, and not here: {hint}" for name, hint in ELSEWHERE.items()
-    }
 
     @property
     def is_last_microbatch(self) -> bool:

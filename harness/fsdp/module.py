@@ -30,19 +30,15 @@ _NOT_JOINABLE = (
 )
 _SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
 _GATHERS = "of FSDP2: hooks gather and release; `with model.unsharded():` has weights whole in between; option prefetch"
-_LOCAL = "of an earlier version: keep sharded_state(), or state_dict() and that of the optimizer, on each rank"
-_ADOPTED = "of an earlier version: what is written into the tensors of sharded_state() counts by itself"
 NAMES_OF_OTHERS = {
     **dict.fromkeys(("join", "join_hook"), _NOT_JOINABLE),
     **dict.fromkeys(("set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"), _SYNC),
     **dict.fromkeys(("unshard", "reshard", "set_reshard_after_forward", "set_reshard_after_backward"), _GATHERS),
     **dict.fromkeys(("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"), _GATHERS),
-    **dict.fromkeys(("local_state", "load_local_state"), _LOCAL),
-    "adopt_state": _ADOPTED,
     "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
     "summon_full_params": "of FSDP1: `with model.unsharded():`",
 }
-"""Attributes that torch's engines, or ours before, have on their models, and what to use here."""
+"""Attributes that torch's engines have on their models, and what to use here."""
 
 
 class FromEngine(Generic[T]):
@@ -72,7 +68,6 @@ def _syncing(engine: Engine, *, value: bool) -> Iterator[None]:
 class FSDPModule(nn.Module):
     """A module whose weights, gradients and optimizer state are split over ranks."""
 
-    _elsewhere: ClassVar[Mapping[str, str]] = NAMES_OF_OTHERS
     _own_class: ClassVar[type[nn.Module]]
     _is_accelerate_prepared = FromEngine(lambda engine: not engine.is_closed)  # so accelerate adds no DDP
     _parts = FromEngine(lambda engine: engine)
@@ -110,8 +105,8 @@ class FSDPModule(nn.Module):
         except AttributeError:
             if name == IGNORED_BY_DDP and not engine_of(self).is_closed:
                 refuse_ddp()
-            if name in self._elsewhere:
-                raise AttributeError(f"{name}: {self._elsewhere[name]}") from None
+            if name in NAMES_OF_OTHERS:
+                raise AttributeError(f"{name}: {NAMES_OF_OTHERS[name]}") from None
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPModule:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from harness.fsdp import FSDPModule, MegatronModel, ShardedModel, build, fully_shard, fully_shard_model, sharding
+from harness.fsdp import FSDPModule, ShardedModel, build, fully_shard, fully_shard_model, module, sharding
 from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.runtime.units import Unit
 from tests.fsdp.checked import Mutant, each_holds, each_is_found, said
@@ -227,7 +227,7 @@ KEEPS = Slip(Unit, "__init__", "weakref.ref(module)", "lambda: module")
 MUTANTS = {
     "nothing of Join": Mutant(
         "torch's Join ends in an attribute that the module does not have",
-        lambda: mock.patch.object(MegatronModel, "_elsewhere", {}),
+        lambda: mock.patch.object(module, "NAMES_OF_OTHERS", {}),
         "joining",
     ),
     "hooks keep the engine": Mutant(
