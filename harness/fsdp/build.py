@@ -90,11 +90,8 @@ class BuildContext:
 
 class Engine:
     """The parts of one sharded model. It has weak references alone to the module, which keeps it. *Collective.*
-
-    Raises:
-        ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model.
-        RuntimeError: user buffers could not be registered, and nothing else was allowed.
-    """
+    ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model. RuntimeError:
+    user buffers could not be registered, and nothing else was allowed."""
 
     def __init__(self, module: nn.Module, context: BuildContext) -> None:
         self.policy, self.options = context.policy, context.options
@@ -249,11 +246,8 @@ class Engine:
         return not self.hooks.handles
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
-        """Send gradients from now on as a policy says. No reduction may be in flight. *Collective.*
-
-        Raises:
-            ValueError: the policy does not fit the model; nothing has changed.
-        """
+        """Send gradients from now on as a policy says. No reduction may be in flight. *Collective.* Raises ValueError:
+        the policy does not fit the model; nothing has changed."""
         if policy == self.policy:
             return
         trainable = [bucket for bucket in self.buckets if bucket.trainable]

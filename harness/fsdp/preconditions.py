@@ -35,11 +35,8 @@ UNITS = "unit_modules (fully_shard_model: fsdp_unit_modules)"
 
 
 def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
-    """Unit classes, those given by dotted path imported.
-
-    Raises:
-        ValueError: it is no list; or one is no importable path, or no module class.
-    """
+    """Unit classes, those given by dotted path imported. Raises ValueError: it is no list; or one is no importable
+    path, or no module class."""
     if isinstance(modules, str | type | nn.Module) or not isinstance(modules, Iterable):
         kind = modules.__name__ if isinstance(modules, type) else f"a {type(modules).__name__}"
         raise ValueError(
@@ -60,11 +57,8 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> Groups:
-    """The process groups of a mesh of one dimension, or of two, as FSDP2 reads it: replicas, then shards.
-
-    Raises:
-        ValueError: it has more dimensions.
-    """
+    """The process groups of a mesh of one dimension, or of two, as FSDP2 reads it: replicas, then shards. Raises
+    ValueError: it has more dimensions."""
     if mesh.ndim > 2:
         raise ValueError(f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); give one, or two: replicas, shards")
     if mesh.ndim == 1:
@@ -82,12 +76,9 @@ def groups_of(
 ) -> Groups:
     """The process groups of one or two dimensions of a mesh; the default group without a mesh.
 
-    Args:
-        inner, outer, tensor: names of dimensions, flattened ones among them. everyone: of all ranks of inner and outer;
-            made where it is None (*collective*).
-
-    Raises:
-        ValueError: the mesh has no such dimension, or there is no mesh; or `everyone` is missing beside flattened ones.
+    inner, outer, tensor: names of dimensions, flattened ones among them. everyone: of all ranks of inner and outer;
+    made where it is None (*collective*). Raises ValueError: the mesh has no such dimension, or there is no mesh; or
+    `everyone` is missing beside flattened ones.
     """
     if everyone is not None and (mesh is None or outer is None):
         raise ValueError("hybrid_fsdp_group was given without device_mesh or dp_outer_dim; give all, or none")
@@ -136,11 +127,8 @@ def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
-    """Refuse what cannot be sharded.
-
-    Raises:
-        ValueError: of the module, a part of it, its parameters, the unit classes or the divisor: what is wrong with it.
-    """
+    """Refuse what cannot be sharded. Raises ValueError: of the module, a part of it, its parameters, the unit classes
+    or the divisor: what is wrong with it."""
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
     for path, part in module.named_modules():

@@ -212,11 +212,8 @@ def refuse_copy(*_: Any) -> None:
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
-    """Run a method, "path.to.submodule.method", as a forward of the model; see [Note: Methods as forwards].
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    """Run a method, "path.to.submodule.method", as a forward of the model; see [Note: Methods as forwards]. Raises
+    ValueError: there is no such method."""
     path, _, last = name.rpartition(".")
     try:
         owner = model.get_submodule(path)
@@ -323,12 +320,8 @@ def _take_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def engine_for(optimizer: torch.optim.Optimizer) -> Engine:
-    """The engine of the sharded model whose parameters an optimizer has.
-
-    Raises:
-        ValueError: it has none of a sharded model, or of several.
-        RuntimeError: the model is gone.
-    """
+    """The engine of the sharded model whose parameters an optimizer has. ValueError: it has none of a sharded model, or
+    of several. RuntimeError: the model is gone."""
     found: dict[int, Engine] = {}
     for param in (sharded_of(each) for group in optimizer.param_groups for each in group["params"]):
         if (reference := getattr(param, OWNER, None)) is None:

@@ -60,11 +60,8 @@ def _renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def optimizer_entries(buckets: Sequence[ParamGroup], optimizers: Sequence[Opt]) -> dict[str, Tensor]:
-    """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied.
-
-    Raises:
-        NotImplementedError: an optimizer keeps something else than tensors.
-    """
+    """State of sharded parameters by `optimizer/<parameter>/<entry>`, not copied. Raises NotImplementedError: an
+    optimizer keeps something else than tensors."""
     owner = {id(param): each for each in optimizers for group in each.param_groups for param in group["params"]}
     pairs = [pair for each in buckets for pair in zip(each.layout.slots, each.views.at_rest, strict=True)]
     found = {}
@@ -162,12 +159,9 @@ class StateAccess:
         return found
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> Any:
-        """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.*
-
-        Raises:
-            StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
-            RuntimeError: the same, found by a module that loads in a way of its own.
-        """
+        """Load by the module's own `load_state_dict`; gradients wait for their step. *Collective.* StateMismatch: with
+        `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded. RuntimeError: the same, found
+        by a module that loads in a way of its own."""
         self.weights.refuse_held()
         self.settle()
         unsharded = [bucket for bucket in self.buckets if bucket.views.sharded().shows_unsharded]

@@ -48,11 +48,8 @@ class TpShard:
     @classmethod
     def of(cls, name: str, param: Tensor, group: dist.ProcessGroup | None) -> TpShard:
         """From a DTensor's placement, or Megatron's marks (`tensor_model_parallel`, `partition_dim`); else a copy.
-
-        Raises:
-            UnknownPlan: a DTensor over other ranks, or neither replicated nor split along one dimension as by
-                torch.chunk.
-        """
+        Raises UnknownPlan: a DTensor over other ranks, or neither replicated nor split along one dimension as by
+        torch.chunk."""
         shape = tuple(param.shape)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if not isinstance(param, DTensor):

@@ -43,14 +43,11 @@ def aligned(num_bytes: int) -> int:
 
 
 class Segment:
-    """This rank's segment.
+    """This rank's segment. Raises OSError: the system gives no such memory.
 
     Args:
         head: bytes in front of the heap.
         capacity: of the whole segment, in bytes; None: all memory of the host.
-
-    Raises:
-        OSError: the system gives no such memory.
     """
 
     def __init__(self, head: int, capacity: int | None = None) -> None:
@@ -71,11 +68,8 @@ class Segment:
         self._given_back: deque[tuple[int, int]] = deque()
 
     def allocate(self, num_bytes: int) -> tuple[int, Tensor]:
-        """A block, uninitialised: where it begins, and its bytes. It is free again when no tensor uses it.
-
-        Raises:
-            RuntimeError: there is no more memory.
-        """
+        """A block, uninitialised: where it begins, and its bytes. It is free again when no tensor uses it. Raises
+        RuntimeError: there is no more memory."""
         length = aligned(max(num_bytes, 1))
         begin = self._find(length)
         block = (ctypes.c_char * max(num_bytes, 1)).from_buffer(self.memory, begin)
@@ -142,11 +136,8 @@ def view(memory: mmap.mmap, begin: int, like: Tensor) -> Tensor:
 
 
 def open_peer(pid: int, file: int, size: int, token: int) -> tuple[mmap.mmap, int]:
-    """Map a peer's segment: its bytes, and the number of its inode.
-
-    Raises:
-        OSError: the system refuses, or the descriptor is of another file.
-    """
+    """Map a peer's segment: its bytes, and the number of its inode. Raises OSError: the system refuses, or the
+    descriptor is of another file."""
     descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -196,11 +187,8 @@ class Mailboxes:
         return words(memory, aligned(TOKEN) + reader * _SIZE * _WORD, _SIZE)
 
     def send(self, peer: int, numbers: Sequence[int]) -> bool:
-        """Write one message for a peer; false where there is no room yet. One thread at a time.
-
-        Raises:
-            ValueError: it is more than half a ring.
-        """
+        """Write one message for a peer; false where there is no room yet. One thread at a time. Raises ValueError: it
+        is more than half a ring."""
         length = len(numbers) + 1
         if length > RING // 2:
             raise ValueError(f"{len(numbers)} numbers are more than one message may have, {RING // 2 - 1}")

@@ -275,11 +275,7 @@ class ShmGroup:
             sum_in_order(terms, out.data, out.dtype, block=BLOCK)
 
     def _parts(self, transfer: Transfer, peer: int) -> list[Tensor]:
-        """A peer's parts, where they lie.
-
-        Raises:
-            RuntimeError: the peer offers something else.
-        """
+        """A peer's parts, where they lie. Raises RuntimeError: the peer offers something else."""
         kind, length, *places = self._offers[transfer.number, peer]
         expected = transfer.sources[peer]
         wanted = sum([each.nbytes for each in expected])
@@ -314,20 +310,13 @@ class ShmGroup:
         return transfer.is_done
 
     def wait(self, transfer: Transfer, limit: timedelta | None = None) -> None:
-        """Wait until a collective is complete. limit: None: the group's.
-
-        Raises:
-            RuntimeError: a peer has ended, a rank has given up the group, the limit is over, or peers issued another
-                collective.
-        """
+        """Wait until a collective is complete. limit: None: the group's. Raises RuntimeError: a peer has ended, a rank
+        has given up the group, the limit is over, or peers issued another collective."""
         self._wait_until(lambda: self.is_done(transfer), transfer.missing | transfer.readers, limit, transfer)
 
     def settle(self) -> None:
-        """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here.
-
-        Raises:
-            RuntimeError: as `wait`.
-        """
+        """Wait until peers have read what this rank copied, or keeps, for collectives that are complete here. Raises
+        RuntimeError: as `wait`."""
 
         def done() -> list[set[int]]:
             with self._guard:

@@ -32,8 +32,7 @@ class Cut:
     Every collective of a step asks what holds of all chunks, and there may be thousands: it is found once, as whoever
     cuts the same tensor again keeps its cut.
 
-    Args:
-        spans: of each rank's chunk, begin and end (elements).
+    spans: of each rank's chunk, begin and end (elements).
     """
 
     def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
@@ -194,9 +193,8 @@ class Communicator:
 
         The parts belong to the returned handle until it is waited for.
 
-        Args:
-            own: what this rank's chunks are filled from, which `reads` must be true of; None: they hold their data.
-                Peers may read either until `settle`.
+        own: what this rank's chunks are filled from, which `reads` must be true of; None: they hold their data. Peers
+        may read either until `settle`.
         """
         if self.size == 1:
             return Pending([])

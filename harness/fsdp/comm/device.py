@@ -62,11 +62,7 @@ class Event:
 class DeviceRuntime:
     """Streams of one device.
 
-    Args:
-        device: where buckets live; "cpu" or a CUDA device.
-
-    Raises:
-        ValueError: another kind of device.
+    device: where buckets live; "cpu" or a CUDA device. Raises ValueError: another kind of device.
     """
 
     def __init__(self, device: torch.device) -> None:

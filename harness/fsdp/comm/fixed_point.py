@@ -38,11 +38,8 @@ _QUEUED_BLOCK = 1 << 23
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """int64 integers in units of 2^-bits, 0 to 60; terms: the largest number of addends of a sum.
-
-    Raises:
-        ValueError: a value is out of its range, or there is no room for a gradient of 1.
-    """
+    """int64 integers in units of 2^-bits, 0 to 60; terms: the largest number of addends of a sum. Raises ValueError: a
+    value is out of its range, or there is no room for a gradient of 1."""
 
     bits: int = Options.exact_bits
     terms: int = Options.exact_terms

@@ -34,8 +34,7 @@ def group_of_members(
     Where the default group is bound to a device, torch splits new ones off its communicator, for which NCCL needs all
     ranks of that (`ncclCommSplit`): members of a part would wait for ever. So a part is made from nothing.
 
-    Args:
-        like: the group whose timeout it gets, which torch would not pass on; None is the default group.
+    like: the group whose timeout it gets, which torch would not pass on; None is the default group.
     """
     default = dist.group.WORLD
     assert default is not None
@@ -88,14 +87,11 @@ class Place:
 
 
 class Mesh:
-    """Communicators of one grid of ranks.
+    """Communicators of one grid of ranks. Raises ValueError: the groups do not form a grid.
 
     Args:
         transport: see `Communicator`.
         separate_gather: a communicator for gathers alone; None: yes.
-
-    Raises:
-        ValueError: the groups do not form a grid.
     """
 
     def __init__(

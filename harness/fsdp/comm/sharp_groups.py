@@ -28,10 +28,7 @@ class SharpOwnership:
 
     def create(self, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
         """Make the owner's group, and its communicator at once. *Collective*; ranks outside the group take no part.
-
-        Raises:
-            RuntimeError: another communicator owns SHARP.
-        """
+        Raises RuntimeError: another communicator owns SHARP."""
         if self.owner is not None:
             raise RuntimeError(f"one communicator can own SHARP, and that of {self.owner} does")
         before = self._environment.get(COLLNET)
@@ -52,15 +49,12 @@ class SharpOwnership:
     def axis_groups(self, num_outer: int, owner: str = "dp") -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
 
-        Ranks of one inner group are neighbours: rank = outer index * inner size + inner index.
+        Ranks of one inner group are neighbours: rank = outer index * inner size + inner index. ValueError: the size
+        does not divide the ranks, or there is no such axis. RuntimeError: as `create`.
 
         Args:
             num_outer: size of the outer axis; it must divide the number of ranks.
             owner: "dp" (inner) or "dp_outer".
-
-        Raises:
-            ValueError: the size does not divide the ranks, or there is no such axis.
-            RuntimeError: as `create`.
         """
         world = dist.get_world_size()
         if num_outer < 1 or world % num_outer:

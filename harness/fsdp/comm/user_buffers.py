@@ -52,7 +52,8 @@ class Member:
 
 
 class UserBuffers:
-    """A pool for buckets, registered with every communicator that moves them, or the reason why it is not.
+    """A pool for buckets, registered with every communicator that moves them, or the reason why it is not. Raises
+    RuntimeError: the pool could not be made, on any rank, and `may_fall_back` is false.
 
     Args:
         mode: when to register.
@@ -60,9 +61,6 @@ class UserBuffers:
         runtime: the buckets' device.
         symmetric: as symmetric windows; false registers for zero copy alone.
         may_fall_back: a failed registration goes on without user buffers, and the facts say why; false raises.
-
-    Raises:
-        RuntimeError: the pool could not be made, on any rank, and `may_fall_back` is false.
     """
 
     def __init__(
@@ -105,20 +103,14 @@ class UserBuffers:
             return torch.empty(numel, dtype=dtype, device=self._runtime.device)
 
     def model_built(self) -> None:
-        """The buckets that stay exist now: register, unless that waits for the first step. *Collective.*
-
-        Raises:
-            RuntimeError: a rank could not, and `may_fall_back` is false.
-        """
+        """The buckets that stay exist now: register, unless that waits for the first step. *Collective.* Raises
+        RuntimeError: a rank could not, and `may_fall_back` is false."""
         if self.active and self.mode is Registration.auto:
             self.register()
 
     def step_done(self) -> None:
-        """A step is over and nothing in flight: register, if that waited for it. *Collective*, the first time.
-
-        Raises:
-            RuntimeError: a rank could not, and `may_fall_back` is false.
-        """
+        """A step is over and nothing in flight: register, if that waited for it. *Collective*, the first time. Raises
+        RuntimeError: a rank could not, and `may_fall_back` is false."""
         if self.due:
             self.register()
 
@@ -157,11 +149,8 @@ class UserBuffers:
             self._fail(f"no memory pool of NCCL's: {error or 'another rank could not make one'}")
 
     def register(self) -> None:
-        """Register the pool with every communicator that moves buckets, or with none. *Collective.*
-
-        Raises:
-            RuntimeError: a rank could not, and `may_fall_back` is false.
-        """
+        """Register the pool with every communicator that moves buckets, or with none. *Collective.* Raises
+        RuntimeError: a rank could not, and `may_fall_back` is false."""
         self._runtime.synchronize()
         self._agree(True)  # a meeting of all ranks, and communicators that were lazy exist now: torch asks for both
         for member in self._members:

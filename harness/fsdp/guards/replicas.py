@@ -79,10 +79,7 @@ def _word(flat: Tensor) -> torch.dtype:
 
 def check_equal(replicas: Sequence[Replica], comm: Communicator, when: str) -> None:
     """Compare tensors over a group: the same names, lengths and dtypes everywhere. *Collective.* One number a rank.
-
-    Raises:
-        ReplicaDrift: on all ranks the same, naming the first tensor that differs, its part, and the ranks.
-    """
+    Raises ReplicaDrift: on all ranks the same, naming the first tensor that differs, its part, and the ranks."""
     if comm.size == 1 or not replicas:
         return
     hashes = torch.stack([bit_hash(each.tensor) for each in replicas])
@@ -196,11 +193,8 @@ class CopiedGradients:
         self._is_done = meshes.tensor is None or meshes.tensor.size == 1
 
     def check(self) -> None:
-        """The gradients of an update are finished. *Collective* until there were some that are finite.
-
-        Raises:
-            CopiesPart: on all ranks of the tensor-parallel axis, and wherever its data is.
-        """
+        """The gradients of an update are finished. *Collective* until there were some that are finite. Raises
+        CopiesPart: on all ranks of the tensor-parallel axis, and wherever its data is."""
         if self._is_done:
             return
         names, sums = self._sums()
@@ -292,11 +286,8 @@ class RanksDisagree(RuntimeError):
 def check_agreed(pairs: Pairs, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
     """Compare one number a rank; only where it differs, all pairs. *Collective* over `comm`.
 
-    Args:
-        pairs: this rank's pairs. purpose: for labels. wrong, fix: the message around the first difference.
-
-    Raises:
-        RanksDisagree: on all ranks, with the first name that differs and every rank's value.
+    pairs: this rank's pairs. purpose: for labels. wrong, fix: the message around the first difference. Raises
+    RanksDisagree: on all ranks, with the first name that differs and every rank's value.
     """
     if comm.size == 1:
         return

@@ -30,10 +30,7 @@ def watch_groups(
     """A watchdog that observes the engine's collectives until `end_watch`; None for a model of one rank.
 
     groups: the first has all ranks of the model. timeout_s: None is the groups' own timeout, less a margin. shared:
-    groups beside these, which are aborted with them.
-
-    Raises:
-        ValueError: the limit is not positive.
+    groups beside these, which are aborted with them. Raises ValueError: the limit is not positive.
     """
     if groups[0].size() == 1:
         return None

@@ -38,11 +38,8 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one aten operation; collective over the mesh unless it runs row by row on tensors of one cut.
-
-    Raises:
-        NotImplementedError: on all ranks, before any communication: an edit would be lost.
-        RuntimeError: a plain tensor of several elements takes part, as torch has it for DTensors.
-    """
+    NotImplementedError: on all ranks, before any communication: an edit would be lost. RuntimeError: a plain tensor of
+    several elements takes part, as torch has it for DTensors."""
     rule = _rule_of(func) or reduction_of(func, args) or _of_whole
     if schema_of(func).is_mutable:
         _count_edit(func, args, kwargs)

@@ -52,8 +52,7 @@ from harness.private_torch import (
 class BackwardHooks:
     """Hooks of a backward, on parameters and on inputs and outputs of units; they drive gather and reduce.
 
-    Args:
-        units: in forward order, the root first.
+    units: in forward order, the root first.
     """
 
     def __init__(self, units: Sequence[Unit], gather: GatherPipeline, reduce: ReducePipeline) -> None:

@@ -34,8 +34,7 @@ USED = "used parameters"
 class GradientSync:
     """Finishes or forgets the gradients of a step.
 
-    Args:
-        integers: format of gradients under numerics=exact, else None.
+    integers: format of gradients under numerics=exact, else None.
     """
 
     def __init__(self, hooks: Hooks, weights: Weights, integers: Integers | None) -> None:
@@ -149,14 +148,10 @@ class GradientSync:
                 bucket.gradients.begin_late()
 
     def finish(self) -> None:
-        """Wait for the step's reductions and scale the gradients, once; repeatable. *Collective.*
-
-        Raises:
-            StepError: the last backward ran inside no_sync(), or raised; or this is called inside a backward.
-            FloatingPointError: a gradient of any rank is not finite, and a guard looks for such.
-            OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
-            CopiesPart: a RuntimeError.
-        """
+        """Wait for the step's reductions and scale the gradients, once; repeatable. *Collective.* StepError: the last
+        backward ran inside no_sync(), or raised; or this is called inside a backward. FloatingPointError: a gradient of
+        any rank is not finite, and a guard looks for such. OverflowError: under numerics=exact, a gradient of any rank
+        is beyond the range. CopiesPart: a RuntimeError."""
         self.weights.wait()
         self.hooks.recover()
         self.step.check(Call.finish_grad_sync)
@@ -197,11 +192,7 @@ class GradientSync:
     def forget(self, *, set_to_none: bool = True) -> None:
         """Zero all gradients.
 
-        Args:
-            set_to_none: False: parameters whose `.grad` is not None get one of zeros.
-
-        Raises:
-            StepError: inside a backward.
+        set_to_none: False: parameters whose `.grad` is not None get one of zeros. Raises StepError: inside a backward.
         """
         self.hooks.recover()
         self.step.check(Call.zero_grad)

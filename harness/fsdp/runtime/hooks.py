@@ -240,11 +240,8 @@ class Hooks(BackwardHooks):
         return output
 
     def _own(self, unit: Unit, output: Any) -> Any:
-        """Output with copies of weights that are about to be released.
-
-        Raises:
-            RuntimeError: the call has assigned `data` of a parameter, which is lost then.
-        """
+        """Output with copies of weights that are about to be released. Raises RuntimeError: the call has assigned
+        `data` of a parameter, which is lost then."""
         released = [bucket for bucket in unit.buckets if not bucket.is_resident]
         for bucket in released:
             bucket.views.check_untouched()

@@ -43,11 +43,7 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
 
 def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool, resets: bool) -> None:
     """Put storage-free parameters on the device in place of those on meta. resets: `reset_parameters()` gives values,
-    those of buffers too.
-
-    Raises:
-        ValueError: nothing says what their values are to be, or those of buffers.
-    """
+    those of buffers too. Raises ValueError: nothing says what their values are to be, or those of buffers."""
     hollow = [(name, param) for name, param in module.named_parameters() if param.is_meta]
     if hollow and (device.type == "meta" or not has_values):
         raise ValueError(
@@ -76,10 +72,8 @@ def reset_by_module(module: nn.Module, buckets: Sequence[ParamGroup], meshes: Me
     """Reset parameters module by module, unsharded for that moment, and keep this rank's part. *Collective.*
 
     A parameter of several modules keeps the value of the first. Values are the first rank's; of a TP shard that its
-    module reset, those of the first rank with the same shard.
-
-    Raises:
-        ValueError: a module with parameters or buffers has neither `reset_parameters` nor `_reset_parameters`.
+    module reset, those of the first rank with the same shard. Raises ValueError: a module with parameters or buffers
+    has neither `reset_parameters` nor `_reset_parameters`.
     """
     homes = {
         id(param): (bucket, slot)

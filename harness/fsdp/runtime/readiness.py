@@ -187,10 +187,7 @@ class Readiness:
 def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
     """Ask autograd what it will reach in these units; inside a hook of the backward.
 
-    forward: number of the model's forward, if the hook stands on its outputs.
-
-    Raises:
-        RuntimeError: see `due_among`.
+    forward: number of the model's forward, if the hook stands on its outputs. Raises RuntimeError: see `due_among`.
     """
     trained = [[param for param in unit.params if param.requires_grad] for unit in units]
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
@@ -210,11 +207,8 @@ class _Above(torch.autograd.Function):
 
 
 def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters to which the running backward will bring a gradient.
-
-    Raises:
-        RuntimeError: torch.autograd.grad() was asked for one of them.
-    """
+    """Parameters to which the running backward will bring a gradient. Raises RuntimeError: torch.autograd.grad() was
+    asked for one of them."""
     if not params:
         return []
     with torch.enable_grad():

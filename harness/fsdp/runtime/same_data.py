@@ -72,11 +72,8 @@ class SameData:
         self._sums[place, kind] += sums_with_waves(values.detach().reshape(-1), 0).to(self._sums.device)
 
     def check(self) -> None:
-        """The gradients of an update are finished. *Collective* until something was seen.
-
-        Raises:
-            CopiesPart: on all ranks.
-        """
+        """The gradients of an update are finished. *Collective* until something was seen. Raises CopiesPart: on all
+        ranks."""
         tensor = self._meshes.tensor
         if not self._handles or tensor is None:
             return

@@ -233,12 +233,8 @@ class Step:
     # -- backward and update ---------------------------------------------------------------------------------------
 
     def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
-        """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone.
-
-        Raises:
-            StepError: the state does not allow another backward.
-            ValueError: more backwards than `exact_terms` has room for.
-        """
+        """Begin a backward; a refused one fails the step. of_inputs: `torch.autograd.grad` of inputs alone. StepError:
+        the state does not allow another backward. ValueError: more backwards than `exact_terms` has room for."""
         if of_inputs:
             self.plan = BackwardPlan(False, last=False, adds=self.has_sums, leads_to=self.state, of_inputs=True)
             self.move(Call.pre_backward_of_inputs)

@@ -33,8 +33,7 @@ WORDS = {True: "trained", False: "frozen"}
 class Trainability:
     """Follows `requires_grad` of all parameters.
 
-    Args:
-        laid_out_once: why no bucket can get further storage; "" where it can.
+    laid_out_once: why no bucket can get further storage; "" where it can.
     """
 
     def __init__(
@@ -55,12 +54,9 @@ class Trainability:
         hooks.before_gradients = WeakHook(self.follow)
 
     def follow(self) -> None:
-        """Take up what was frozen or unfrozen since the last forward. *Collective* where anything was.
-
-        Raises:
-            RanksDisagree: on all ranks: they have frozen different parameters.
-            RuntimeError: a parameter that was frozen when sharded cannot get gradient storage.
-        """
+        """Take up what was frozen or unfrozen since the last forward. *Collective* where anything was. RanksDisagree:
+        on all ranks: they have frozen different parameters. RuntimeError: a parameter that was frozen when sharded
+        cannot get gradient storage."""
         now = self._flags()
         if now == self._agreed or not any(map(any, now)):
             return

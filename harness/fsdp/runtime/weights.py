@@ -70,12 +70,9 @@ class Weights:
     def install(self, *, step_ended: bool = False) -> None:
         """Install main weights as compute weights and reshard. *Collective.*
 
-        Args:
-            step_ended: after an optimizer step, which ends a step of delayed scaling.
-
-        Raises:
-            RuntimeError: compute weights were edited in place and would be overwritten; or `unsharded()` holds some.
-            ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
+        step_ended: after an optimizer step, which ends a step of delayed scaling. RuntimeError: compute weights were
+        edited in place and would be overwritten; or `unsharded()` holds some. ReplicaDrift: see
+        `harness.fsdp.guards.replicas.check_equal`.
         """
         self.refuse_held()
         self.adopt_edits()
@@ -211,11 +208,8 @@ class Weights:
         return found
 
     def _take_edits(self, buckets: Sequence[ParamGroup]) -> bool:
-        """Take over edits on every rank; True if there were any. *Collective.*
-
-        Raises:
-            ReplicaDrift: ranks edited differently; none is kept where weights are not resident.
-        """
+        """Take over edits on every rank; True if there were any. *Collective.* Raises ReplicaDrift: ranks edited
+        differently; none is kept where weights are not resident."""
         differing = [edits.differing(bucket) for bucket in buckets]
         seen = any(bucket.views.edited() for bucket in buckets) or any(
             bool(places.any()) for each in differing for places in each

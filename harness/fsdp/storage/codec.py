@@ -74,11 +74,8 @@ class Encoding:
 
 
 def mark_weights(module: nn.Module) -> None:
-    """Mark each weight that is to be held in 8 bits with its layer.
-
-    Raises:
-        ValueError: a weight holds 8 bits already, or tensor parallelism has cut it inside a tile of its recipe.
-    """
+    """Mark each weight that is to be held in 8 bits with its layer. Raises ValueError: a weight holds 8 bits already,
+    or tensor parallelism has cut it inside a tile of its recipe."""
     for name, layer in module.named_modules():
         if not isinstance(layer, Fp8Linear):
             continue

@@ -164,11 +164,8 @@ class BucketMemory:
         return turn is None or turn.can_begin
 
     def refill(self, bucket: Tensor) -> None:
-        """Give a bucket whose storage was emptied its storage back, uninitialised.
-
-        Raises:
-            ValueError: its place is taken: more than two units are wanted at once.
-        """
+        """Give a bucket whose storage was emptied its storage back, uninitialised. Raises ValueError: its place is
+        taken: more than two units are wanted at once."""
         turn = self._placed.get(id(bucket))
         if turn is not None:
             if not turn.can_begin:

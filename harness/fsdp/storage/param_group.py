@@ -138,8 +138,7 @@ class ParamGroup:
 
         Where weights are not kept whole between uses, none may be gathered now.
 
-        Args:
-            dtypes: of trained parameters with its compute dtype.
+        dtypes: of trained parameters with its compute dtype.
         """
         whole = self.compute if self.computes_with_main_weights else self.gather_whole(self.main_shards)
         values = dict(self.named_slices(whole))

@@ -152,11 +152,8 @@ class Placements:
 
     @classmethod
     def of(cls, strategy: Strategy, outer: OuterStrategy | None) -> Placements:
-        """Placements of a trained bucket. outer: None where there is no outer axis of more than one rank.
-
-        Raises:
-            ValueError: gradients would be summed over the outer axis in every microbatch, which nothing does.
-        """
+        """Placements of a trained bucket. outer: None where there is no outer axis of more than one rank. Raises
+        ValueError: gradients would be summed over the outer axis in every microbatch, which nothing does."""
         found = cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
         unreduced, accumulated = found.unreduced_grads.outer, found.accumulated_grads.outer
         if accumulated is not unreduced:

@@ -62,11 +62,8 @@ def _dealt(shards_of: Sequence[tuple[ParamGroup, list[Tensor]]]) -> tuple[list[T
 
 
 def gradient_p_norm(buckets: Sequence[ParamGroup], everyone: Communicator, numerics: Numerics, p: float) -> Tensor:
-    """The p-norm of the main gradients, p positive or inf, equal on all ranks. *Collective.*
-
-    Raises:
-        ValueError: p is neither; or it is not inf, and `numerics` promises bits that do not depend on the layout.
-    """
+    """The p-norm of the main gradients, p positive or inf, equal on all ranks. *Collective.* Raises ValueError: p is
+    neither; or it is not inf, and `numerics` promises bits that do not depend on the layout."""
     if not p > 0:
         raise ValueError(f"norm_type={p} must be a positive number or inf")
     whole, counted, _ = _dealt([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable])

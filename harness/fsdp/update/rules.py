@@ -79,11 +79,8 @@ def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
 
     The first update is unchanged. Names come from an attribute `entries` of the optimizer, or a table of torch's.
 
-    Returns:
-        By parameter and entry, not copied; nothing of other optimizers.
-
-    Raises:
-        NotImplementedError: the optimizer's state depends on the first gradient.
+    Returns by parameter and entry, not copied; nothing of other optimizers. Raises NotImplementedError: the optimizer's
+    state depends on the first gradient.
     """
     if any(map(begins_with_gradient, optimizer.param_groups)):
         raise NotImplementedError(
@@ -133,11 +130,10 @@ def _first(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:
 def kernel_settings(optimizer: Optimizer, group: Mapping[str, Any], *, unfused: bool) -> dict[str, bool]:
     """Settings in place of a group's own, where its user has left the choice of kernels open.
 
-    The fused kernel walks once through a flat run of parameters, torch's default a dozen times. SGD walks once or
-    twice anyway.
+    The fused kernel walks once through a flat run of parameters, torch's default a dozen times. SGD walks once or twice
+    anyway.
 
-    Args:
-        unfused: as one process steps under `exact`, and as `ordered` does where [Note: Bits and cuts] asks.
+    unfused: as one process steps under `exact`, and as `ordered` does where [Note: Bits and cuts] asks.
     """
     if unfused:
         return {name: False for name in KERNELS if name in group}
@@ -155,13 +151,9 @@ def kernel_settings(optimizer: Optimizer, group: Mapping[str, Any], *, unfused: 
 def check_optimizer(
     optimizer: Optimizer, buckets: Sequence[ParamGroup], numerics: Numerics, *, decoupled: bool
 ) -> None:
-    """Refuse an optimizer before anything is changed.
-
-    Raises:
-        TypeError: it needs unsharded parameters where these are cut.
-        ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`; or as
-            `matrices_of`.
-    """
+    """Refuse an optimizer before anything is changed. TypeError: it needs unsharded parameters where these are cut.
+    ValueError: it cannot keep the bits that `numerics` promises, or does not read `decoupled_grad`; or as
+    `matrices_of`."""
     needs, kind = needs_whole_of(optimizer), type(optimizer)
     if needs is not None and not callable(needs):
         raise TypeError(
