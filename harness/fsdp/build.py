@@ -23,13 +23,7 @@ from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.replicas import (
-    ReplicaCheck,
-    check_agreed,
-    check_copies,
-    check_plan,
-    held_by_several,
-)
+from harness.fsdp.guards.replicas import ReplicaCheck, check_agreed, check_copies, check_plan, held_by_several
 from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -175,13 +169,7 @@ class Engine:
         gather = pipeline_of(units, options.prefetch)
         self.gather = gather
         self.reduce = ReducePipeline(
-            units,
-            runtime,
-            self.memory,
-            step,
-            factor=1.0 / self.divisor,
-            guard=guard,
-            before_wait=gather.pass_turn,
+            units, runtime, self.memory, step, factor=1.0 / self.divisor, guard=guard, before_wait=gather.pass_turn
         )
         self.hooks = hooks = Hooks(units, gather, self.reduce)
         if self.policy.param_dtype is not None:

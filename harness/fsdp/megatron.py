@@ -157,11 +157,7 @@ def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Any) -> tuple[Me
 
 
 def fully_shard_optimizer(
-    model: Any = None,
-    optimizer: Any = None,
-    preproc_state_dict_for_dcp_ckpt: Any = True,
-    *,
-    steps_unused: bool = False,
+    model: Any = None, optimizer: Any = None, preproc_state_dict_for_dcp_ckpt: Any = True, *, steps_unused: bool = False
 ) -> Any:
     """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
     Returns the same object.

@@ -182,10 +182,7 @@ class Options(EngineOptions):
             )
 
 
-OPTIONS = {
-    **declared_in(Options),
-    **declared_in(EngineOptions, group="engine"),
-}
+OPTIONS = {**declared_in(Options), **declared_in(EngineOptions, group="engine")}
 """Every option by name."""
 
 

@@ -30,13 +30,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.codec import FORWARD
 from harness.fsdp.storage.parameter_access import Whereabouts, by_engine
-from harness.private_torch import (
-    in_transform,
-    is_tracing,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from harness.private_torch import in_transform, is_tracing, tree_flatten, tree_leaves, tree_unflatten
 
 
 class Hooks(BackwardHooks):

@@ -37,12 +37,7 @@ class Trainability:
     """
 
     def __init__(
-        self,
-        policy: MixedPrecisionPolicy,
-        hooks: Hooks,
-        weights: Weights,
-        gradients: GradientSync,
-        laid_out_once: str,
+        self, policy: MixedPrecisionPolicy, hooks: Hooks, weights: Weights, gradients: GradientSync, laid_out_once: str
     ) -> None:
         self.policy = policy
         self.hooks = hooks

@@ -42,12 +42,7 @@ class Weights:
     """
 
     def __init__(
-        self,
-        hooks: Hooks,
-        meshes: Meshes,
-        user_buffers: UserBuffers,
-        replicas: ReplicaCheck,
-        scales: Scales | None,
+        self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, replicas: ReplicaCheck, scales: Scales | None
     ) -> None:
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
         self.buckets = list(buckets_of(hooks.units))
