@@ -273,8 +273,7 @@ class FSDPModule(nn.Module):
         in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
 
         Raises:
-            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
-                differs. Nothing was loaded.
+            RuntimeError: with `strict` a name is missing or unexpected; or a shape differs.
             ValueError: `assign` is set, which would replace the storage.
         """
         if assign:
