@@ -35,9 +35,6 @@ from harness.fsdp.update.own_step import whole_step_of
 from harness.fsdp.update.rules import begins_with_gradient, check_optimizer, create_state_of
 from harness.fsdp.vocabulary import Numerics, OuterStrategy, Strategy
 
-if not hasattr(torch.Tensor, "grad_dtype"):
-    raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
-
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
 _RUNS = "_runs_as_forward"

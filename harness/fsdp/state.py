@@ -58,23 +58,17 @@ class StateAccess:
         self.buckets: Sequence[ParamGroup] = weights.buckets
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded main weights by parameter name, on the CPU. *Collective*; run it to its end on all ranks.
-
-        The scales of delayed scaling beside them are those of the next forward.
-        """
         self.settle()
-        self._fp8_state()
+        self._fp8_state()  # the scales of delayed scaling beside them are those of the next forward
         return self._unsharded(self.buckets, lambda bucket: bucket.main_shards, "weights")
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Unsharded finished gradients, as `full_weights`. *Collective*; run it to its end on all ranks."""
         self.gradients.finish()
         self.gradients.collect()
         check_names(self.weights.module)
         return self._unsharded(self._trainable(), lambda bucket: bucket.grad_shards, "gradients")
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """This rank's rows of every finished gradient, flat, by parameter name; not copied."""
         self.gradients.finish()
         self.gradients.collect()
         rows = (each for bucket in self._trainable() for each in bucket.cuts.own_rows(bucket.grad_shards))
@@ -107,12 +101,8 @@ class StateAccess:
                     place += 1
 
     def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-        """The module's own `state_dict`: main weights as DTensors over the engine's memory, the first rank's buffers.
-        *Collective* where there are buffers, which have one shape on all ranks.
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
+        """The module's own, with DTensors over the engine's memory. *Collective*: buffers have one shape on all
+        ranks."""
         self.settle()
         refuse_split_experts(self.buckets)
         to: dict[str, Any] = {"destination": destination, "prefix": prefix} if destination is not None or prefix else {}

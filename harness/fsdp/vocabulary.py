@@ -88,22 +88,9 @@ class Fp8(Choice):
 
     current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, 1
     delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, 1
-    block = (
-        "block",
-        "One power of two as scale for each 128 values of activations and gradients, and for each 128 x 128 block of"
-        " weights.",
-        128,
-        4,
-        1,
-    )
+    block = "block", "One power of two as scale for each 128 values, and for each 128 x 128 of weights.", 128, 4, 1
     mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4, 2
-    mx_32x32 = (
-        "mx_32x32",
-        "MXFP8 with one exponent for each 32 x 32 block of weights, so that forward and backward use the same numbers.",
-        32,
-        4,
-        1,
-    )
+    mx_32x32 = "mx_32x32", "MXFP8 with one exponent for each 32 x 32 of weights, for both directions.", 32, 4, 1
 
 
 class Strategy(Numbered):
@@ -112,10 +99,7 @@ class Strategy(Numbered):
     no_shard = "no_shard", "ZeRO-0: every rank holds everything."
     optim = "optim", "ZeRO-1: main weights and optimizer state are sharded."
     optim_grads = "optim_grads", "ZeRO-2: main gradients are sharded too, and reduced every microbatch."
-    optim_grads_params = (
-        "optim_grads_params",
-        "ZeRO-3: compute weights are sharded too, and gathered only while a unit is in use.",
-    )
+    optim_grads_params = "optim_grads_params", "ZeRO-3: compute weights are sharded too, and gathered while in use."
 
 
 class OuterStrategy(Numbered):
@@ -131,10 +115,7 @@ class GradBuffer(Choice):
     """How the gradients of a backward get into the flat buffer that is reduced."""
 
     flat = "flat", "Autograd writes each gradient into the flat buffer."
-    concat = (
-        "concat",
-        "Autograd allocates one tensor per parameter; they are copied into the flat buffer before the reduction.",
-    )
+    concat = "concat", "Autograd allocates one tensor per parameter; a copy makes the flat buffer of them."
 
 
 class Numerics(Choice):

@@ -73,11 +73,6 @@ def abort_group(group: dist.ProcessGroup) -> None:
                 group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-def main_thread_place() -> str:
-    """The line outside torch that the program's main thread has come to."""
-    return _main_thread_place()[0]
-
-
 def _main_thread_place() -> tuple[str, str]:
     """Line outside torch of the main thread, and the function of torch.distributed that it called, if any."""
     frame, called = sys._current_frames().get(threading.main_thread().ident or 0), ""
@@ -115,7 +110,7 @@ class Watchdog:
         groups: Sequence[dist.ProcessGroup] | None = None,
         timeout_s: float | None = None,
         *,
-        where: Callable[[], str] = main_thread_place,
+        where: Callable[[], str] = lambda: _main_thread_place()[0],
         abort: Callable[[dist.ProcessGroup], None] = abort_group,
         mark: Callable[[], Any] | None = None,
         records: bool = True,

@@ -99,7 +99,7 @@ def test_auto_registers_in_order_once_the_model_is_built_and_takes_back_in_rever
     with buffers.allocating():
         log.append("allocate")
     buffers.model_built()
-    buffers.step_done()
+    assert not buffers.due
     buffers.close()
     buffers.close()
     assert acts(log) == [
@@ -137,9 +137,8 @@ def test_manual_registers_after_the_first_step_and_only_then() -> None:
     assert buffers.due
     assert buffers.facts() == {"requested": "manual", "effective": "pending"}
     assert "synchronize" not in log
-    buffers.step_done()
+    buffers.register()
     assert not buffers.due
-    buffers.step_done()
     assert sum("registers" in line for line in log) == 2
     assert log.index("synchronize") < log.index("dp registers pool symm=True")
     assert buffers.facts() == {"requested": "manual", "effective": "manual, symmetric, dp+dp_outer"}
@@ -151,7 +150,7 @@ def test_none_touches_nothing() -> None:
     with buffers.allocating():
         pass
     buffers.model_built()
-    buffers.step_done()
+    assert not buffers.due
     buffers.close()
     assert log == []
     assert buffers.facts() == {"requested": "none", "effective": "none"}
@@ -194,7 +193,7 @@ def test_a_fallback_is_recorded_and_leaves_nothing_registered() -> None:
     before = len(log)
     with buffers.allocating():
         pass
-    buffers.step_done()
+    assert not buffers.due
     buffers.close()
     assert len(log) == before
 

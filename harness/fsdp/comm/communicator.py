@@ -156,13 +156,10 @@ class Communicator:
     def __init__(
         self, group: dist.ProcessGroup | None, runtime: DeviceRuntime, transport: Transport = Options.transport
     ) -> None:
-        resolved = group if group is not None else dist.group.WORLD
-        if resolved is None:
-            raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        self.group: dist.ProcessGroup = resolved
+        world: Any = dist.group.WORLD
+        self.group: dist.ProcessGroup = world if group is None else group
         self.runtime = runtime
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.is_gloo = backend_of(self.group, runtime.device).name() == "gloo"
         self.shm: ShmGroup | None = None
         self.why_gloo = "one rank" if self.size == 1 else f"transport={transport.name}"

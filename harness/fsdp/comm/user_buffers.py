@@ -108,12 +108,6 @@ class UserBuffers:
         if self.active and self.mode is Registration.auto:
             self.register()
 
-    def step_done(self) -> None:
-        """A step is over and nothing in flight: register, if that waited for it. *Collective*, the first time. Raises
-        RuntimeError: a rank could not, and `may_fall_back` is false."""
-        if self.due:
-            self.register()
-
     def facts(self) -> dict[str, str]:
         """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
         facts = {"requested": self.mode.value, "effective": self._effective()}

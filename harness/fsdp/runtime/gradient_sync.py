@@ -148,10 +148,7 @@ class GradientSync:
                 bucket.gradients.begin_late()
 
     def finish(self) -> None:
-        """Wait for the step's reductions and scale the gradients, once; repeatable. *Collective.* StepError: the last
-        backward ran inside no_sync(), or raised; or this is called inside a backward. FloatingPointError: a gradient of
-        any rank is not finite, and a guard looks for such. OverflowError: under numerics=exact, a gradient of any rank
-        is beyond the range. CopiesPart: a RuntimeError."""
+        """See `FSDPModule.finish_grad_sync`; CopiesPart, too."""
         self.weights.wait()
         self.hooks.recover()
         self.step.check(Call.finish_grad_sync)
@@ -190,10 +187,7 @@ class GradientSync:
 
     @by_engine
     def forget(self, *, set_to_none: bool = True) -> None:
-        """Zero all gradients.
-
-        set_to_none: False: parameters whose `.grad` is not None get one of zeros. Raises StepError: inside a backward.
-        """
+        """See `FSDPModule.zero_grad`."""
         self.hooks.recover()
         self.step.check(Call.zero_grad)
         had = [set[int]() if set_to_none else each.with_grads for each in self.sharded]

@@ -80,7 +80,7 @@ class Weights:
         if self.user_buffers.due or self.replicas.is_due:
             self.wait()
         if self.user_buffers.due:
-            self.user_buffers.step_done()
+            self.user_buffers.register()
         self.replicas.after_step()
 
     def _install(self, buckets: Sequence[ParamGroup]) -> None:
@@ -171,7 +171,6 @@ class Weights:
             self.install()
 
     def start(self) -> None:
-        """Start gathers of the next forward. *Collective.* RuntimeError inside the model's forward or backward."""
         self._refuse_inside("start_param_sync()")
         self.step.check_installed()
         self.wait()
@@ -179,7 +178,6 @@ class Weights:
         rest(self.units)
 
     def settle(self) -> None:
-        """Wait for gathers under way and reshard. *Collective.* RuntimeError inside the model's forward or backward."""
         self._refuse_inside("synchronize_param_gather()")
         self.wait()
         self.gather.settle()
