@@ -23,7 +23,7 @@ from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import Integers
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.replicas import ReplicaCheck, check_agreed, check_copies, check_plan, held_by_several
+from harness.fsdp.guards.replicas import check_agreed, check_copies, check_plan
 from harness.fsdp.guards.watches import Watchdog, end_watch, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -176,11 +176,10 @@ class Engine:
             cast = partial(_cast_inputs, self.policy.param_dtype)
             hooks.handles += [unit.module.register_forward_pre_hook(cast, with_kwargs=True) for unit in units]
         self.watchdog = self._watch()
-        replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
         held = [(each.codec, each.main_shards, each.mesh) for each in buckets if each.codec is not None]
         layers = layers_of(module)
         scales = Scales(layers, held, meshes, is_expert) if layers else None
-        self.weights = weights = Weights(hooks, meshes, self.user_buffers, replicas, scales)
+        self.weights = weights = Weights(hooks, meshes, self.user_buffers, options.check_replicas_every, scales)
         self.gradients = GradientSync(hooks, weights, self.integers)
         fixed = "under double_buffer=True or nccl_ub, whose buffers are laid out once" if options.double_buffer else ""
         self.trainability = Trainability(self.policy, hooks, weights, self.gradients, fixed)

@@ -160,27 +160,6 @@ def _own(bucket: ParamGroup) -> Replica:
     return Replica(f"{bucket.name} main weights", bucket.main_storage, lambda: bucket.cuts.own_rows(bucket.main_shards))
 
 
-class ReplicaCheck:
-    """Compares copies after every so many steps; 0: never."""
-
-    def __init__(self, held: Callable[[], Held], every: int) -> None:
-        self._held = held
-        self._every = every
-        self._steps = 0
-
-    @property
-    def is_due(self) -> bool:
-        return bool(self._every) and (self._steps + 1) % self._every == 0
-
-    def after_step(self) -> None:
-        """Compare where a check is due. *Collective.* Raises ReplicaDrift."""
-        due = self.is_due
-        self._steps += 1
-        if due:
-            for comm, replicas in self._held():
-                check_equal(replicas, comm, f"after update {self._steps}")
-
-
 class CopiesPart(RuntimeError):
     """Data, or gradients of a copied parameter, differ between tensor-parallel ranks."""
 

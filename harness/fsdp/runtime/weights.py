@@ -23,7 +23,7 @@ from torch import nn
 
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
-from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, check_equal
+from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal, held_by_several
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.storage import edits
@@ -37,17 +37,18 @@ class Weights:
 
     Args:
         user_buffers: told after the first step, where registration waits for it.
-        replicas: compares, every few updates, weights that several ranks hold.
+        check_every: updates between comparisons of weights that several ranks hold; 0: never.
         scales: of FP8 layers, which follow from main weights; None in other models.
     """
 
     def __init__(
-        self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, replicas: ReplicaCheck, scales: Scales | None
+        self, hooks: Hooks, meshes: Meshes, user_buffers: UserBuffers, check_every: int, scales: Scales | None
     ) -> None:
         self.hooks, self.units, self.gather, self.step = hooks, hooks.units, hooks.gather, hooks.step
         self.buckets = list(buckets_of(hooks.units))
         self.meshes, self.runtime = meshes, meshes.dense.everyone.runtime
-        self.user_buffers, self.replicas, self.scales = user_buffers, replicas, scales
+        self.user_buffers, self.check_every, self.scales = user_buffers, check_every, scales
+        self._num_installs = 0
         self._on_way: Sequence[ParamGroup] = ()  # whose update nobody has waited for
 
     @property
@@ -77,11 +78,14 @@ class Weights:
         if self.scales is not None:
             self.scales.refresh(step_ended=step_ended)
         self._install(self.buckets)
-        if self.user_buffers.due or self.replicas.is_due:
+        self._num_installs += 1
+        compares = self.check_every and self._num_installs % self.check_every == 0
+        if self.user_buffers.due or compares:
             self.wait()
         if self.user_buffers.due:
             self.user_buffers.register()
-        self.replicas.after_step()
+        for comm, replicas in held_by_several(self.buckets, self.meshes) if compares else ():
+            check_equal(replicas, comm, f"after update {self._num_installs}")
 
     def _install(self, buckets: Sequence[ParamGroup]) -> None:
         for bucket in buckets:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import backward_hooks, gradient_sync, hooks, readiness, weak_hooks
 from harness.fsdp.runtime.weak_hooks import ProgramHook
+from harness.fsdp.runtime.weights import Weights
 from harness.fsdp.storage import at_rest
 from harness.fsdp.storage.edits import LostEdits
 from harness.fsdp.storage.parameter_access import ParameterViews
@@ -323,6 +323,7 @@ def _looks_once(self: LostEdits, buckets: Any, num_updates: int, *, may_look: bo
     _begin(self, buckets, num_updates, may_look=may_look and not num_updates)
 
 
+UNCOMPARED = Slip(Weights, "install", "if compares else", "if False else")
 RESIDENT = Slip(LostEdits, "note", "bucket.computes_with_main_weights", "bucket.is_resident")
 _cannot_take = partial(Mutant, area="The engine, by what it cannot take")
 _of_programs = partial(Mutant, area="The engine, by habits of programs")
@@ -403,7 +404,7 @@ MUTANTS = {
     ),
     "replicas are not compared": _of_steps(
         "Ranks part by the numbers they have drawn, whatever check_replicas_every says",
-        patched(ReplicaCheck, "is_due", False),
+        lambda: patched(Weights, "install", UNCOMPARED.made())(),
         "initialising_unseeded",
         "no_shard",
     ),
