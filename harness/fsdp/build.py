@@ -362,10 +362,5 @@ def _kind(tensor: Tensor) -> str:
 
 def _where(hooks: Hooks) -> Callable[[], str]:
     """Says, to a watching thread, where the program is; keeps nothing alive."""
-    seen = weakref.ref(hooks)
-
-    def where() -> str:
-        found = seen()
-        return "after its model was deleted" if found is None else found.where()
-
-    return where
+    where = weakref.WeakMethod(hooks.where)
+    return lambda: "after its model was deleted" if (found := where()) is None else found()

@@ -121,11 +121,8 @@ class ShmGroup:
     _all: ClassVar[WeakSet[ShmGroup]] = WeakSet()
 
     def __init__(self, rank: int, segment: Segment, peers: dict[int, Peer], limit: Callable[[], timedelta]) -> None:
-        self.rank = rank
-        self.size = len(peers) + 1
-        self.segment = segment
+        self.rank, self.size, self.segment, self._peers = rank, len(peers) + 1, segment, peers
         self.bytes_read = 0
-        self._peers = peers
         # peers, each rank beginning with its next one, so that not all turn to one
         self._order = [(rank + step) % self.size for step in range(1, self.size)]
         memories = {peer: each.memory for peer, each in peers.items()} | {rank: segment.memory}

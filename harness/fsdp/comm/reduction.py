@@ -60,8 +60,7 @@ class Integers:
     scales_sums = False
 
     def __init__(self, fixed: FixedPoint, divisor: float, device: torch.device) -> None:
-        self.fixed = fixed
-        self.divisor = divisor
+        self.fixed, self.divisor = fixed, divisor
         self.beyond = torch.zeros(1, dtype=torch.int64, device=device)
 
     def encode(self, gradients: Tensor) -> Tensor:
@@ -129,10 +128,8 @@ class Reduction:
         *,
         legs_apart: bool = False,
     ) -> None:
-        self.comm = comm
-        self.dtypes = dtypes
+        self.comm, self.dtypes, self.legs_apart = comm, dtypes, legs_apart
         self.numbers: Numbers = numbers or Floating(dtypes)
-        self.legs_apart = legs_apart
         # in 16 bits a backend may round each partial sum or none, and the order of sums changes the result
         sums_as_sent = dtypes.wire == dtypes.accum and dtypes.accum.itemsize >= 4
         sums_otherwise = numerics is not Numerics.exact and (numerics.bitwise or not sums_as_sent)

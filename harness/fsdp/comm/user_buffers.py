@@ -38,9 +38,7 @@ class Member:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, device: torch.device, backend: Any = None) -> None:
-        self.name = name
-        self.group = group
-        self.device = device
+        self.name, self.group, self.device = name, group, device
         self.backend = backend_of(group, device) if backend is None else backend
 
     def all_succeeded(self, mine: bool) -> bool:
@@ -72,16 +70,13 @@ class UserBuffers:
         symmetric: bool = True,
         may_fall_back: bool = False,
     ) -> None:
-        self.mode = mode
-        self.may_fall_back = may_fall_back
-        self._members = list(members)
-        self._runtime = runtime
+        self.mode, self.may_fall_back = mode, may_fall_back
+        self._members, self._runtime, self._symmetric = list(members), runtime, symmetric
         self._registered: list[Member] = []
         self._pool: Any = None
         self._closed = False
         # why nothing is registered
         self._reason = "" if mode is Registration.none else _why_unable(self._members, runtime)
-        self._symmetric = symmetric
         if mode is not Registration.none and not self._reason:
             self._make_pool()
 

@@ -166,8 +166,7 @@ class StepError(RuntimeError):
 
 class Step:
     def __init__(self, shape: StepShape) -> None:
-        self.shape = shape
-        self.state = StepState.IDLE
+        self.shape, self.state = shape, StepState.IDLE
         self.sync = True  # False inside `no_sync`
         self.num_backwards = 0
         self.plan = shape.plan(sync=True, adds=False)

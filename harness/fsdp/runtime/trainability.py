@@ -39,11 +39,8 @@ class Trainability:
     def __init__(
         self, policy: MixedPrecisionPolicy, hooks: Hooks, weights: Weights, gradients: GradientSync, laid_out_once: str
     ) -> None:
-        self.policy = policy
-        self.hooks = hooks
-        self.weights = weights
-        self.gradients = gradients
-        self.laid_out_once = laid_out_once
+        self.policy, self.laid_out_once = policy, laid_out_once
+        self.hooks, self.weights, self.gradients = hooks, weights, gradients
         self._buckets = list(buckets_of(hooks.units))
         self._agreed = self._flags()
         hooks.before_gradients = WeakHook(self.follow)

@@ -43,9 +43,7 @@ class Unit:
     kept_by_engine = True
 
     def __init__(self, name: str, module: nn.Module, buckets: list[ParamGroup]) -> None:
-        self.name = name
-        self.is_root = name == ROOT
-        self.is_held = False
+        self.name, self.is_root, self.is_held = name, name == ROOT, False
         self.buckets = buckets
         self._module = weakref.ref(module)  # see [Note: Who keeps whom]
         # under double_buffer

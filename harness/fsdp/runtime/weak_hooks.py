@@ -81,10 +81,7 @@ class ProgramHook:
     """
 
     def __init__(self, hook: Hook, name: str, step: Step, sums_elsewhere: Callable[[], bool]) -> None:
-        self.hook = hook
-        self.name = name
-        self.step = step
-        self.sums_elsewhere = sums_elsewhere
+        self.hook, self.name, self.step, self.sums_elsewhere = hook, name, step, sums_elsewhere
 
     def __call__(self, param: nn.Parameter) -> None:
         """Raises StepError if the hook has changed its parameter, or a gradient of which `.grad` is a part."""

@@ -209,9 +209,7 @@ class ShardedParameters:
         slots: dict[int, list[ModuleSlot]],
         before_write: Callable[[], None],
     ) -> None:
-        self.bucket = bucket
-        self.before_write = before_write
-        self.shards = shards
+        self.bucket, self.before_write, self.shards = bucket, before_write, shards
         self.unsharded = [param for _, param in bucket.params]
         self.types = [type(param) for param in self.unsharded]
         self.params: list[nn.Parameter] = []

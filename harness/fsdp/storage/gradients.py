@@ -69,14 +69,9 @@ class Gradients:
         dtypes: Dtypes,
         plan: GradientPlan,
     ) -> None:
-        self.name = name
-        self.params = params
-        self.cuts = cuts
-        self.layout = cuts.layout
-        self.dtypes = dtypes
-        self.plan = plan
-        self.memory = plan.memory
-        self.placements = placements
+        self.name, self.params, self.dtypes = name, params, dtypes
+        self.cuts, self.layout, self.placements = cuts, cuts.layout, placements
+        self.plan, self.memory = plan, plan.memory
         self.concat = plan.buffer is GradBuffer.concat
         self.accumulation = Accumulation.reduced
         if placements.accumulates_locally:

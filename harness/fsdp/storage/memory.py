@@ -93,13 +93,9 @@ class BucketMemory:
         allocating: Callable[[], AbstractContextManager[object]] | None = None,
         registers: bool = False,
     ) -> None:
-        self.device = device
-        self.fixed = fixed
-        self.moved = moved
+        self.device, self.fixed, self.moved, self.registers = device, fixed, moved, registers
         self.allocating = allocating or nullcontext
-        self.registers = registers
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
         self._spare: list[Tensor] = []
         self._shared: list[SharedBuffer] = []
         self._placed: dict[int, Turn] = {}  # by address of the tensor object: buckets that lie in a shared buffer

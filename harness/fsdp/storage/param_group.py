@@ -83,19 +83,13 @@ class ParamGroup:
         tp: Communicator | None,
         initial: InitialValue | None,
     ) -> None:
-        self.name = name
-        self.key = key
-        self.dtypes = dtypes
-        self.trainable = key.trainable
-        self.params = params
+        self.name, self.key, self.params = name, key, params
+        self.dtypes, self.trainable = dtypes, key.trainable
         # copies of the compute weights, one for each direction under [Note: Two encodings]
         self.encodings = [Encoding(name, each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
-        self.plan = plan
-        self.mesh = mesh
-        self.placements = placements
-        self.tp = tp
-        self.memory = plan.memory
+        self.plan, self.memory = plan, plan.memory
+        self.mesh, self.placements, self.tp = mesh, placements, tp
         group = None if tp is None else tp.group
         # TP shard of each parameter, by name
         self.tp_shards = {each: TpShard.of(each, param, group) for each, param in params}
