@@ -202,9 +202,7 @@ class RaggedTensor(DTensor):
         return self._rows()
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         return cls.rules(func, args, dict(kwargs or {}))
 
 
@@ -240,9 +238,7 @@ class GatheredView(DTensor):
         return cast(Tensor, made)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         if schema_of(func).is_mutable and isinstance(args[0], GatheredView):
             raise NotImplementedError(
                 f"{func} on a view of {getattr(args[0], '_name', 'a sharded tensor')}: its rows lie on several ranks"
@@ -272,18 +268,14 @@ class Replicated(DTensor):
         return cast(Tensor, in_class(Replicated, value))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             if any(type(each) is Tensor and each.requires_grad for each in tree_leaves((args, kwargs))):
                 args, kwargs = tree_map_only(Replicated, _IntoLoss.apply, (args, dict(kwargs or {})))
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         args_, kwargs_ = plain_of(Replicated, args, kwargs)
         return tree_map_only(DTensor, cls.of, func(*args_, **kwargs_))
 

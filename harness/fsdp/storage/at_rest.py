@@ -96,9 +96,7 @@ class _Superseded:
     """An unsharded parameter between passes: whoever kept it gets no gradient of it."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             if is_metadata(func):
                 return func(*args, **(kwargs or {}))
@@ -143,9 +141,7 @@ class MainWeight(_Hooked, nn.Parameter):
             self.copy_(values)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Fused kernels of optimizers leave version counters as they are. What others may still read, as the root's
         part after a forward, is not touched before. A gradient of this rank's data would be reduced by nobody."""
         with without_torch_function():

@@ -29,9 +29,7 @@ class PortionGradient(DTensor):
     """Gradient of a TP shard that no data-parallel axis cuts: torch's rule for GradScaler asks the first alone."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # a C function in torch
         if func.name() == CHECK_AND_UNSCALE:
             return check_and_unscale(func, args, kwargs or {})
         args_, kwargs_ = plain_of(cls, args, kwargs)
