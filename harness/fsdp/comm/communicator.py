@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -223,7 +223,7 @@ class Communicator:
         outputs = [self.as_sent(each.part.tensor) for each in evened]
         inputs = [self.as_sent(each.part.chunk(self.rank)) for each in evened]
         work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
-        return Pending([work], parts, finish=partial(_copy_back, evened) if any(e.is_copy for e in evened) else None)
+        return Pending([work], parts, finish=[each.copy_back for each in evened if each.is_copy])
 
     def as_sent(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor as the backend moves it: what not every backend knows, as bytes."""
@@ -270,26 +270,21 @@ class Communicator:
         return values
 
 
-def _copy_back(evened: Sequence[Evened]) -> None:
-    for each in evened:
-        each.copy_back()
-
-
 @dataclass
 class Pending:
     """A collective in flight. It owns the buffers it was given until `wait` has returned.
 
-    finish: called once, when everything has come in.
+    finish: called once each, when everything has come in.
     """
 
     incoming: list[Any]
     keeps: Sequence[Any] = ()
-    finish: Callable[[], None] | None = None
+    finish: Sequence[Callable[[], None]] = ()
 
     def wait(self) -> None:
         """Block the host (gloo, shared memory) or the current stream (NCCL) until it is done here. Repeatable."""
         for work in self.incoming:
             work.wait()
-        if self.finish is not None:
-            self.finish()
-        self.incoming, self.finish, self.keeps = [], None, ()
+        for each in self.finish:
+            each()
+        self.incoming, self.finish, self.keeps = [], (), ()

@@ -63,10 +63,7 @@ class SameData:
         for each in tree_leaves(output) if torch.is_grad_enabled() else ():
             spec = spec_before(each) if isinstance(each, Tensor) else None
             if spec is not None and all(placement.is_replicate() for placement in spec.placements):
-                each.register_hook(WeakHook(self._add_gradient, place))
-
-    def _add_gradient(self, place: int, gradient: Tensor) -> None:
-        self._add(place, 1, gradient)
+                each.register_hook(WeakHook(self._add, place, 1))
 
     def _add(self, place: int, kind: int, values: Tensor) -> None:
         self._sums[place, kind] += sums_with_waves(values.detach().reshape(-1), 0).to(self._sums.device)

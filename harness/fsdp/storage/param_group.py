@@ -312,20 +312,13 @@ class ParamGroup:
         See [Note: Weights on their way].
         """
         if self.encodings[0].kept is not None:
-            if self.main_storage is not None:
-                for each in self.encodings:
-                    copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
-            if self.placements.install:
-                self._gather_updated()
-        self.installed_version = self.main_version
-
-    def _gather_updated(self) -> None:
-        target = self.placements.resting_weights
-        for each in self.encodings:
-            if each.kept is not None:
-                shards = self.cuts.inner_shards_of(each.kept, target)
+            for each in self.encodings if self.main_storage is not None else ():
+                copy_together(self.cuts.own_shards(self.kept_shards(each)), self.cast_shards(each), follows=False)
+            for each in self.encodings if self.placements.install else ():
+                shards, target = self.kept_shards(each), self.placements.resting_weights
                 self.awaited += self.gather_shards(each.unsharded, shards, target, suffix=each.suffix)
-        self._updated_on = self.mesh.gather.runtime.current
+            self._updated_on = self.mesh.gather.runtime.current
+        self.installed_version = self.main_version
 
     def receive(self) -> None:
         """Have what others updated here, before the weights are used.
