@@ -127,8 +127,8 @@ def _all_ranks_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
-    """Refuse what cannot be sharded. Raises ValueError: of the module, a part of it, its parameters, the unit classes
-    or the divisor: what is wrong with it."""
+    """Raise ValueError for what cannot be sharded: the module, a part of it, its parameters, the unit classes, or the
+    divisor."""
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
     for path, part in module.named_modules():

@@ -79,7 +79,7 @@ def create_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
 
     The first update is unchanged. Names come from an attribute `entries` of the optimizer, or a table of torch's.
 
-    Returns by parameter and entry, not copied; nothing of other optimizers. Raises NotImplementedError: the optimizer's
+    Returns them by parameter and entry, not copied; nothing of other optimizers. NotImplementedError: the optimizer's
     state depends on the first gradient.
     """
     if any(map(begins_with_gradient, optimizer.param_groups)):
