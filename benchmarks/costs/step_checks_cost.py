@@ -102,18 +102,15 @@ def summary(name: str) -> dict[str, Any]:
             "step_s": round(statistics.median(each.wall - each.looking for each in steps), 3),
             "looked": share(looked),
         }
-    looked_at = sum(each.looking > 1e-3 for each in steps)
+    return {"run": over_run(steps, looked_at=sum(each.looking > 1e-3 for each in steps))}
+
+
+def over_run(steps: list[Step], looked_at: int) -> dict[str, float]:
     halves = {"whole": steps, "second_half": steps[len(steps) // 2 :]}
-    return {
-        "run": {
-            "steps": len(steps),
-            "looked_at": looked_at,
-            **{
-                name: round(sum(e.looking for e in of) / sum(e.wall - e.looking for e in of), 4)
-                for name, of in halves.items()
-            },
-        }
+    shares = {
+        name: round(sum(e.looking for e in of) / sum(e.wall - e.looking for e in of), 4) for name, of in halves.items()
     }
+    return {"steps": len(steps), "looked_at": looked_at, **shares}
 
 
 def figures(steps: list[Step]) -> dict[str, Any]:

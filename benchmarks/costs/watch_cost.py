@@ -3,11 +3,13 @@
     python benchmarks/costs/watch_cost.py
 
 Two ranks of one thread train 12.7 M weights in fp32 (the model of `step_checks_cost.py`) on 4096 tokens a rank and
-step, in a loop that knows of `watch` alone. Steps are in turns without and with the watch, whose hooks stay and return
-at once in those without. Figures are shares of the step without, with a bootstrap interval (harness/bench/stats.py):
+step, in a loop that knows of `watch` alone. All figures are of processor seconds of rank 0. Steps are in turns without
+and with the watch, whose hooks stay and return at once in those without: shares of the step without, with a bootstrap
+interval (harness/bench/stats.py).
 
-- `direct`: rank 0's clock around all that the watch does, in hooks and in `run.step`, over the rest of the same step.
-- `extra`: steps with over steps without. Leaves nothing out, and needs a quiet machine.
+- `direct`: all that the watch does in a step that is looked at, in hooks and in `run.step`, over the rest of the step.
+- `extra`: steps that are looked at over steps without. Leaves nothing out.
+- `run`: all that the watch does in a whole run by default but its first step, over the rest; and of its second half.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.costs.step_checks_cost import SEQ_LEN, SEQUENCES, WARMUP, Step, figures
+from benchmarks.costs.step_checks_cost import RUN_STEPS, SEQ_LEN, SEQUENCES, WARMUP, Step, figures, over_run
 from benchmarks.pages import tables
-from harness.capture import run as runs, watch
+from harness.capture import watch
 from harness.models.workload import workload_for
 from tests.support.factory import small_config
 from tests.support.spawn import run_ranks
@@ -53,42 +55,39 @@ def model_of(name: str) -> nn.Module:
     return fully_shard(net)
 
 
-def one_cell(rank: int, name: str, folder: str) -> list[Step]:
-    """Every step of this rank after the warm-up."""
-    looking = [0.0]
-    inner = runs.Guarded.__call__
+def one_cell(rank: int, name: str, folder: str) -> tuple[list[Step], list[Step], int]:
+    """Steps of this rank in turns without and with the watch, all steps of a run by default, and those looked at."""
+    turns, _ = watched(rank, name, Path(folder) / "study" / "turns", WARMUP + 2 * BLOCKS, share=1.0)
+    steps, looked_at = watched(rank, name, Path(folder) / "study" / "run", RUN_STEPS)
+    return turns[WARMUP:], steps, looked_at
 
-    def timed(guarded: Any, *args: Any, **keywords: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return inner(guarded, *args, **keywords)
-        finally:
-            looking[0] += time.perf_counter() - began
 
-    runs.Guarded.__call__ = timed  # type: ignore[method-assign] # in this process alone
+def watched(rank: int, name: str, path: Path, steps: int, **options: Any) -> tuple[list[Step], int]:
+    """Processor seconds of each step, and how many were looked at. With options: of every second step alone."""
     model = model_of(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run = watch(model, optimizer, Path(folder) / "study" / name, steps=[])
+    run = watch(model, optimizer, path, **(options and {"steps": [], **options}))
     generator = torch.Generator().manual_seed(rank)
     found = []
-    for number in range(WARMUP + 2 * BLOCKS):
+    for number in range(steps):
         rows = torch.randint(0, 256, (SEQUENCES // 2, SEQ_LEN + 1), generator=generator)
-        watches = number % 2 == 1
-        began, looking[0], run.problem = time.perf_counter(), 0.0, "" if watches else "left out"
+        run.problem = "left out" if options and number % 2 == 0 else ""
+        began, looking = time.process_time(), run.cadence.looking_s
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         run.step(loss=loss, data=rows)
-        found.append(Step(time.perf_counter() - began, looking[0]))
+        found.append(Step(time.process_time() - began, run.cadence.looking_s - looking))
     run.problem = ""
     run.close()
-    return found[WARMUP:]
+    return found, run.cadence.steps
 
 
 def summary(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        return figures(run_ranks(partial(one_cell, folder=folder), 2, name)[0])
+        turns, steps, looked_at = run_ranks(partial(one_cell, folder=folder), 2, name)[0]
+    return figures(turns) | {"run": over_run(steps[1:], looked_at)}  # the first step has an account of its own
 
 
 def main() -> None:

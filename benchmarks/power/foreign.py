@@ -237,7 +237,7 @@ def train(rank: int, layout: str, path: Path, training: dict[str, Any], seed: in
     rule = getattr(torch.optim, training.get("kind", "AdamW"))
     model, optimizer = chosen.finish(model, rule([*model.parameters()], lr=training.get("lr", 1e-3)))
     site.model, site.optimizer = model, optimizer
-    run = watch(model, optimizer, path)
+    run = watch(model, optimizer, path, share=1.0)
     readers = chosen.readers or chosen.ranks
     for site.step, batch in enumerate(loops.batches(steps, seed), start=1):
         rows = batch.chunk(readers)[rank * readers // chosen.ranks]

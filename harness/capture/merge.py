@@ -68,11 +68,8 @@ def merge(path: Path) -> None:
         shutil.rmtree(path / FOLDER, ignore_errors=True)
 
 
-def cut(folder: Path, done: int) -> int:
-    """Leave the first steps of a rank's part alone, for a run that goes on; gives the cadence that it had come to.
-
-    Raises `ValueError`: it has fewer.
-    """
+def cut(folder: Path, done: int) -> None:
+    """Leave the first steps of a rank's part alone, for a run that goes on. Raises `ValueError`: it has fewer."""
     part = Rank(folder)
     count = len(part.lines) if part.facts else 0
     if count < done:
@@ -84,7 +81,6 @@ def cut(folder: Path, done: int) -> int:
     lines = part.lines[:done]
     os.truncate(folder / "rows.f64", part.row_bytes * sum(line["looked"] for line in lines))
     write_atomic(folder / "steps.jsonl", "".join(encode(line) + "\n" for line in lines))
-    return int(lines[-1]["every"])
 
 
 def _end(path: Path, steps: int, problem: str) -> None:

@@ -23,7 +23,7 @@ from harness.capture.parts import Part, folder_of
 from harness.capture.shards import Parts, models_of
 from harness.capture.watching import Watching
 from harness.probe.hooks import Nothing
-from harness.probe.step_checks.cadence import FIRST
+from harness.probe.step_checks.cadence import Cadence
 from harness.probe.traffic import Traffic, by_kind
 from harness.store.files import Lock
 from harness.store.status import OWNER_LOCK, State
@@ -44,7 +44,7 @@ def watch(
     *,
     steps: Sequence[int] | None = None,
     limit_mib: int = 1024,
-    every: int = 1,
+    share: float = 0.02,
     done: int = 0,
     parts: Parts | None = None,
 ) -> Run:
@@ -54,12 +54,12 @@ def watch(
 
     Args: model: one module, or several (pipeline stages). optimizer: one, several, or None. path: a new folder, shared
     by all ranks. steps: those whose whole tensors are kept; None: 1, 10, 100, ... while `limit_mib` MiB hold them.
-    every: look at tensors in two neighbours of so many steps, and in the first eight; losses and data are recorded
-    in all. done: steps before this process, whose model and optimizer go on from a checkpoint: the record that `path`
-    holds of them goes on as well. parts: what parameters are made of, where their names and shapes do not say it
-    (packed, stacked, cut by hand).
+    share: of the loop's processor time that looking at tensors may take, beyond a second: steps are then looked at in
+    pairs, in every 4, 8, 16, ... of them; losses and data are recorded in all. done: steps before this process, whose
+    model and optimizer go on from a checkpoint: the record that `path` holds of them goes on as well. parts: what
+    parameters are made of, where their names and shapes do not say it (packed, stacked, cut by hand).
     """
-    run = Run(Path(path), limit_mib * MIB, steps, every, done)
+    run = Run(Path(path), limit_mib * MIB, steps, share, done)
     run.guard(run.start)(model, optimizer, parts)
     return run
 
@@ -77,7 +77,7 @@ class Guarded:
         if self._run.problem:
             return None
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._run.cadence.looking():
                 return self._work(*args, **keywords)
         except Exception as error:
             self._run.give_up(f"step {self._run.steps + 1}: {type(error).__name__}: {error}")
@@ -88,12 +88,14 @@ class Guarded:
 
 
 class Run:
-    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None, every: int, done: int) -> None:
-        self.path, self.limit_bytes, self.chosen, self.every = path, limit_bytes, steps, every
+    def __init__(self, path: Path, limit_bytes: int, steps: Sequence[int] | None, share: float, done: int) -> None:
+        self.path, self.limit_bytes, self.chosen, self._share = path, limit_bytes, steps, share
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_distributed else 0
         self.world_size = dist.get_world_size() if is_distributed else 1
         self.steps = self.done = done
+        self.cadence = self._cadence()
+        """Each rank's own: ranks exchange nothing, and steps of a wide cadence are steps of a narrow one."""
         self.problem = ""
         """Why the record is incomplete; empty while it is whole."""
         self._watching: Watching | None = None
@@ -108,6 +110,9 @@ class Run:
         self._tokens = 0
         self._last = time.perf_counter()
 
+    def _cadence(self) -> Cadence:
+        return Cadence(self._share, self.done, (), int, on_device=torch.cuda.is_initialized())
+
     def guard(self, work: Callable[..., Any]) -> Callable[..., Any]:
         return Guarded(self, work)
 
@@ -120,12 +125,12 @@ class Run:
             self._traffic.close()
 
     def start(self, model: nn.Module | Iterable[nn.Module], optimizer: Any, parts: Parts | None) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every} must be 1 or more")
+        if not 0 <= self._share <= 1:
+            raise ValueError(f"share={self._share} must be from 0 to 1")
         folder = folder_of(self.path, self.rank)
         self._is_closed = True  # what lies there is another's
         if self.done:
-            self.every = merge.cut(folder, self.done) or self.every
+            merge.cut(folder, self.done)
         elif folder.exists() or (self.path / "summary.json").exists():
             other = "name another folder, remove it, or go on with it behind N steps (done=N)"
             raise FileExistsError(f"{self.path} holds a run already: {other}")
@@ -164,6 +169,7 @@ class Run:
         self.steps += 1
         if self.steps == self.done + 1:
             part.facts(describe.part(watching, self.rank, self.world_size))
+            self.cadence = self._cadence()  # what a first step does once is no cost of a step
         now = time.perf_counter()
         line = {
             "step": self.steps,
@@ -176,14 +182,16 @@ class Run:
             "seconds": now - self._last,
             "memory": _memory(),
             "comm": by_kind(self._traffic.take()) if self._traffic is not None else {},
-            "every": self.every,
+            "every": self.cadence.every,
             "looked": watching.looks,
         }
         if watching.kept:
             part.tensors(f"step-{self.steps:06d}", watching.kept)
         part.step(line, watching.table.values if watching.looks else None)
-        if part.num_bytes > self._rows_bytes:  # ranks of as many tensors agree; of others, in every second step
-            self.every, self._rows_bytes = max(4, 2 * self.every), self._rows_bytes + ROWS_BYTES
+        self.cadence.end(self.steps)
+        if part.num_bytes > self._rows_bytes:
+            self.cadence.thin()
+            self._rows_bytes += ROWS_BYTES
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -192,8 +200,7 @@ class Run:
         self._watching.forwards = 0
         step = self.steps + 1
         captured = self._is_captured(step)
-        looks = captured or step - self.done <= FIRST or step % self.every < 2
-        self._watching.begin(looks=looks, captured=captured)
+        self._watching.begin(looks=captured or self.cadence.looks(step), captured=captured)
         self._last = time.perf_counter()
 
     def _is_captured(self, step: int) -> bool:

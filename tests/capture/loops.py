@@ -167,7 +167,7 @@ def train(
 ) -> list[bytes]:
     """Train, watched if there is a path. Returns this rank's last weights, and the state of torch's generator.
 
-    Args: options: of `watch`.
+    Args: options: of `watch`, which looks at all steps of a busy machine, too.
     """
 
     chosen = {**LAYOUTS, **FLAT}[layout]
@@ -177,7 +177,7 @@ def train(
     model = chosen.shards(net)
     params = [param for param in model.parameters() if param.requires_grad]
     model, stepping = chosen.finish(model, optimizer(params, lr=1e-3))
-    run = None if path is None else watch(model, stepping, path, **options)
+    run = None if path is None else watch(model, stepping, path, **{"share": 1.0, **options})
     readers = chosen.readers or chosen.ranks
     for number, batch in enumerate(batches(steps, seed), start=1):
         rows = batch.chunk(readers)[rank * readers // chosen.ranks]
@@ -211,7 +211,7 @@ def attempt(rank: int, layout: str, path: Path, begin: int, end: int, kept: Path
         model.load_state_dict(weights)
         if not forgets:
             optimizer.load_state_dict(state)
-    run = watch(model, optimizer, path, done=begin)
+    run = watch(model, optimizer, path, share=1.0, done=begin)
     for number, batch in enumerate(batches(end), start=1):
         if number <= begin:
             continue
@@ -252,7 +252,7 @@ def piped(rank: int, schedule: str, path: Path | None, microbatches: int = 4) ->
     torch.manual_seed(0)
     stage = Stage(Net(), rank)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
-    run = None if path is None else watch([stage], optimizer, path)
+    run = None if path is None else watch([stage], optimizer, path, share=1.0)
     pipe = getattr(pipelining, f"Schedule{schedule}")(
         pipelining.PipelineStage(stage, rank, 2, torch.device("cpu")),
         microbatches,

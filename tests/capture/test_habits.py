@@ -125,7 +125,7 @@ def train(path: Path | None, name: str, steps: int = STEPS) -> list[bytes]:
     def loss_of(rows: Tensor) -> Tensor:
         return nn.functional.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
-    run = None if path is None else watch(net, optimizer, path)
+    run = None if path is None else watch(net, optimizer, path, share=1.0)
     for rows in loops.batches(steps):
         loss = habit(net, optimizer, loss_of, rows)
         if run is not None:
@@ -179,7 +179,7 @@ def adversarial(path: Path | None) -> list[bytes]:
     torch.manual_seed(0)
     generator, critic = Generator(), Critic()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (generator, critic)]
-    run = None if path is None else watch([generator, critic], optimizers, path)
+    run = None if path is None else watch([generator, critic], optimizers, path, share=1.0)
     for step in range(STEPS):
         noise = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         for sign, optimizer in zip((1, -1), optimizers, strict=True):

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from harness.parity.compare import compare
 from harness.parity.outcome import Outcome
 from harness.parity.record import load
 from harness.parity.tiers import divergence
+from harness.probe.step_checks.cadence import Cadence
 from harness.store.check_stream import BYTES
 from harness.store.metrics import read_metrics
 from tests.capture import loops
@@ -44,8 +46,8 @@ def moved(at: int, step: int, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def looks_seldom(folder: Path) -> None:
-    """Two neighbours of each eight steps are looked at, and the verdict claims no more."""
-    cadence: dict[str, Any] = {"steps": 20, "every": 8}
+    """Neighbours are looked at where each step is too dear, and the verdict claims no more."""
+    cadence: dict[str, Any] = {"steps": 20, "share": 0.0}
     paths = [made(folder / "study" / layout, layout, **cadence) for layout in ("fsdp2", "ddp", "single")]
     for path in paths:
         stream = load(path).stream
@@ -60,8 +62,8 @@ def looks_seldom(folder: Path) -> None:
 
 def sees_what_moved_between(folder: Path) -> None:
     """A weight that is moved in a step that nobody looked at is seen by the next loss, and not called right."""
-    arm = made(folder / "study" / "arm", steps=20, every=8, after_update=partial(moved, 12))
-    verdict = compare(arm, made(folder / "study" / "control", steps=20, every=8))
+    arm = made(folder / "study" / "arm", steps=20, share=0.0, after_update=partial(moved, 12))
+    verdict = compare(arm, made(folder / "study" / "control", steps=20, share=0.0))
     assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
     assert "at step 13, " in verdict.sentence
 
@@ -80,8 +82,8 @@ def stays_below_its_limit(folder: Path) -> None:
 
 
 def limited(rank: int, path: Path) -> None:
-    runs.ROWS_BYTES = 12 * 10 * BYTES * sum(parts.WIDTHS.values())  # in a process of its own
-    loops.train(rank, "single", path, steps=40)
+    with mock.patch.object(runs, "ROWS_BYTES", 12 * 10 * BYTES * sum(parts.WIDTHS.values())):
+        loops.train(rank, "single", path, steps=40)
 
 
 # -- attempts ----------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def test_promise(promise: Callable[[Path], None], tmp_path: Path) -> None:
 
 MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
     "neighbours": (
-        Slip(runs.Run, "_begin_step", "step % self.every < 2", "step % self.every < 1", "Neighbours are not seen"),
+        Slip(Cadence, "looks", "step % self.every < 2", "step % self.every < 1", "Neighbours are not seen"),
         looks_seldom,
     ),
     "rows": (
@@ -153,7 +155,7 @@ MUTANTS: dict[str, tuple[Slip, Callable[[Path], None]]] = {
         looks_seldom,
     ),
     "disk": (
-        Slip(runs.Run, "_step", "max(4, 2 * self.every)", "self.every", "Sketches grow without a limit"),
+        Slip(Cadence, "thin", "max(4, 2 * self.every)", "self.every", "Sketches grow without a limit"),
         stays_below_its_limit,
     ),
     "attempts": (

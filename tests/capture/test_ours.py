@@ -53,7 +53,7 @@ def theirs(rank: int, path: Path, clips: bool, fault: bool, seed: int) -> None:
     model, chosen = DistributedDataParallel(net), config.optimizer
     decays = [{"params": groups[each], "weight_decay": chosen.weight_decay * each} for each in groups]
     optimizer = torch.optim.AdamW(decays, lr=chosen.lr, betas=tuple(chosen.betas), eps=chosen.eps)
-    with watch(model, optimizer, path) as run:
+    with watch(model, optimizer, path, share=1.0) as run:
         for step in range(1, STEPS + 1):
             (batch,) = loader.batch(step)
             batch = type(batch)(*(torch.as_tensor(each) for each in batch))
@@ -107,8 +107,9 @@ def test_a_fault_is_named_by_step_stage_and_tensor(ours: Path, watched: Path) ->
     for name, outcome, step in (("faulty", Outcome.UNDECIDED, FAULT_AT), ("unclipped", Outcome.DIFFERENT, 1)):
         verdict = compare(watched / name, ours)
         first = verdict.findings[0]
-        assert (verdict.outcome, first.step, first.tensor, first.since) == (outcome, step, AT, None), verdict.sentence
+        assert (verdict.outcome, first.step, first.since) == (outcome, step, None), verdict.sentence
         assert first.stage is Stage.reduction
+        assert first.tensor == AT or name == "unclipped", "all tensors are off alike: rounding decides which is named"
 
 
 def same(ours: Path, watched: Path) -> bool:

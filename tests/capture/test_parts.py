@@ -121,7 +121,7 @@ def train(rank: int, kind: str, path: Path | None, fault: bool = False) -> list[
     if kind == "fsdp2":
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = None if path is None else watch(model, optimizer, path, parts=MAPS.get(kind))
+    run = None if path is None else watch(model, optimizer, path, share=1.0, parts=MAPS.get(kind))
     generator = torch.Generator().manual_seed(1)
     for number in range(1, STEPS + 1):
         batch = torch.randint(0, WORDS, (ROWS, LENGTH), generator=generator)

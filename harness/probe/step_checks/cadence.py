@@ -25,7 +25,8 @@ class Cadence:
     def __init__(
         self, share: float, done: int, always: Collection[int], agreed: Callable[[int], int], *, on_device: bool
     ) -> None:
-        self.every, self.steps, self.looking_s = 1, 0, 0.0
+        self.every = self.least = 1
+        self.steps, self.looking_s = 0, 0.0
         self._share, self._done, self._always, self._agreed = share, done, always, agreed
         self._now = time.perf_counter if on_device else time.process_time
         self._began, self._apart_s = self._now(), 0.0
@@ -57,12 +58,16 @@ class Cadence:
         if count >= FIRST and count & (count - 1) == 0:
             self.every = self._agreed(self._chosen(count))
 
+    def thin(self) -> None:
+        """Look half as often, for good."""
+        self.every = self.least = max(4, 2 * self.every)
+
     def _chosen(self, count: int) -> int:
         training_s = self._now() - self._began - self.looking_s - self._apart_s
         allowed_s = ALLOWED_S if self._share else 0.0
         left_s = allowed_s + 2 * self._share * training_s - self.looking_s
         affordable = max(0.0, left_s) / max(self.looking_s / self.steps, 1e-9)
-        every = 1
+        every = self.least
         while min(1.0, 2 / every) * count > affordable and every < count:
             every *= 2 if every > 1 else 4
         return every
