@@ -180,10 +180,7 @@ def tables(rows: pd.DataFrame) -> Iterator[str]:
     faulty = faulty.assign(
         found=(faulty["claimed"].astype(str) == "True") & faulty["outcome"].isin(("DIFFERENT", "UNDECIDED")),
         placed=[stage in str(stages).split() for stage, stages in zip(faulty["stage"], faulty["stages"], strict=True)],
-        begun=[
-            str(step + (name in NEXT)) in str(steps).split()
-            for name, step, steps in zip(faulty["name"], faulty["step"], faulty["steps"], strict=True)
-        ],
+        begun=[str(step) in str(steps).split() for step, steps in zip(faulty["step"], faulty["steps"], strict=True)],
     )
     for by in (["kind", "world"], ["kind", "against"]):
         told = [
@@ -213,8 +210,6 @@ OUTCOMES = (*PASSES, "UNDECIDED", "DIFFERENT")
 KEY = ["kind", "name", "world"]
 NOT_MADE = "not made"
 """For a pair of which there was no time to make a run."""
-NEXT = ("not_counted",)
-"""Faults of what a step leaves behind, which the next one is the first to use."""
 
 
 # -- strength ----------------------------------------------------------------------------------------------------------
