@@ -197,12 +197,11 @@ class Engine:
         )
 
     def _watch(self) -> Watchdog | None:
-        meshes = self.meshes
+        meshes, options = self.meshes, self.options
         groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
         groups += [] if meshes.tensor is None else [meshes.tensor.group, meshes.everyone.group]
-        return watch_groups(
-            groups, self.runtime, self.options.watchdog_timeout_s, _where(self.hooks), meshes.shared_memories
-        )
+        limit_s, check, shared = options.watchdog_timeout_s, options.check_collectives, meshes.shared_memories
+        return watch_groups(groups, self.runtime, limit_s, check, _where(self.hooks), shared)
 
     def _shard_parameters(self, module: nn.Module) -> None:
         shards, slots = DTensorFactory(self.buckets), slots_of(module)

@@ -142,6 +142,8 @@ class EngineOptions:
     collectives; after 60 s one rank logs who waits for whom. None is the timeout of the model's process groups
     (init_process_group: 1800 s with gloo, 600 s with NCCL), less a tenth and at most 30 s; under the harness it is
     four fifths of launch.hang_timeout_s."""
+    check_collectives: bool = option(False, same_bits=True)
+    """Before each collective, check that all ranks are about to run the same one."""
     check_replicas_every: int = option(0, range=Range(0, 2**31 - 1, "steps"), same_bits=True)
     """Steps between comparisons of a hash of the weights that several ranks hold; 0: never."""
 

@@ -73,7 +73,6 @@ REMOVED: dict[tuple[str, str], Any] = {
     ("cluster", "container_mounts"): [],
     ("cluster", "gres"): None,
     ("engine", "accumulate_unsharded"): False,
-    ("engine", "check_collectives"): False,
     ("engine", "unit_min_elements"): 0,
     ("engine", "prefetch_limit_bytes"): None,
     ("ckpt", "background"): False,

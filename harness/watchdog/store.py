@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.watchdog.report import Position
+from harness.watchdog.report import CollectiveError, Position, by_value, ranks_text
 
 ANSWER_S, VERDICT_S = 3.0, 6.0
 """Seconds that ranks are given to answer, and that one waits for the verdict."""
@@ -111,3 +111,44 @@ class RollCalls:
         positions = {rank: Position(**json.loads(text)) for rank, text in zip(places, texts, strict=True)}
         voice.set(f"{roll}/verdict", json.dumps([judge(positions), len(positions)]))
         return positions
+
+
+class CollectiveCheck:
+    """Compares each announced collective over all ranks before its data moves. Slow: each one waits for all ranks.
+
+    It compares through the store: NCCL would take mismatched calls for one collective and mix up their data. The rank
+    that comes last compares.
+    """
+
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int) -> None:
+        self._store, self.ranks, self.rank = store, ranks, rank
+        self._number = 0
+
+    def compare(self, label: object, data: Sequence[Any], limit_s: float) -> None:
+        """Raise CollectiveError on all ranks if one is about to issue another collective; an error of the store if
+        one does not come within the limit."""
+        self._number += 1
+        here, before = f"check/{self._number}", f"check/{self._number - 1}"
+        self._store.set(f"{here}/{self.rank}", f"{label} of {_contents(data)}")
+        is_last = self._store.add(f"{here}/came", 1) == len(self.ranks)
+        if is_last:
+            found = self._store.multi_get([f"{here}/{rank}" for rank in self.ranks])
+            ranks = by_value({rank: text.decode() for rank, text in zip(self.ranks, found, strict=True)})
+            texts = [f"{text} on {ranks_text(those)}" for text, those in ranks.items()]
+            self._store.set(f"{here}/verdict", "; ".join(texts) if len(texts) > 1 else "alike")
+        self._store.wait([f"{here}/verdict"], timedelta(seconds=limit_s))
+        if (verdict := self._store.get(f"{here}/verdict").decode()) != "alike":
+            raise CollectiveError(
+                f"check_collectives: ranks are about to issue different collectives as number {self._number}:"
+                f" {verdict}. No data of it has moved. All ranks must run the same modules in the same order"
+            )
+        # All have come here, so all have read the verdict before.
+        for old in (self.rank, *(("came", "verdict") if is_last else ())):
+            self._store.delete_key(f"{before}/{old}")
+
+
+def _contents(data: Sequence[Any]) -> str:
+    tensors = [getattr(each, "tensor", each) for each in data]
+    kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    lengths = "+".join(str(tensor.numel()) for tensor in tensors)
+    return f"{lengths or 'unknown'} elements {', '.join(kinds)}".rstrip()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog.report import CollectiveError, Position, all_stuck, describe_hang, describe_wait
-from harness.watchdog.store import CLOSED, RollCalls, stores_of
+from harness.watchdog.store import CLOSED, CollectiveCheck, RollCalls, stores_of
 from harness.watchdog.waits import FlightRecorder, Wait, Waits
 
 LOG = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class Watchdog:
         abort: makes the waits in a group fail.
         mark: leaves an event on the current stream, with `is_reached`; None where the host waits.
         records: watch what c10d's flight recorder has; False: only announced collectives and waits.
+        check: compare each announced collective over all ranks before its data moves.
 
     Raises:
         ValueError: the limit is not positive.
@@ -114,6 +115,7 @@ class Watchdog:
         abort: Callable[[dist.ProcessGroup], None] = abort_group,
         mark: Callable[[], Any] | None = None,
         records: bool = True,
+        check: bool = False,
     ) -> None:
         self.groups: Any = [dist.group.WORLD] if groups is None else list(groups)
         self.timeout_s = default_timeout_s(self.groups) if timeout_s is None else timeout_s
@@ -132,11 +134,13 @@ class Watchdog:
         self._wake, self._concluded = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._check: CollectiveCheck | None = None
         self.waits = Waits(mark, FlightRecorder(self.groups) if records else None)
         if len(self.ranks) == 1:
             return
-        ear, voice = stores_of(self.groups[0], clones=2)
+        ear, voice, *others = stores_of(self.groups[0], clones=2 + check)
         self._rolls = RollCalls(ear, voice, self.ranks, self.rank, self.tick_s)
+        self._check = CollectiveCheck(others[0], self.ranks, self.rank) if check else None
         Waits.live.add(self.waits)
         self._threads = [_thread(self._watch, "watchdog"), _thread(self._listen, "watchdog-store")]
         atexit.register(self.close)
@@ -164,9 +168,12 @@ class Watchdog:
 
     # -- called by the program's threads -----------------------------------------------------------------------------
 
-    def begin(self, label: Hashable) -> None:
-        """Announce a collective."""
+    def begin(self, label: Hashable, data: Sequence[Any] = ()) -> None:
+        """Announce a collective. data: its tensors, which only `check` looks at."""
         self.check()
+        if self._check is not None:
+            with self.waiting(f"a comparison of {label}"):
+                self._check.compare(label, data, self.timeout_s)
         self.waits.begin(label)
 
     def enter(self, labels: tuple[Hashable, ...], group: dist.ProcessGroup | None = None) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import ShardedModel, fully_shard
+from harness.fsdp import Observer, ShardedModel, fully_shard
 from harness.fsdp.comm import events, mesh
 from harness.private_torch import backends_of, timeout_of
 from harness.watchdog import watchdog
@@ -278,7 +278,7 @@ def trained(rank: int) -> list[tuple[bool, int, int]]:
     found = []
     for strategy in STRATEGIES:
         outcomes = []
-        for kwargs in ({}, {"watchdog_timeout_s": 30.0}):
+        for kwargs in ({}, {"watchdog_timeout_s": 30.0, "check_collectives": True}):
             _, wrapped, optimizer = build(dist.new_group([0, 1]), strategy, **kwargs)
             for _ in range(3):
                 step(wrapped, optimizer)
@@ -306,3 +306,50 @@ def test_off_there_is_nothing_and_a_limit_is_positive() -> None:
     assert wrapped._parts.watchdog is None
     with pytest.raises(ValueError, match=r"watchdog_timeout_s=0 is out of range; valid are above 0, .* or None"):
         fully_shard(other, sgd(other), watchdog_timeout_s=0)
+
+
+# -- collectives that are compared before their data moves -------------------------------------------------------------
+
+
+class Begun(Observer):
+    """Collectives of this process."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def collective(self, kind: str, bucket: str) -> None:
+        self.kinds.append(kind)
+
+
+def mismatched(rank: int) -> list[Told]:
+    found = []
+    for strategy in STRATEGIES:
+        _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), strategy, check_collectives=True)
+        step(wrapped, optimizer)
+        begun = Begun()
+        begun.attach()
+        told = provoke(lambda w=wrapped: w.weight_norm() if rank == 1 else list(w.full_weights()))
+        begun.detach()
+        assert not begun.kinds, "no data may move"
+        found.append(told)
+        provoke(wrapped.close)
+        dist.barrier()
+    _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
+    values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
+    found.append(provoke(lambda: wrapped._parts.meshes.everyone.sum_scalars(values, "lengths")))
+    return found
+
+
+def test_checked_collectives_are_refused_before_data_moves() -> None:
+    *per_strategy, lengths = zip(*run_ranks(mismatched, 3), strict=True)
+    for strategy, told in zip(STRATEGIES, per_strategy, strict=True):
+        if strategy == "no_shard":  # whole on every rank: neither asks for data
+            assert {each.error for each in told} == {""}
+            continue
+        message = agree(list(told))
+        assert "all_gather blocks.0/float32 weights of " in message
+        assert "elements float32 on ranks 0, 2; all_reduce norm of 1 elements float64 on rank 1" in message
+    assert (
+        "all_reduce lengths of 3 elements float64 on ranks 0, 1; all_reduce lengths of 2 elements float64 on rank 2"
+        in agree(list(lengths))
+    )

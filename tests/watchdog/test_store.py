@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,35 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp import fully_shard
-from harness.watchdog import Watchdog, ranks_text, store
+from harness.watchdog import CollectiveError, Watchdog, ranks_text, store
 from harness.watchdog.report import Position, describe_hang
-from harness.watchdog.store import RollCalls
+from harness.watchdog.store import CollectiveCheck, RollCalls
 from harness.watchdog.watchdog import ALARM
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
-from tests.watchdog.ranks import Counted, together
+from tests.watchdog.ranks import Counted, together, watchdogs, without_threads
 
 FEW, MANY = 4, 48
 """Ranks, each a thread of this process."""
 MOST = 10
-"""Requests of a rank, on average, for one message that is agreed on."""
+"""Requests of a rank, on average, for one collective that is compared or one message that is agreed on."""
 
 
 def counted() -> Counted:
     return Counted(dist.HashStore())
+
+
+def compared(ranks: int, *, differ: bool = False) -> tuple[int, list[Any]]:
+    """Requests for a collective that ranks compare, and the error of each."""
+    with without_threads():
+        dogs = watchdogs(ranks, found := counted(), check=True)
+    lengths = [3 if differ and rank == 1 else 2 for rank in range(ranks)]
+    errors = together(
+        [partial(dog.begin, "weights", [torch.zeros(length)]) for dog, length in zip(dogs, lengths, strict=True)]
+    )
+    for dog in dogs:
+        dog.close()
+    return len(found.requests), errors
 
 
 def rolls(ranks: int, found: Counted) -> list[RollCalls]:
@@ -56,11 +70,17 @@ def called(ranks: int) -> tuple[int, list[Any]]:
 def asking_too_much() -> list[str]:
     found = []
     for ranks in (FEW, MANY):
+        requests, errors = compared(ranks)
+        assert errors == [None] * ranks
         asked, (callers, *messages) = called(ranks)
         found += [] if callers == 1 else [f"{callers} ranks call one roll"]
         assert len(set(messages)) == 1
         assert f"{ranks_text(range(ranks))} wait since 61.0 s in all_gather" in messages[0]
-        found += [f"{asked} requests of {ranks} ranks for a message"] if asked > MOST * ranks else []
+        found += [
+            f"{number} requests of {ranks} ranks for a {what}"
+            for what, number in (("collective", requests), ("message", asked))
+            if number > MOST * ranks
+        ]
     return found
 
 
@@ -68,8 +88,40 @@ def test_a_rank_asks_a_few_times_however_many_there_are() -> None:
     assert asking_too_much() == []
 
 
+def test_all_name_the_rank_that_differs() -> None:
+    requests, errors = compared(MANY, differ=True)
+    assert requests <= MOST * MANY
+    assert {type(error) for error in errors} == {CollectiveError}
+    (message,) = set(map(str, errors))
+    assert f"of 2 elements float32 on {ranks_text([0, *range(2, MANY)])}" in message
+    assert "of 3 elements float32 on rank 1" in message
+
+
+def test_all_that_come_name_the_rank_that_does_not() -> None:
+    dogs = watchdogs(3, counted(), 1.0, check=True, where=lambda: "here")
+    errors = together([partial(dog.begin, "weights") for dog in dogs[:2]], 0)
+    for dog in dogs:
+        dog.close()
+    assert {type(error) for error in errors} == {CollectiveError}
+    (message,) = set(map(str, errors))
+    assert "ranks 0, 1 wait since " in message
+    assert "in a comparison of weights here; rank 2 has not come: it is here and has begun no collective" in message
+
+
+def _all_read(self: CollectiveCheck, label: object, data: Sequence[Any], limit_s: float) -> None:
+    self._number += 1
+    keys = [f"{self._number}/{rank}" for rank in self.ranks]
+    self._store.set(keys[self.rank], str(label))
+    self._store.wait(keys, timedelta(seconds=limit_s))
+    assert len({self._store.get(key) for key in keys}) == 1
+
+
 WAITS = 'voice.wait([f"{roll}/all answered"], timedelta(seconds=ANSWER_S))'
 MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "all read all": (
+        "Each rank reads what each has told of a collective",
+        lambda patch: patch.setattr(CollectiveCheck, "compare", _all_read),
+    ),
     "asked again": (
         "Who makes the message asks again and again who has answered",
         Slip(RollCalls, "ask", WAITS, 'while not voice.check([f"{roll}/all answered"]): pass').put,
@@ -84,7 +136,7 @@ MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        *each("What ranks ask of their store", [(name, MUTANTS[name][0]) for name in ("asked again",)]),
+        *each("What ranks ask of their store", [(name, MUTANTS[name][0]) for name in ("all read all", "asked again")]),
         *each("Deadlocks", [("each rank asks", MUTANTS["each rank asks"][0])]),
     ],
 )

@@ -195,7 +195,7 @@ class Communicator:
         """
         if self.size == 1:
             return Pending([])
-        with events.begin(label):
+        with events.begin(label, parts):
             return self._gather(parts, own, until_settled=True)
 
     def reads(self, own: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -238,7 +238,7 @@ class Communicator:
             return self._sparse_from_first(value, purpose)
         shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
         if shared.numel():
-            with events.begin(Label("broadcast", purpose)), events.waiting():
+            with events.begin(Label("broadcast", purpose), [shared]), events.waiting():
                 # as bytes: not every backend knows every dtype
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
@@ -259,13 +259,13 @@ class Communicator:
         """As `sum_scalars`; the values are sums once this is waited for."""
         if self.size == 1:
             return Pending([])
-        with events.begin(Label("all_reduce", purpose)):
+        with events.begin(Label("all_reduce", purpose), [values]):
             return Pending([self.group.allreduce([values])], [values])
 
     def largest(self, values: Tensor, purpose: str) -> Tensor:
         """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
         if self.size > 1:
-            with events.begin(Label("all_reduce", purpose)), events.waiting():
+            with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 

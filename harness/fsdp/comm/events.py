@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class _OfThread(threading.local):
 _local = _OfThread()
 _observers: list[Observer] = []
 _watchers: list[Any] = []
-"""Each with `begin(label)`, `enter(labels, group)`, `leave(token)` and `explain(error)`, as
+"""Each with `begin(label, data)`, `enter(labels, group)`, `leave(token)` and `explain(error)`, as
 `harness.watchdog.Watchdog` has them: the first two may raise where a collective will not come about."""
 
 
@@ -65,18 +66,21 @@ def current() -> Label | None:
 
 
 class begin:  # used as a function, as what follows: a class is entered in a third of a generator's time
-    """Announce a logical collective and label the operations it issues here."""
+    """Announce a logical collective and label the operations it issues here.
 
-    __slots__ = ("_before", "_label", "_mark")
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only watchers look at them.
+    """
+
+    __slots__ = ("_before", "_data", "_label", "_mark")
     announces = True
 
-    def __init__(self, label: Label) -> None:
-        self._label = label
+    def __init__(self, label: Label, data: Sequence[Any] = ()) -> None:
+        self._label, self._data = label, data
 
     def __enter__(self) -> None:
         if self.announces:
             for watcher in _watchers:
-                watcher.begin(self._label)
+                watcher.begin(self._label, self._data)
             for observer in _observers:
                 observer.collective(*self._label)
         self._before, _local.label = _local.label, self._label

@@ -144,7 +144,7 @@ class Reduction:
         """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
         exchange = Exchange(parts, label, factor)
         if self.comm.size > 1:
-            with events.begin(label):
+            with events.begin(label, parts):
                 (self._reduce_scatter if self.is_native else self._all_to_all)(exchange)
         return exchange
 

@@ -24,6 +24,7 @@ def watch_groups(
     groups: Sequence[dist.ProcessGroup],
     runtime: DeviceRuntime,
     timeout_s: float | None,
+    check: bool,
     where: Callable[[], str],
     shared: Sequence[ShmGroup],
 ) -> Watchdog | None:
@@ -43,7 +44,7 @@ def watch_groups(
             each.abort()
         abort_group(group)
 
-    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False)
+    watchdog = Watchdog(groups, limit_s, where=where, abort=abort, mark=mark, records=False, check=check)
     events.watch(watchdog)
     return watchdog
 
